@@ -1,0 +1,96 @@
+"""Entry of `ckptd`: loads only the module of the verb that was asked for, and turns errors into exit codes.
+
+Loading one verb keeps `ckptd status` fast: nothing it does not need is imported (docs/design.md §7).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd import __version__
+from ckptd.errors import CkptdError, from_os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERBS: tuple[str, ...] = (
+    "run",
+    "status",
+    "check",
+    "init",
+    "inspect",
+    "convert",
+    "resume",
+    "list",
+    "pin",
+    "unpin",
+    "accept",
+    "adopt",
+    "quickstart",
+)
+"""In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""
+
+_SHARED = {"unpin": "pin", "accept": "pin", "adopt": "pin"}
+
+EPILOG = (
+    "Exit codes: 0 done, safe · 1 a person is needed · 2 usage · 3 behind · 4 nothing committed (start fresh) · "
+    "65 damaged or refused · 66 not found · 69 remote unreachable or not ours · 73 target exists · 74 I/O or no "
+    "space · 75 another daemon owns it · 77 permission · 78 configuration"
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"ckptd {__version__}")
+        raise typer.Exit
+
+
+def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
+    """The Typer application with the modules of `verbs` registered."""
+    app = typer.Typer(
+        name="ckptd",
+        help="Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        epilog=EPILOG,
+    )
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it."),
+    ) -> None:
+        """Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated."""
+
+    for module in dict.fromkeys(_SHARED.get(verb, verb) for verb in verbs):
+        importlib.import_module(f"ckptd.cli.{module}_cmd").register(app)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `ckptd`; never shows a traceback for an error of the tree (CKPTD_DEBUG=1 does)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    verbs = (wanted,) if wanted in VERBS else VERBS
+    try:
+        build_app(verbs)(arguments, prog_name="ckptd")
+    except CkptdError as error:
+        _fail(error)
+    except OSError as error:
+        _fail(from_os_error(error, str(error.filename or "I/O")))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: CkptdError) -> None:
+    if os.environ.get("CKPTD_DEBUG") == "1":
+        raise error
+    print(f"ckptd: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  → {error.hint}", file=sys.stderr)
+    sys.exit(error.exit_code)

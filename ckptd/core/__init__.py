@@ -1,0 +1,1 @@
+"""Pure decisions: no files, clock, network or threads (docs/design.md §7)."""

@@ -1,0 +1,77 @@
+"""What an inspection of one file yields: data only, made in a restricted child, cached by identity.
+
+`FileFacts` is the single interface between reading pickles (torchfile, zero) and deciding (lifecycle);
+every field that is not known is None, never guessed (docs/design.md §3, H13).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from ckptd.core.identity import Model
+from ckptd.core.layouts import Role, ShardKey
+
+
+class Archive(StrEnum):
+    """How a file's bytes are framed."""
+
+    ZIP = "zip"
+    """A `torch.save` archive, central directory valid, every record inside the file."""
+    LEGACY = "legacy"
+    """A pre-zip `torch.save` stream: ships raw, is not converted."""
+    TORN = "torn"
+    EMPTY = "empty"
+    OTHER = "other"
+    """Not a torch archive and not expected to be one (side files)."""
+
+
+class ShardFacts(Model):
+    """What the pickle of one shard says about its save (docs/formats.md §2)."""
+
+    ds_version: str | None = None
+    zero_stage: int | None = None
+    dtype: str | None = None
+    """bf16, fp16 or fp32, as the ds_config in the shard says."""
+    optimizer: str | None = None
+    """Name of the optimizer in ds_config, or the class that its states suggest."""
+    partition_count: tuple[int, ...] = ()
+    """Per group at stages 1 and 2, one value at stage 3."""
+    dp_world_size: int | None = None
+    mp_world_size: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    sp: int | None = None
+    ep: int | None = None
+    global_steps: int | None = None
+    optimizer_step: int | None = None
+    layers: tuple[int, ...] = ()
+    """Pipeline layer numbers named in param_shapes; empty when not a pipeline."""
+    num_experts: tuple[int, ...] = ()
+    """Experts per MoE layer; empty when there are none."""
+    run_id: str | None = None
+    parameters: int | None = None
+    """Number of elements of all parameters in param_shapes."""
+    frozen_parameters: int = 0
+    buffers: int = 0
+    has_universal_info: bool = False
+    train_batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+
+class FileFacts(Model):
+    """One file as inspected."""
+
+    path: str
+    """Relative to the checkpoint folder, `/`-separated."""
+    bytes: int
+    archive: Archive
+    reason: str | None = None
+    """Why the archive is torn, or why the shard's pickle could not be read."""
+    fingerprint: str = ""
+    """SHA-256 hex (docs/design.md §3 *Fingerprint*); empty for torn and empty files."""
+    tensor_fingerprint: str | None = None
+    has_crc: bool = False
+    role: Role = Role.SIDE
+    shard: ShardKey = ShardKey()
+    facts: ShardFacts | None = None
+    """None for side files, and for shards whose pickle could not be read."""

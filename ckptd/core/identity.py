@@ -1,0 +1,32 @@
+"""What makes a file *that* file: identity by inode, content by fingerprint (docs/design.md §3, P4).
+
+An identity that differs means "written, replaced or touched since"; an equal one means that the bytes
+are those we read. It exists so that no decision about deleting or committing rests on a path alone.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Model(BaseModel):
+    """Base of every model that crosses a process or a module border: frozen, unknown fields ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class FileIdentity(Model):
+    """Identity of a regular file: device, inode, size in bytes, mtime and ctime in nanoseconds (H50)."""
+
+    dev: int
+    ino: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class FolderIdentity(Model):
+    """Identity of a directory: what a permit names beside the path (P1, H10)."""
+
+    dev: int
+    ino: int

@@ -1,0 +1,1 @@
+"""The daemon: one deciding thread, workers at the edge."""

@@ -1,0 +1,196 @@
+"""The error tree: every class says whether to retry, what to do next, and the exit code of a command.
+
+One place for exit codes (docs/contract.md), so that a launch script and the daemon read failures alike.
+
+    CkptdError ............................ 1
+    ├─ UsageError ......................... 2
+    ├─ BehindError ........................ 3    a deadline passed
+    ├─ NothingCommitted ................... 4    the remote is there and holds no commit
+    ├─ DamagedError ....................... 65   the bytes are not what they should be
+    │  ├─ TornArchiveError                       a shard is truncated, empty or garbled
+    │  └─ VerifyError                            a copy differs from its source
+    ├─ RefusedError ....................... 65   cannot be done right, so it is not done
+    ├─ NotFoundError ...................... 66
+    ├─ RemoteError ........................ 69
+    │  ├─ RemoteUnreachable                      retried with backoff
+    │  └─ RemoteNotOurs                          identity missing or another job's
+    ├─ CommitConflict ..................... 1    another save holds this generation
+    ├─ SourceChanged ...................... 1    the trainer wrote or removed it under us
+    ├─ TargetExists ....................... 73
+    ├─ StorageError ....................... 74   I/O error
+    │  └─ NoSpaceError                           disk, quota or P13's reserve
+    ├─ LockHeld ........................... 75   another daemon owns the save_dir
+    ├─ NotPermitted ....................... 77   rights or credentials
+    └─ ConfigError ........................ 78
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import StrEnum
+
+
+class Retry(StrEnum):
+    """When the same attempt may succeed."""
+
+    NEVER = "never"
+    BACKOFF = "backoff"
+    AFTER_CHANGE = "after-change"
+    """Once the source, the configuration or a person changed something."""
+
+
+class CkptdError(Exception):
+    """A failure that we can name: `message` says what and where, `hint` what to do next."""
+
+    exit_code = 1
+    retry = Retry.NEVER
+    default_hint = ""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint or self.default_hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+class UsageError(CkptdError):
+    """The command line contradicts itself."""
+
+    exit_code = 2
+
+
+class BehindError(CkptdError):
+    """A deadline passed before the work was done."""
+
+    exit_code = 3
+    retry = Retry.BACKOFF
+
+
+class NothingCommitted(CkptdError):
+    """The remote is there and ours, and holds no committed checkpoint: start fresh."""
+
+    exit_code = 4
+    default_hint = "start training from scratch"
+
+
+class DamagedError(CkptdError):
+    """Bytes are not what they should be."""
+
+    exit_code = 65
+    retry = Retry.AFTER_CHANGE
+
+
+class TornArchiveError(DamagedError):
+    """A `torch.save` archive is truncated, empty or garbled."""
+
+    default_hint = "the save was interrupted; use an older checkpoint (ckptd resume picks one)"
+
+
+class VerifyError(DamagedError):
+    """A copy differs from its source."""
+
+    retry = Retry.BACKOFF
+
+
+class RefusedError(CkptdError):
+    """The thing asked for cannot be done right, so nothing was done."""
+
+    exit_code = 65
+    retry = Retry.AFTER_CHANGE
+
+
+class NotFoundError(CkptdError):
+    """No such job, tag or path."""
+
+    exit_code = 66
+
+
+class RemoteError(CkptdError):
+    """A remote did not do what was asked."""
+
+    exit_code = 69
+    retry = Retry.BACKOFF
+
+
+class RemoteUnreachable(RemoteError):
+    """The remote does not answer."""
+
+    default_hint = "ckptd tries again by itself; check the mount or the network"
+
+
+class RemoteNotOurs(RemoteError):
+    """The remote's identity is missing or another job's (P2)."""
+
+    retry = Retry.AFTER_CHANGE
+    default_hint = "is it mounted? see `ckptd check`"
+
+
+class CommitConflict(CkptdError):
+    """Another save holds this generation; the next attempt takes the next one."""
+
+    retry = Retry.AFTER_CHANGE
+
+
+class SourceChanged(CkptdError):
+    """The trainer wrote, renamed or removed a file while it was being read (P4)."""
+
+    retry = Retry.AFTER_CHANGE
+
+
+class TargetExists(CkptdError):
+    """The target is there already and nothing of it may be overwritten."""
+
+    exit_code = 73
+    default_hint = "choose another target or move it away"
+
+
+class StorageError(CkptdError):
+    """An I/O error of a local or remote file system."""
+
+    exit_code = 74
+    retry = Retry.BACKOFF
+
+
+class NoSpaceError(StorageError):
+    """No room: the disk or quota is full, or the write would eat the next save's reserve (P13)."""
+
+    default_hint = "free space; nothing was deleted to make room"
+
+
+class LockHeld(CkptdError):
+    """Another daemon owns this save_dir on this host (P10)."""
+
+    exit_code = 75
+    default_hint = "one daemon per save_dir; see `ckptd status`"
+
+
+class NotPermitted(CkptdError):
+    """Missing rights or credentials (P19)."""
+
+    exit_code = 77
+    retry = Retry.AFTER_CHANGE
+
+
+class ConfigError(CkptdError):
+    """The configuration is wrong; nothing was started with it (P16)."""
+
+    exit_code = 78
+    retry = Retry.AFTER_CHANGE
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def from_os_error(error: OSError, what: str) -> CkptdError:
+    """Map an OSError to the tree; `what` names the operation and the place (`writing /nas/x`)."""
+    text = f"{what}: {error.strerror or error}"
+    if error.errno in _NO_SPACE:
+        return NoSpaceError(text)
+    if error.errno == errno.EROFS:
+        return NotPermitted(text, hint="the file system is mounted read-only; remount it or choose another")
+    if error.errno in _DENIED:
+        return NotPermitted(text, hint="run ckptd as the user who trains, see `ckptd check`")
+    return StorageError(text)

@@ -1,0 +1,1 @@
+"""The node's disk: listing, hints, deletion with a permit."""

@@ -1,0 +1,1 @@
+"""What others see of the daemon: status, logs, notifications to the service manager."""

@@ -1,0 +1,1 @@
+"""The way back: list, resume."""

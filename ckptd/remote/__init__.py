@@ -1,0 +1,1 @@
+"""Remotes: the store contract, directories, transfer, commit (docs/design.md §5)."""
