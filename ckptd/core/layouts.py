@@ -78,7 +78,7 @@ def parse_shard_name(name: str) -> NamedShard | None:
 class Grid(Model):
     """The grid of a save, as metadata proves it: dp × mm_count optimizer shards (docs/formats.md §1.1).
 
-    `mm_count` = tensor × pipeline ranks; `layers` = pipeline layer numbers; `experts` = experts per MoE layer.
+    `mm_count` = tensor × pipeline ranks; `layers` = pipeline layers; `experts` = experts per MoE layer.
     """
 
     dp: int

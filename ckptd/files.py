@@ -1,0 +1,381 @@
+"""Files by descriptor: the one module that opens, syncs, renames and removes (docs/design.md §7, P15).
+
+Everything is relative to a directory descriptor and a validated relative name; below it no symlink is
+followed and no mount crossed, so a name swapped by someone else cannot lead outside. Durability has
+three small names: `fsync_dir`, `write_atomic` (temporary, fsync, rename, fsync dir), `create_exclusive`.
+An fsync that failed is never tried again on the same descriptor: the kernel may have dropped the pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from typing import TYPE_CHECKING
+
+from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.errors import RefusedError, SourceChanged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FICLONE = 0x40049409
+FICLONERANGE = 0x4020940D
+TEMPORARY_PREFIX = ".ckptd-tmp-"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_RENAME_NOREPLACE = 1
+_SYNC_WRITE_AND_WAIT = 1 | 2 | 4
+
+
+def identity_of(status: os.stat_result) -> FileIdentity:
+    """The identity in a stat result."""
+    return FileIdentity(
+        dev=status.st_dev,
+        ino=status.st_ino,
+        size_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+    )
+
+
+def folder_identity(fd: int) -> FolderIdentity:
+    """The identity of an open directory."""
+    status = os.fstat(fd)
+    return FolderIdentity(dev=status.st_dev, ino=status.st_ino)
+
+
+def check_relative(name: str) -> tuple[str, ...]:
+    """Split a relative `/`-name into components; refuses empty, `.`, `..`, absolute, NUL (P15)."""
+    parts = tuple(name.split("/"))
+    if not name or any(part in ("", ".", "..") or "\0" in part for part in parts):
+        msg = f"unsafe path {name!r}"
+        raise RefusedError(msg, hint="paths stay inside their root")
+    return parts
+
+
+@contextlib.contextmanager
+def opened_dir(path: str | os.PathLike[str], dir_fd: int | None = None) -> Iterator[int]:
+    """Open a directory (its last component must not be a symlink) and close it at the end."""
+    fd = os.open(path, DIR_FLAGS, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_dir_beneath(dir_fd: int, relative: str, *, create_mode: int | None = None) -> int:
+    """Open the directory `relative` below `dir_fd`, component by component, on the same device.
+
+    With `create_mode` missing components are made. The caller closes the result.
+
+    Raises:
+        RefusedError: a component is a symlink or lies on another device.
+        OSError: as the kernel says.
+    """
+    current = os.dup(dir_fd)
+    device = os.fstat(dir_fd).st_dev
+    try:
+        for part in check_relative(relative):
+            if create_mode is not None:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, create_mode, dir_fd=current)
+            child = _open_no_symlink(part, DIR_FLAGS, current, relative)
+            os.close(current)
+            current = child
+            if os.fstat(current).st_dev != device:
+                msg = f"{relative} crosses into another file system at {part}"
+                raise RefusedError(msg, hint="mounts inside a save_dir are not followed")
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+def open_beneath(dir_fd: int, relative: str, flags: int = READ_FLAGS, mode: int = 0o666) -> int:
+    """Open the file `relative` below `dir_fd` without following a symlink; the caller closes it."""
+    parts = check_relative(relative)
+    if len(parts) == 1:
+        return _open_no_symlink(relative, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd, relative, mode)
+    parent = open_dir_beneath(dir_fd, "/".join(parts[:-1]))
+    try:
+        return _open_no_symlink(parts[-1], flags | os.O_NOFOLLOW | os.O_CLOEXEC, parent, relative, mode)
+    finally:
+        os.close(parent)
+
+
+def _open_no_symlink(name: str, flags: int, dir_fd: int, shown: str, mode: int = 0o666) -> int:
+    try:
+        return os.open(name, flags, mode, dir_fd=dir_fd)
+    except OSError as error:
+        is_symlink = error.errno == errno.ELOOP
+        if error.errno == errno.ENOTDIR:
+            with contextlib.suppress(OSError):
+                is_symlink = stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+        if is_symlink:
+            msg = f"{shown} contains a symlink ({name})"
+            raise RefusedError(msg, hint="symlinks below a save_dir are not followed") from error
+        raise
+
+
+@contextlib.contextmanager
+def reading(dir_fd: int, relative: str, expected: FileIdentity | None = None) -> Iterator[int]:
+    """Open a regular file for reading; with `expected`, only if it is still that very file.
+
+    Raises:
+        SourceChanged: it is gone, no regular file, or its identity differs (P4).
+    """
+    try:
+        fd = open_beneath(dir_fd, relative)
+    except FileNotFoundError as error:
+        msg = f"{relative} vanished"
+        raise SourceChanged(msg, hint="the trainer removed it; the next turn looks again") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            msg = f"{relative} is not a regular file"
+            raise SourceChanged(msg, hint="links, sockets and devices are not shipped")
+        if expected is not None and identity_of(status) != expected:
+            msg = f"{relative} was written since it was sealed"
+            raise SourceChanged(msg, hint="the trainer saved it again; the next turn looks again")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def stat_beneath(dir_fd: int, relative: str) -> os.stat_result | None:
+    """Status of `relative` below `dir_fd` (a symlink itself, not its target); None when absent."""
+    parts = check_relative(relative)
+    try:
+        if len(parts) == 1:
+            return os.stat(relative, dir_fd=dir_fd, follow_symlinks=False)
+        parent = open_dir_beneath(dir_fd, "/".join(parts[:-1]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return os.stat(parts[-1], dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(parent)
+
+
+def pread_all(fd: int, *, limit_bytes: int = 64 << 20) -> bytes:
+    """The whole content of a small file; refuses more than `limit_bytes`."""
+    chunks: list[bytes] = []
+    offset = 0
+    while chunk := os.pread(fd, 1 << 20, offset):
+        chunks.append(chunk)
+        offset += len(chunk)
+        if offset > limit_bytes:
+            msg = f"a file that should be small holds more than {limit_bytes} bytes"
+            raise RefusedError(msg)
+    return b"".join(chunks)
+
+
+def read_beneath(dir_fd: int, relative: str, *, limit_bytes: int = 64 << 20) -> bytes:
+    """Read a small file below `dir_fd`; OSError when absent."""
+    fd = open_beneath(dir_fd, relative)
+    try:
+        return pread_all(fd, limit_bytes=limit_bytes)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write everything, whatever the kernel takes at once."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def fsync_dir(fd: int) -> None:
+    """Make the names in a directory durable; EINVAL is tolerated (network file systems that cannot)."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+@contextlib.contextmanager
+def _temporary(dir_fd: int, data: bytes, mode: int) -> Iterator[str]:
+    name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, mode, dir_fd=dir_fd)
+    try:
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield name
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=dir_fd)
+
+
+def write_atomic(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> None:
+    """Replace a small file: temporary, fsync, rename, fsync of the directory. Old or new, never torn."""
+    with _temporary(dir_fd, data, mode) as temporary:
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        fsync_dir(dir_fd)
+
+
+def create_exclusive(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> bool:
+    """Create a small file that nobody else made; False when the name exists. Never overwrites (P3).
+
+    Link of a finished temporary, so that a reader never sees half of it; where the file system has no
+    links, `renameat2(RENAME_NOREPLACE)`, and last O_EXCL.
+    """
+    with _temporary(dir_fd, data, mode) as temporary:
+        try:
+            os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EINVAL):
+                raise
+            return _create_without_link(dir_fd, temporary, name, data, mode)
+        fsync_dir(dir_fd)
+    return True
+
+
+def _create_without_link(dir_fd: int, temporary: str, name: str, data: bytes, mode: int) -> bool:
+    try:
+        rename_noreplace(dir_fd, temporary, dir_fd, name)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, mode, dir_fd=dir_fd)
+        except FileExistsError:
+            return False
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    fsync_dir(dir_fd)
+    return True
+
+
+def rename_noreplace(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
+    """Rename that never replaces; FileExistsError when `dst` is there (`renameat2`, Linux ≥ 3.15)."""
+    result = _libc.renameat2(src_dir_fd, os.fsencode(src), dst_dir_fd, os.fsencode(dst), _RENAME_NOREPLACE)
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), src, None, dst)
+
+
+def clone_file(src_fd: int, dst_fd: int) -> bool:
+    """Share all extents of `src_fd` with the empty file `dst_fd`; False where the file system cannot."""
+    try:
+        fcntl.ioctl(dst_fd, FICLONE, src_fd)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM):
+            return False
+        raise
+    return True
+
+
+def clone_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> bool:
+    """Share the extents of one block-aligned range (FICLONERANGE); False where it cannot be done."""
+    argument = (
+        src_fd.to_bytes(8, "little", signed=True)
+        + src_offset.to_bytes(8, "little")
+        + length.to_bytes(8, "little")
+        + dst_offset.to_bytes(8, "little")
+    )
+    try:
+        fcntl.ioctl(dst_fd, FICLONERANGE, argument)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM):
+            return False
+        raise
+    return True
+
+
+def copy_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> None:
+    """Copy bytes inside the kernel where it can (`copy_file_range`), else through a 1 MiB buffer.
+
+    Raises:
+        SourceChanged: the source ends before `length` bytes.
+    """
+    done = 0
+    in_kernel = True
+    while done < length:
+        count = 0
+        if in_kernel:
+            try:
+                count = os.copy_file_range(
+                    src_fd, dst_fd, length - done, offset_src=src_offset + done, offset_dst=dst_offset + done
+                )
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                in_kernel = False
+                continue
+        else:
+            data = os.pread(src_fd, min(1 << 20, length - done), src_offset + done)
+            count = os.pwrite(dst_fd, data, dst_offset + done) if data else 0
+        if count == 0:
+            msg = f"a source ended {length - done} bytes early"
+            raise SourceChanged(msg)
+        done += count
+
+
+def flush_range(fd: int, offset: int, length: int) -> None:
+    """Write back the dirty pages of a range and wait (no metadata: not durability, only bounded memory)."""
+    _libc.sync_file_range(
+        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_SYNC_WRITE_AND_WAIT)
+    )
+
+
+def drop_pages(fd: int, offset: int = 0, length: int = 0) -> None:
+    """Ask the kernel to forget clean cached pages of a range (`length` 0: to the end)."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def remove_file(dir_fd: int, name: str) -> None:
+    """Unlink one file in an open directory; gone already is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(check_relative(name)[-1], dir_fd=dir_fd)
+
+
+def remove_tree(dir_fd: int, name: str) -> None:
+    """Remove a directory of ours bottom-up by descriptor: no symlink followed, no mount crossed."""
+    try:
+        fd = open_dir_beneath(dir_fd, name)
+    except FileNotFoundError:
+        return
+    try:
+        device = os.fstat(fd).st_dev
+        for entry in list(os.scandir(fd)):
+            status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                if status.st_dev != device:
+                    msg = f"{name}/{entry.name} is a mount point"
+                    raise RefusedError(msg, hint="unmount it; nothing behind it was touched")
+                remove_tree(fd, entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=dir_fd)
+
+
+def free_bytes(fd: int) -> int:
+    """Bytes that an ordinary user may still write on the file system of `fd`."""
+    status = os.fstatvfs(fd)
+    return status.f_bavail * status.f_frsize
