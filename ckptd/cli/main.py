@@ -38,7 +38,7 @@ VERBS: tuple[str, ...] = (
 _SHARED = {"unpin": "pin", "accept": "pin", "adopt": "pin"}
 
 EPILOG = (
-    "Exit codes: 0 done, safe · 1 a person is needed · 2 usage · 3 behind · 4 nothing committed (start fresh) "
+    "Exit codes: 0 done, safe · 1 a person is needed · 2 usage · 3 behind · 4 nothing committed: start fresh "
     "· 65 damaged or refused · 66 not found · 69 remote unreachable or not ours · 73 target exists · 74 I/O "
     "or no space · 75 another daemon owns it · 77 permission · 78 configuration"
 )

@@ -1,0 +1,281 @@
+"""What the remote holds beside the objects: remote.json, node manifests, COMMITs (docs/contract.md).
+
+Every document is immutable and named or quoted by the SHA-256 of its canonical bytes, so that two readers
+that saw the same digest decided on the same thing. Unknown fields are ignored; a higher major is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Literal, TypeVar
+from urllib.parse import quote, unquote
+
+from pydantic import Field, ValidationError
+
+from ckptd.core.identity import Model
+from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.errors import DamagedError, RefusedError
+
+FORMAT = "1.0"
+MAJOR = 1
+ROOT = "_ckptd"
+EXTRA_FOLDER = "_extra"
+"""Files that lie directly in save_dir travel under `<folder>/_extra/<name>` (role `extra`)."""
+
+Proof = Literal["store-checksum", "part-etags", "read-back", "none"]
+
+_ID = re.compile(r"^[A-Za-z0-9._=+-]+$")
+_RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
+
+AnyDocument = TypeVar("AnyDocument", bound="Document")
+
+
+class Document(Model):
+    """A JSON document in the remote."""
+
+    format: str = FORMAT
+
+
+class RemoteIdentity(Document):
+    """`_ckptd/remote.json`, create-only: this remote is that one, and this job's (P2, H5, H6)."""
+
+    remote_id: str
+    job_id: str
+    job: str
+    created: str
+    """RFC 3339, UTC."""
+
+
+class SaveWindow(Model):
+    """Least and greatest mtime of a save's shards, unix time in nanoseconds, by the node's clock."""
+
+    first: int
+    last: int
+
+
+class Writer(Model):
+    """Who wrote the save."""
+
+    trainer: str = "deepspeed"
+    engine: str | None = None
+    ds_version: str | None = None
+    zero_stage: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+
+
+class Best(Model):
+    """The metric that a trainer recorded for this checkpoint."""
+
+    metric: str
+    value: float
+    is_best: bool = False
+
+
+class DerivedSource(Model):
+    """What a derived form was made from (H15)."""
+
+    generation: int
+    fingerprints: tuple[tuple[str, str], ...] = ()
+    """(path, fingerprint) of each source shard, sorted."""
+    plan_sha256: str
+    layout: str
+    alignment: int
+
+
+class Checksums(Model):
+    """Hex checksums of a whole file, taken while reading the source (P2)."""
+
+    crc64nvme: str
+
+
+class ManifestFile(Model):
+    """One file as shipped and verified."""
+
+    path: str
+    key: str
+    """Relative to the remote root; another generation's or node's object when `replica_of` says so."""
+    bytes: int
+    role: Role
+    shard: ShardKey = ShardKey()
+    checksums: Checksums
+    fingerprint: str
+    tensor_fingerprint: str | None = None
+    proof: Proof
+    replica_of: str | None = None
+    mode: int = 0o644
+    mtime_ns: int = 0
+
+
+class NodeManifest(Document):
+    """ "This is what I shipped and verified, and how": one node's part of one save."""
+
+    job_id: str
+    tag: str
+    generation: int
+    form: str
+    folder: str
+    revision: int = 1
+    node: str
+    node_id: str
+    attempt: int = 1
+    run_id: str | None = None
+    ckptd_version: str
+    config_digest: str
+    branch: int
+    step: int
+    save_seq: int
+    save_window: SaveWindow
+    writer: Writer = Writer()
+    grid: Grid
+    best: Best | None = None
+    source: DerivedSource | None = None
+    files: tuple[ManifestFile, ...]
+
+
+class ManifestRef(Model):
+    """A manifest that a COMMIT rests on."""
+
+    key: str
+    sha256: str
+
+
+class Commit(Document):
+    """COMMIT: this generation of this form is whole and verified. Created once, last, never replaced (P3)."""
+
+    job_id: str
+    tag: str
+    generation: int
+    form: str
+    folder: str
+    branch: int
+    step: int
+    save_seq: int
+    grid: Grid
+    bytes: int
+    files: int
+    manifests: tuple[ManifestRef, ...] = Field(min_length=1)
+    committed_by: str
+    committed_at: str
+    """RFC 3339, UTC; shown, never used for order (P9)."""
+    config_digest: str
+    best: Best | None = None
+
+
+class Tombstone(Document):
+    """`_ckptd/retired/…`: what retention removed, so that it is never sent again (H16)."""
+
+    tag: str
+    generation: int
+    form: str
+    branch: int
+    step: int
+    save_seq: int
+    reason: str
+    commit_sha256: str
+    fingerprints: tuple[tuple[str, str], ...] = ()
+    """(path, fingerprint), sorted; empty for derived forms."""
+
+
+class Decision(Document):
+    """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
+
+    kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
+    tag: str
+    """`*` = every checkpoint found at the first start (adopt)."""
+    fingerprints: tuple[tuple[str, str], ...] = ()
+    """Which save of the tag is meant, where it matters (accept)."""
+    tags: tuple[str, ...] = ()
+    """first-start: the tags found then."""
+    by: str = ""
+    at: str = ""
+    serial: int = 0
+
+
+def to_bytes(document: Model) -> bytes:
+    """Canonical bytes: sorted keys, no blanks, UTF-8; None and defaults included."""
+    return json.dumps(document.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+def sha256_of(data: bytes) -> str:
+    """SHA-256, hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
+    """Read a document.
+
+    Raises:
+        DamagedError: not JSON or not of that kind.
+        RefusedError: written by a newer major of ckptd.
+    """
+    try:
+        document = kind.model_validate_json(data)
+    except ValidationError as error:
+        msg = f"{where} is no valid {kind.__name__}: {error.errors()[0]['msg']}"
+        raise DamagedError(msg, hint="it was cut or edited; `ckptd list` shows what is left") from error
+    if int(document.format.split(".")[0]) > MAJOR:
+        msg = f"{where} has format {document.format}, this ckptd knows {FORMAT}"
+        raise RefusedError(msg, hint="upgrade ckptd; nothing was written or deleted")
+    return document
+
+
+def encode_name(name: str) -> str:
+    """A name as a remote component: `[A-Za-z0-9._=+-]`, others percent-encoded; `~` is ours."""
+    return name if _ID.match(name) else quote(name, safe="._=+-").replace("~", "%7E")
+
+
+def decode_name(name: str) -> str:
+    """Inverse of `encode_name`."""
+    return unquote(name)
+
+
+def tag_problem(tag: str) -> str | None:
+    """Why a tag cannot be shipped; None when it can."""
+    if "/" in tag:
+        return "contains '/'"
+    if tag.startswith((".", ROOT)):
+        return "starts with '.' or '_ckptd'"
+    if _RESERVED_END.search(tag):
+        return "ends like a name of ours (_universal, _weights-…, .g<n>, .a<n>)"
+    return None
+
+
+def stem(tag: str, generation: int, form: str) -> str:
+    """`<tag>~g<g>~<form>`: how everything about one generation of one form is named."""
+    return f"{encode_name(tag)}~g{generation}~{form}"
+
+
+def parse_stem(name: str) -> tuple[str, int, str] | None:
+    """(tag, generation, form) of a stem, or None."""
+    parts = name.split("~")
+    if len(parts) != 3 or not re.fullmatch(r"g[1-9]\d*", parts[1]) or not parts[2]:
+        return None
+    return decode_name(parts[0]), int(parts[1][1:]), parts[2]
+
+
+def folder_name(tag: str, generation: int, form: str, attempt: int = 1) -> str:
+    """Remote folder: `<tag>[.g<g>][_<form>][.a<k>]`."""
+    name = encode_name(tag) + (f".g{generation}" if generation > 1 else "")
+    if form != "zero":
+        name += f"_{form}"
+    return name + (f".a{attempt}" if attempt > 1 else "")
+
+
+def commit_key(tag: str, generation: int, form: str, supplement: int | None = None) -> str:
+    """Key of a COMMIT, or of its supplement number k."""
+    tail = f"~x{supplement}" if supplement else ""
+    return f"{ROOT}/commits/{stem(tag, generation, form)}{tail}.json"
+
+
+def manifest_key(manifest: NodeManifest, sha256: str) -> str:
+    """Key of a node manifest: named by its digest, hence immutable."""
+    place = stem(manifest.tag, manifest.generation, manifest.form)
+    return f"{ROOT}/nodes/{place}/{encode_name(manifest.node)}~{sha256[:12]}.json"
+
+
+def side_key(kind: Literal["retired", "disputes", "pins", "decisions", "leases"], name: str) -> str:
+    """Key of a tombstone, dispute, pin, decision or lease."""
+    return f"{ROOT}/{kind}/{name}.json"

@@ -1,0 +1,131 @@
+"""A save: what one `save_checkpoint` call left in one folder, how it is ordered and told from others (§3).
+
+Order is (branch, step, save_seq), never a clock and never the step alone (P9). The tests of `same_save`
+only veto: nothing proves that two halves are of one save, but any difference proves that they are not (H1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptd.core.identity import FileIdentity, FolderIdentity, Model
+from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.core.manifest import SaveWindow, Writer
+
+if TYPE_CHECKING:
+    from ckptd.core.manifest import NodeManifest
+
+
+class Order(NamedTuple):
+    """Position of a save among all saves of a job."""
+
+    branch: int
+    step: int
+    save_seq: int
+
+
+class SealedFile(Model):
+    """A file as it was when its save was complete and flushed."""
+
+    path: str
+    """Relative to the checkpoint folder (or, for role `extra`, the name in save_dir)."""
+    identity: FileIdentity
+    fingerprint: str
+    tensor_fingerprint: str | None = None
+    role: Role
+    shard: ShardKey = ShardKey()
+    mode: int = 0o644
+
+
+class SealedSave(Model):
+    """A complete, flushed save: the unit that is shipped, held, converted, committed, pruned."""
+
+    tag: str
+    folder: FolderIdentity
+    files: tuple[SealedFile, ...]
+    extras: tuple[SealedFile, ...] = ()
+    grid: Grid
+    branch: int
+    step: int
+    save_seq: int
+    window: SaveWindow
+    writer: Writer
+    run_id: str | None = None
+    optimizer_step: int | None = None
+
+    @property
+    def order(self) -> Order:
+        """(branch, step, save_seq)."""
+        return Order(self.branch, self.step, self.save_seq)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the sealed files, without extras."""
+        return sum(f.identity.size_bytes for f in self.files)
+
+    @property
+    def fingerprints(self) -> tuple[tuple[str, str], ...]:
+        """(path, fingerprint) of every sealed file, sorted: the identity of the save's content."""
+        return tuple(sorted((f.path, f.fingerprint) for f in self.files))
+
+
+class SaveMark(Model):
+    """What two descriptions of saves are compared by."""
+
+    run_id: str | None
+    step: int
+    grid: tuple[int, int, int]
+    """(dp, mm_count, zero_stage)."""
+    ds_version: str | None
+    window: SaveWindow
+    tensors: tuple[tuple[str, str], ...]
+    """(path, tensor fingerprint or fingerprint) of shards, sorted."""
+
+
+def mark_of_save(save: SealedSave) -> SaveMark:
+    """The mark of a sealed save."""
+    return SaveMark(
+        run_id=save.run_id,
+        step=save.step,
+        grid=(save.grid.dp, save.grid.mm_count, save.grid.zero_stage),
+        ds_version=save.writer.ds_version,
+        window=save.window,
+        tensors=_tensors((f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in save.files),
+    )
+
+
+def mark_of_manifest(manifest: NodeManifest) -> SaveMark:
+    """The mark of a node manifest in the remote."""
+    return SaveMark(
+        run_id=manifest.run_id,
+        step=manifest.step,
+        grid=(manifest.grid.dp, manifest.grid.mm_count, manifest.grid.zero_stage),
+        ds_version=manifest.writer.ds_version,
+        window=manifest.save_window,
+        tensors=_tensors((f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in manifest.files),
+    )
+
+
+def _tensors(rows: object) -> tuple[tuple[str, str], ...]:
+    assert hasattr(rows, "__iter__")
+    return tuple(sorted((path, mark) for path, mark, role in rows if role not in (Role.SIDE, Role.EXTRA)))
+
+
+def differs(a: SaveMark, b: SaveMark, *, save_spread_seconds: float) -> str | None:
+    """Why `a` and `b` cannot be of one save; None when nothing speaks against it (§3 *Generations*)."""
+    if a.run_id and b.run_id and a.run_id != b.run_id:
+        return f"run {a.run_id} against {b.run_id}"
+    if a.step != b.step:
+        return f"step {a.step} against {b.step}"
+    if a.grid != b.grid:
+        return f"grid {a.grid} against {b.grid}"
+    if a.ds_version != b.ds_version:
+        return f"DeepSpeed {a.ds_version} against {b.ds_version}"
+    theirs = dict(b.tensors)
+    for path, mark in a.tensors:
+        if theirs.get(path, mark) != mark:
+            return f"{path} holds other tensors"
+    apart_ns = max(a.window.first - b.window.last, b.window.first - a.window.last, 0)
+    if apart_ns > save_spread_seconds * 1e9:
+        return f"written {apart_ns / 1e9:.0f} s apart"
+    return None

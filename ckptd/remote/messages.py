@@ -1,0 +1,297 @@
+"""What the deciding thread and a remote's child process say to each other: one JSON object a line.
+
+The child holds no state that matters: an order carries all it needs, results and events carry all that the
+journal keeps. A call on a dead hard mount hangs the child, never the daemon (docs/design.md §3).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from ckptd.core.identity import FileIdentity, Model
+from ckptd.core.layouts import Role, ShardKey
+from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIdentity, Tombstone
+
+# --- orders: daemon → child -----------------------------------------------------------------------------
+
+
+class RemoteSettings(Model):
+    """The part of a job's `[[remote]]` that the child needs."""
+
+    name: str
+    url: str
+    job: str
+    job_id: str | None = None
+    """None: no state yet; taken from remote.json when the job name is equal (contract)."""
+    remote_id: str | None = None
+    """The identity seen before; another one, or none, is "not there" (P2)."""
+    may_initialise: bool = True
+    same_filesystem: bool = False
+    save_dir: str
+    """To prove that a directory remote lies on another file system (H5)."""
+    verify: Literal["read-back", "none"] = "read-back"
+    bytes_per_second: int | None = None
+    node: str
+    node_id: str
+
+
+class Attach(Model):
+    """Prove that the remote is there, ours and writable; create remote.json where that is right."""
+
+    op: Literal["attach"] = "attach"
+    settings: RemoteSettings
+
+
+class Observe(Model):
+    """Read what the remote holds: COMMITs, tombstones, decisions, pointers."""
+
+    op: Literal["observe"] = "observe"
+
+
+class Describe(Model):
+    """Read every manifest of one tag, committed or not."""
+
+    op: Literal["describe"] = "describe"
+    tag: str
+
+
+class ShipFile(Model):
+    """One file to ship."""
+
+    path: str
+    key: str
+    source: str
+    """Path relative to `ShipOrder.root`."""
+    identity: FileIdentity | None
+    """As sealed; None for role `extra`: read whole, consistent by itself."""
+    bytes: int
+    role: Role
+    shard: ShardKey = ShardKey()
+    fingerprint: str
+    tensor_fingerprint: str | None = None
+    mode: int = 0o644
+    check_zip_crc: bool = True
+
+
+class Shipped(Model):
+    """An object that an earlier attempt finished and verified."""
+
+    key: str
+    bytes: int
+    crc64nvme: str
+    proof: Proof
+
+
+class PartlyShipped(Model):
+    """An object that an earlier attempt left half done: `flushed_bytes` durable, their CRC64NVME."""
+
+    key: str
+    flushed_bytes: int
+    crc64: int
+
+
+class ShipOrder(Model):
+    """Ship one form of one save, verify it, write the node manifest, commit by coverage, move `latest`."""
+
+    op: Literal["ship"] = "ship"
+    root: str
+    """Absolute path of the folder that `ShipFile.source` is relative to (save_dir)."""
+    manifest: NodeManifest
+    """Complete but for `files` (empty) and `revision`."""
+    files: tuple[ShipFile, ...]
+    shipped: tuple[Shipped, ...] = ()
+    partly: tuple[PartlyShipped, ...] = ()
+    save_spread_seconds: float = 60.0
+
+
+class Confirm(Model):
+    """Fresh read of COMMITs for a permit: each must be there with that digest, undisputed (P1)."""
+
+    op: Literal["confirm"] = "confirm"
+    commits: tuple[tuple[str, str], ...]
+    """(key, sha256)."""
+
+
+class Retire(Model):
+    """Remote retention: tombstone, then COMMIT, then objects that no COMMIT lists, then `latest`."""
+
+    op: Literal["retire"] = "retire"
+    tag: str
+    generation: int
+    form: str
+    reason: str
+    commit_sha256: str
+
+
+class Record(Model):
+    """Put a person's decision in the remote; returns when it is durable there (P8)."""
+
+    op: Literal["record"] = "record"
+    decision: Decision
+
+
+class Point(Model):
+    """Let the pointers name the newest committed checkpoint in (branch, step) (P6)."""
+
+    op: Literal["point"] = "point"
+
+
+class Pace(Model):
+    """Move at this fraction of the configured speed; 1.0 = as configured (P11). Needs no answer."""
+
+    op: Literal["pace"] = "pace"
+    fraction: float
+
+
+class Cancel(Model):
+    """End the order with that id at the next window; its answer is a `SourceChanged` error."""
+
+    op: Literal["cancel"] = "cancel"
+    order_id: int
+
+
+Order = Annotated[
+    Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Pace | Cancel,
+    Field(discriminator="op"),
+]
+
+
+class OrderLine(Model):
+    """One line to the child."""
+
+    id: int
+    order: Order
+
+
+# --- answers: child → daemon ----------------------------------------------------------------------------
+
+
+class Attached(Model):
+    """The remote is there and ours."""
+
+    kind: Literal["attached"] = "attached"
+    identity: RemoteIdentity
+    create_only: bool
+    checksum: str | None
+    notes: tuple[str, ...] = ()
+    initialised: bool = False
+    free_bytes: int | None = None
+
+
+class CommitView(Model):
+    """A COMMIT as read, with the digest of its bytes and its key."""
+
+    key: str
+    sha256: str
+    commit: Commit
+    disputed: bool = False
+
+
+class Observation(Model):
+    """What the remote holds; dated by whoever receives it."""
+
+    kind: Literal["observation"] = "observation"
+    identity: RemoteIdentity
+    commits: tuple[CommitView, ...]
+    retired: tuple[Tombstone, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    uncommitted: tuple[tuple[str, int, str], ...] = ()
+    """(tag, generation, form) with node manifests and no COMMIT."""
+    latest: str | None = None
+    latest_universal: str | None = None
+    damaged: tuple[str, ...] = ()
+    """Documents that could not be read, with the reason."""
+    free_bytes: int | None = None
+
+
+class ManifestView(Model):
+    """A node manifest as read; `committed` when a COMMIT lists its digest."""
+
+    key: str
+    sha256: str
+    manifest: NodeManifest
+    committed: bool
+
+
+class TagView(Model):
+    """Everything the remote knows of one tag."""
+
+    kind: Literal["tag"] = "tag"
+    tag: str
+    manifests: tuple[ManifestView, ...]
+    commits: tuple[CommitView, ...]
+    retired: tuple[Tombstone, ...]
+
+
+class ShipResult(Model):
+    """How an order to ship ended, when it did not fail."""
+
+    kind: Literal["shipped"] = "shipped"
+    outcome: Literal["committed", "waiting", "conflict"]
+    """waiting: shipped, other nodes' shards are missing; conflict: this generation holds another save."""
+    reason: str | None = None
+    commit: CommitView | None = None
+    manifest_key: str | None = None
+    manifest_sha256: str | None = None
+    bytes_sent: int = 0
+    bytes_skipped: int = 0
+
+
+class Confirmed(Model):
+    """Answer to `Confirm`."""
+
+    kind: Literal["confirmed"] = "confirmed"
+    ok: bool
+    reason: str | None = None
+
+
+class Done(Model):
+    """Answer to orders without a result."""
+
+    kind: Literal["done"] = "done"
+
+
+class Failed(Model):
+    """The order failed with an error of the tree; `error` is the class name in ckptd.errors."""
+
+    kind: Literal["failed"] = "failed"
+    error: str
+    message: str
+    hint: str = ""
+
+
+class Moving(Model):
+    """Event: bytes of one object; `flushed_bytes`/`crc64` can be resumed from after a crash (P7)."""
+
+    kind: Literal["moving"] = "moving"
+    key: str
+    done_bytes: int
+    total_bytes: int
+    flushed_bytes: int
+    crc64: int
+
+
+class ObjectDone(Model):
+    """Event: one object is durable and verified."""
+
+    kind: Literal["object-done"] = "object-done"
+    object: Shipped
+
+
+Answer = Annotated[
+    Attached | Observation | TagView | ShipResult | Confirmed | Done | Failed | Moving | ObjectDone,
+    Field(discriminator="kind"),
+]
+
+
+class AnswerLine(Model):
+    """One line from the child; `Moving` and `ObjectDone` are events, anything else ends the order."""
+
+    id: int
+    answer: Answer
+
+
+ORDER_LINE: TypeAdapter[OrderLine] = TypeAdapter(OrderLine)
+ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)

@@ -1,0 +1,128 @@
+"""The store contract: the few verbs that every remote offers, and what may be relied on (docs/design.md §5).
+
+A key is `/`-separated, relative to the remote's root. Verbs are idempotent; an operation whose answer was
+lost is neither done nor failed and is resolved by reading. What a store cannot do is data
+(`Abilities`), never an `if` on its kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One stored object: key relative to the root, bytes, and mtime (unix nanoseconds, 0 unknown)."""
+
+    key: str
+    bytes: int
+    mtime_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a store was seen to do when it was probed."""
+
+    create_only: bool
+    """`put_if_absent` is enforced by the store, also between two writers (P10)."""
+    checksum: str | None
+    """A checksum that the store keeps *and* enforces; None: uploads are read back."""
+    resumable: bool
+    rename: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """How far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those bytes."""
+
+    flushed_bytes: int = 0
+    crc64: int = 0
+
+
+class Source(Protocol):
+    """Where an upload reads: one file, sequentially, its identity checked by the caller before and after."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Up to `length` bytes at `offset`; empty at the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Called while an object moves: bytes of this object done so far, and how far they are durable."""
+
+    done_bytes: int
+    flushed_bytes: int
+    crc64: int
+
+
+class Store(Protocol):
+    """One remote root.
+
+    Every method raises `RemoteUnreachable` when the remote does not answer, `NotPermitted` for rights or
+    credentials, `NoSpaceError` when it is full; anything else is a bug.
+    """
+
+    @property
+    def url(self) -> str:
+        """As configured, for messages; never with credentials."""
+        ...
+
+    def probe(self) -> Abilities:
+        """Find out what the store can do, by doing it with a small object of ours that is removed again."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """A small object, whole; None when absent. Always a fresh read."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace a small object; durable when it returns; never half visible."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create a small object; False when it exists, which is never changed (P3)."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix` (a folder, ends with `/`), unordered, recursive."""
+        ...
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Size of an object; None when absent."""
+        ...
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """A range of an object, fresh from the store where it can tell; FileNotFoundError when absent."""
+        ...
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        """Move one object; durable when it returns; returns the CRC64NVME of the bytes *as read*.
+
+        Not verified yet: that is `verify`. `on_progress` may raise to stop; what is flushed can be resumed.
+        """
+        ...
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        """Prove that the store holds those bytes (P2); returns the proof's name for the manifest.
+
+        Raises:
+            VerifyError: it does not; the bad object was removed.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; gone already is fine."""
+        ...
