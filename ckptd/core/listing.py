@@ -1,0 +1,73 @@
+"""A save_dir as one scan saw it: names and identities, nothing read; the listing is the truth (§3)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.core.layouts import parse_shard_name
+
+OURS = "_ckptd"
+POINTERS = frozenset({"latest", "latest_universal"})
+_DERIVED = re.compile(r"(_universal|_weights-.*)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedFile:
+    """A regular file below a folder; `path` relative to it."""
+
+    path: str
+    identity: FileIdentity
+    mode: int = 0o644
+
+    @property
+    def name(self) -> str:
+        """Base name."""
+        return self.path.rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderListing:
+    """One folder of save_dir. `irregular`: links, sockets, devices, mounts, with what they are."""
+
+    tag: str
+    folder: FolderIdentity
+    files: tuple[ListedFile, ...]
+    irregular: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Changes when any file appears, goes or changes identity."""
+        rows = [f"{self.folder.dev}:{self.folder.ino}"]
+        rows += [f"{f.path}\0{f.identity.model_dump_json()}" for f in self.files]
+        return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+    @property
+    def shards(self) -> tuple[ListedFile, ...]:
+        """Files directly in the folder whose names are shards'."""
+        return tuple(f for f in self.files if "/" not in f.path and parse_shard_name(f.path))
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of file sizes."""
+        return sum(f.identity.size_bytes for f in self.files)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """True when the folder holds at least one shard and its name is not a derived form's (H24)."""
+        return bool(self.shards) and not _DERIVED.search(self.tag)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveDirListing:
+    """One scan. `extras`: regular files directly in save_dir; `latest`: content of the pointer file."""
+
+    device: int
+    folders: tuple[FolderListing, ...]
+    extras: tuple[ListedFile, ...] = ()
+    latest: str | None = None
+    latest_universal: str | None = None
+    foreign: tuple[str, ...] = ()
+    """Names that are no checkpoint and no file of ours: left alone."""
