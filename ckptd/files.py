@@ -17,11 +17,12 @@ import secrets
 import stat
 from typing import TYPE_CHECKING
 
-from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.errors import RefusedError, SourceChanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ckptd.core.identity import FileIdentity, FolderIdentity
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -36,6 +37,8 @@ _SYNC_WRITE_AND_WAIT = 1 | 2 | 4
 
 def identity_of(status: os.stat_result) -> FileIdentity:
     """The identity in a stat result."""
+    from ckptd.core.identity import FileIdentity  # here: restricted children start without pydantic
+
     return FileIdentity(
         dev=status.st_dev,
         ino=status.st_ino,
@@ -47,6 +50,8 @@ def identity_of(status: os.stat_result) -> FileIdentity:
 
 def folder_identity(fd: int) -> FolderIdentity:
     """The identity of an open directory."""
+    from ckptd.core.identity import FolderIdentity
+
     status = os.fstat(fd)
     return FolderIdentity(dev=status.st_dev, ino=status.st_ino)
 

@@ -1,0 +1,104 @@
+"""`python -m ckptd.convert.inspect_child`: reads a batch of files, prints one JSON line per finding (P14).
+
+Request on stdin: {"folder", "files": [{"path", "expected", "facts"}]}. For each file a line with framing
+and fingerprints, then, for shards, a line with facts: so a pickle that kills this process costs only
+its own facts. Nothing of the checkpoint's code runs; nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from ckptd import files
+from ckptd.convert.sandbox import restrict
+from ckptd.errors import CkptdError, RefusedError, TornArchiveError
+from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
+from ckptd.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
+from ckptd.torchfile.unpickle import unpickle
+from ckptd.zero.facts import shard_facts
+
+MEMORY_BYTES = 1 << 30
+CPU_SECONDS = 3600
+
+
+def main() -> None:
+    """Serve one request."""
+    held = restrict(memory_bytes=MEMORY_BYTES, cpu_seconds=CPU_SECONDS, file_bytes=0)
+    request = json.loads(sys.stdin.buffer.read())
+    _emit({"restrictions": list(held)})
+    if not request["files"]:
+        return
+    with files.opened_dir(request["folder"]) as dir_fd:
+        for index, item in enumerate(request["files"]):
+            _emit({"index": index, **_inspect(dir_fd, index, item)})
+
+
+def _emit(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
+    """Everything about one file; the lines that come before the last are emitted on the way."""
+    path = item["path"]
+    try:
+        with files.reading(dir_fd, path) as fd:
+            before = os.fstat(fd)
+            found = _framing(fd, path, expected=item["expected"])
+            directory = found.pop("directory", None)
+            if directory is not None and item["facts"]:
+                _emit({"index": index, "bytes": before.st_size, **found})
+                found.update(_facts(fd, path, directory))
+            after = os.fstat(fd)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                found = {"archive": "torn", "fingerprint": "", "reason": f"{path} changed while it was read"}
+            return {"final": True, "bytes": before.st_size, **found}
+    except CkptdError as error:
+        return {"final": True, "bytes": 0, "archive": "torn", "reason": error.message}
+    except OSError as error:
+        reason = f"{path} cannot be read ({error.strerror})"
+        return {"final": True, "bytes": 0, "archive": "torn", "reason": reason}
+
+
+def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
+    framing = frame(fd, expected=expected)
+    directory: Directory | None = None
+    reason: str | None = None
+    if framing is Framing.ZIP:
+        try:
+            directory = read_directory(fd, path)
+        except TornArchiveError as error:
+            # A side file that merely starts with "PK" was never promised to be a torch archive.
+            framing = Framing.TORN if expected else Framing.OTHER
+            reason = error.message if expected else None
+        except RefusedError as error:
+            framing, reason = Framing.OTHER, error.message if expected else None
+    elif framing is Framing.EMPTY and expected:
+        reason = f"{path} is empty"
+    elif framing is Framing.TORN:
+        reason = f"{path} is no torch.save archive"
+    found: dict[str, Any] = {"archive": framing.value, "reason": reason, "directory": directory}
+    if framing is not Framing.TORN and framing is not Framing.EMPTY:
+        found["fingerprint"] = fingerprint(fd, directory)
+    if directory is not None:
+        found["has_crc"] = has_crc(directory)
+        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory)
+    return found
+
+
+def _facts(fd: int, path: str, directory: Directory) -> dict[str, Any]:
+    """Facts, or the reason why the pickle could not be read."""
+    try:
+        record = directory.records["data.pkl"]
+        data = os.pread(fd, record.size, record.offset)
+        return {"facts": shard_facts(unpickle(data, path, directory), fd).as_json()}
+    except (CkptdError, MemoryError) as error:
+        reason = error.message if isinstance(error, CkptdError) else f"{path} needs too much memory to read"
+        return {"reason": reason}
+
+
+if __name__ == "__main__":
+    main()

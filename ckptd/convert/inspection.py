@@ -1,0 +1,143 @@
+"""Inspecting files without reading a pickle here: batches go to a restricted child (P14).
+
+The daemon and `ckptd inspect` call `inspect_files`; a file that kills or stalls the child costs itself,
+never the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+from ckptd.convert import children
+from ckptd.core.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.layouts import NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+BATCH_FILES = 256
+MAX_DEATHS = 4
+"""Children that a batch may lose before the rest is reported as not inspected."""
+
+
+def inspect_files(
+    folder: Path, relative_paths: Sequence[str], *, timeout_seconds: float = 120.0
+) -> list[FileFacts]:
+    """Inspect files below `folder`; one `FileFacts` per path, in the order given.
+
+    A child that dies or prints nothing for `timeout_seconds` yields `FileFacts` with a reason for the
+    file it was reading; the others are read by a new child. Never raises for what a file contains.
+
+    Raises:
+        StorageError: children cannot be started at all.
+    """
+    found: list[FileFacts] = []
+    for start in range(0, len(relative_paths), BATCH_FILES):
+        batch = list(relative_paths[start : start + BATCH_FILES])
+        found += _inspect_batch(os.path.abspath(folder), batch, timeout_seconds)
+    return found
+
+
+def probe_restrictions() -> tuple[str, ...]:
+    """Which restrictions hold for children on this machine (for `ckptd check`)."""
+    for line in _child_lines({"folder": "/", "files": []}, 10.0):
+        if "restrictions" in line:
+            return tuple(line["restrictions"])
+    return ()
+
+
+def _inspect_batch(folder: str, paths: list[str], timeout_seconds: float) -> list[FileFacts]:
+    results: list[FileFacts | None] = [None] * len(paths)
+    partial: list[dict[str, Any]] = [{} for _ in paths]
+    first, deaths = 0, 0
+    while first < len(paths) and deaths < MAX_DEATHS:
+        request = {"folder": folder, "files": [_asked(path) for path in paths[first:]]}
+        started, ended = False, ""
+        for line in _child_lines(request, timeout_seconds):
+            started = started or "restrictions" in line
+            ended = line.get("ended", "")
+            if "index" in line:
+                at = first + line["index"]
+                partial[at].update(line)
+                if line.get("final"):
+                    results[at] = _facts_of(paths[at], partial[at])
+        if not started:
+            raise StorageError(f"the inspecting child does not start ({ended})")
+        done = next((i for i in range(first, len(paths)) if results[i] is None), len(paths))
+        if done < len(paths):
+            deaths += 1
+            reason = f"reading {paths[done]} ended the inspecting child ({ended})"
+            results[done] = _facts_of(paths[done], {**partial[done], "reason": reason})
+            done += 1
+        first = done
+    not_read = "not inspected: too many files of this folder ended the inspecting child"
+    return [r or _facts_of(p, {"reason": not_read}) for r, p in zip(results, paths, strict=True)]
+
+
+def _child_lines(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
+    """Lines of one child as they come; last `{"ended": words}`. The child is reaped whatever happens."""
+    child = children.start("inspect_child", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    words = "no answer"
+    try:
+        children.give(child, json.dumps(request).encode())
+        assert child.stdout is not None
+        fd = child.stdout.fileno()
+        os.set_blocking(fd, False)
+        buffer = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            deadline = time.monotonic() + timeout_seconds
+            while time.monotonic() < deadline:
+                if not selector.select(min(1.0, max(0.0, deadline - time.monotonic()))):
+                    continue
+                chunk = os.read(fd, 1 << 16)
+                if not chunk:
+                    words = children.died_of(child.wait())
+                    break
+                deadline = time.monotonic() + timeout_seconds
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                yield from (json.loads(line) for line in lines)
+            else:
+                words = f"no progress for {timeout_seconds:g} s"
+    finally:
+        children.end(child)
+    yield {"ended": words}
+
+
+def _named(path: str) -> NamedShard | None:
+    return parse_shard_name(path.rpartition("/")[2])
+
+
+def _asked(path: str) -> dict[str, Any]:
+    shard = _named(path)
+    return {"path": path, "expected": shard is not None or _is_universal(path), "facts": shard is not None}
+
+
+def _is_universal(path: str) -> bool:
+    parts = path.split("/")
+    return path.endswith(".pt") and "zero" in parts[:-1]
+
+
+def _facts_of(path: str, line: dict[str, Any]) -> FileFacts:
+    shard = _named(path)
+    role = shard.role if shard else Role.UNIVERSAL if _is_universal(path) else Role.SIDE
+    raw = line.get("facts")
+    return FileFacts(
+        path=path,
+        bytes=line.get("bytes", 0),
+        archive=Archive(line.get("archive", "other")),
+        reason=line.get("reason"),
+        fingerprint=line.get("fingerprint", ""),
+        tensor_fingerprint=line.get("tensor_fingerprint"),
+        has_crc=line.get("has_crc", False),
+        role=role,
+        shard=shard.shard if shard else ShardKey(),
+        facts=ShardFacts.model_validate(raw) if raw is not None else None,
+    )

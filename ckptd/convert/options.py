@@ -1,0 +1,63 @@
+"""What a conversion is asked to do, what it reports on the way, and what it made (docs/design.md §4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Compat = Literal["auto", "strict", "superset"]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How to convert; sizes in bytes."""
+
+    form: str = "universal"
+    compat: Compat = "auto"
+    """Layout: strict = what the stock converter writes; superset = loads in stages 1, 2 and 3."""
+    memory_budget_bytes: int = 512 * MIB
+    """P12: children and the page cache that they dirty."""
+    verify: bool = False
+    """Read the source's CRCs first, and compare the output with the plan before it is published."""
+    reserve_bytes: int = 0
+    """P13: refuse or stop when the write would leave less free than this; clones cost almost nothing."""
+    strict: bool = True
+    inject_missing_state: bool = False
+    low_priority: bool = True
+    write_latest: bool = False
+    """Write `latest_universal` beside the destination (the stock converter does)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertProgress:
+    """Where a conversion stands; bytes of output files."""
+
+    phase: Literal["planning", "verifying", "copying", "publishing"]
+    bytes_done: int
+    bytes_total: int
+    files_done: int
+    files_total: int
+    bytes_cloned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What a finished conversion made."""
+
+    destination: Path
+    layout: str
+    files: int
+    bytes: int
+    bytes_cloned: int
+    bytes_copied: int
+    parameters: int
+    step: int | None
+    plan_sha256: str
+    resumed_files: int
+    """Files that an earlier, killed attempt had finished."""
+    seconds: float
+    peak_rss_bytes: int
+    """Largest resident set of the children."""
+    verified: bool

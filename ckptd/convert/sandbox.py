@@ -1,0 +1,78 @@
+"""What a child that reads a checkpoint gives up before it opens one (P14): resources, network, privileges.
+
+Called first thing in the child. The environment is empty and descriptors are closed by the parent;
+here come rlimits, no-new-privileges, death with the parent, and a network namespace where the kernel
+lets an ordinary user have one. Nothing here needs root, nothing widens a right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+
+
+def restrict(
+    *, memory_bytes: int, cpu_seconds: int, file_bytes: int, network: bool = False, priority: bool = True
+) -> tuple[str, ...]:
+    """Restrict this process; returns the names of what holds ("rlimits", "no-new-privs", "no-network" …).
+
+    `memory_bytes` bounds the address space, `file_bytes` any file written; `network` True leaves the
+    network alone; `priority` lowers CPU and I/O priority (P11).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    held: list[str] = []
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
+        held.append("dies-with-parent")
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
+        held.append("no-new-privs")
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, file_bytes)
+    _limit(resource.RLIMIT_CPU, cpu_seconds)
+    if _limit(resource.RLIMIT_AS, memory_bytes):
+        held.append("rlimits")
+    if not network and _leave_network(libc):
+        held.append("no-network")
+    if priority:
+        lower_priority(libc)
+    return tuple(held)
+
+
+def die_with_parent() -> None:
+    """Be killed when the thread that started us ends: no orphan goes on writing."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def lower_priority(libc: ctypes.CDLL | None = None) -> None:
+    """Nice 10 and the lowest best-effort I/O class; failures are harmless."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    library = libc or ctypes.CDLL(None, use_errno=True)
+    library.syscall(251 if os.uname().machine == "x86_64" else 30, 1, 0, (2 << 13) | 7)  # ioprio_set
+
+
+def _limit(which: int, value: int) -> bool:
+    hard = resource.getrlimit(which)[1]
+    bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    try:
+        resource.setrlimit(which, (bound, bound))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _leave_network(libc: ctypes.CDLL) -> bool:
+    """A private, empty network namespace: with CAP_SYS_ADMIN alone, else inside a user namespace.
+
+    A user namespace is not taken by root: it would lose the right to read other users' checkpoints.
+    """
+    if os.geteuid() == 0:
+        return bool(libc.unshare(_CLONE_NEWNET) == 0)
+    return bool(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0)

@@ -1,0 +1,95 @@
+"""Fingerprints: what tells two saves apart and makes replicas recognisable, for the price of two reads.
+
+docs/design.md §3 *Fingerprint*: SHA-256 over the zip directory's names, sizes and CRC32s, or over the
+whole file when it is no zip or any record of ≥ 1 KiB carries CRC 0; the tensor fingerprint is the same
+over the storages only, so that replicas whose pickles differ still agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from typing import TYPE_CHECKING
+
+from ckptd.errors import DamagedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ckptd.torchfile.archive import Directory, Record
+
+_BLOCK_BYTES = 1 << 20
+_CRC_MATTERS_BYTES = 1024
+
+
+def has_crc(directory: Directory) -> bool:
+    """True when the directory's CRC32s say something of every record of 1 KiB or more."""
+    return all(record.crc != 0 for record in directory.records.values() if record.size >= _CRC_MATTERS_BYTES)
+
+
+def directory_digest(records: Iterable[Record], prefix: str) -> str:
+    """SHA-256 hex over (name, size, CRC32) of the records, sorted by name."""
+    digest = hashlib.sha256()
+    for record in sorted(records, key=lambda r: r.name):
+        name = f"{prefix}/{record.name}" if prefix else record.name
+        digest.update(f"{name}\0{record.size}\0{record.crc:08x}\n".encode())
+    return digest.hexdigest()
+
+
+def fingerprint(fd: int, directory: Directory | None) -> str:
+    """Fingerprint of the file open at `fd`; `directory` None when it is no zip (SHA-256 hex)."""
+    if directory is not None and has_crc(directory):
+        return directory_digest(directory.records.values(), directory.prefix)
+    digest = hashlib.sha256()
+    for block in _blocks(fd, 0, os.fstat(fd).st_size):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def tensor_fingerprint(fd: int, directory: Directory) -> str:
+    """Fingerprint over the storages only: equal for replicas whose pickles differ (SHA-256 hex)."""
+    storages = directory.storages()
+    if has_crc(directory):
+        return directory_digest(storages, "")
+    digest = hashlib.sha256()
+    for record in sorted(storages, key=lambda r: r.name):
+        digest.update(f"{record.name}\0{record.size}\0".encode())
+        for block in _blocks(fd, record.offset, record.size):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_crcs(fd: int, directory: Directory, name: str) -> int:
+    """Read every record and compare its CRC32 with the directory's; returns the bytes read.
+
+    Records without a CRC (0 and ≥ 1 KiB) prove nothing and are skipped.
+
+    Raises:
+        DamagedError: a record's bytes are not those that `torch.save` wrote.
+    """
+    checked = 0
+    for record in directory.records.values():
+        if record.crc == 0 and record.size >= _CRC_MATTERS_BYTES:
+            continue
+        crc = 0
+        for block in _blocks(fd, record.offset, record.size):
+            crc = zlib.crc32(block, crc)
+        if crc != record.crc and not (record.crc == 0):
+            raise DamagedError(
+                f"{name}: record {record.name} has CRC {crc:08x}, written as {record.crc:08x}",
+                hint="a bit flipped since the save; use another copy of this checkpoint",
+            )
+        checked += record.size
+    return checked
+
+
+def _blocks(fd: int, offset: int, length: int) -> Iterator[bytes]:
+    """Blocks of a range; what was read is dropped from the page cache behind us (P12)."""
+    end = offset + length
+    while offset < end:
+        block = os.pread(fd, min(_BLOCK_BYTES, end - offset), offset)
+        if not block:
+            raise DamagedError(f"a file ended {end - offset} bytes early while it was read")
+        yield block
+        offset += len(block)
