@@ -1,0 +1,95 @@
+# ckptd: `make run` sets everything up and runs the quickstart; `make test` checks everything.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+JOBS   ?= 4
+ARGS   ?=
+
+export OMP_NUM_THREADS ?= 1
+export MAX_JOBS        ?= $(JOBS)
+# DeepSpeed and its compiler calls look for ninja on PATH.
+export PATH            := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+TORCH   := $(VENV)/.stamp-torch
+INSTALL := $(VENV)/.stamp-install
+JIT     := $(VENV)/.stamp-jit
+
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux
+
+.DEFAULT_GOAL := help
+.PHONY: help check-tools setup run test bench lint types loader-matrix stores-full faults-full \
+        system-packages clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+check-tools:
+	@fail=0; \
+	if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+	  echo "missing: Python 3.11 (found: $$("$(PYTHON)" --version 2>&1 || echo none)); name one with PYTHON=/path/to/python3.11"; fail=1; \
+	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3.11-venv)"; fail=1; \
+	elif ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
+	  echo "missing: the headers of $(PYTHON) (Debian, Ubuntu: apt install python3.11-dev)"; fail=1; \
+	fi; \
+	for tool in gcc g++; do \
+	  command -v $$tool >/dev/null || { echo "missing: $$tool, which DeepSpeed's JIT needs (Debian, Ubuntu: apt install build-essential)"; fail=1; }; \
+	done; \
+	exit $$fail
+
+$(PY): | check-tools
+	"$(PYTHON)" -m venv $(VENV)
+
+# torch first: DeepSpeed's build looks at it.
+$(TORCH): constraints.txt | $(PY)
+	$(PY) -m pip install -q -c constraints.txt torch==2.13.0 setuptools wheel ninja numpy packaging py-cpuinfo psutil
+	@touch $@
+
+$(INSTALL): $(TORCH) pyproject.toml
+	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e '.[quickstart,dev]'
+	@touch $@
+
+# One tiny run of two ranks compiles DeepSpeed's shared-memory collective, once per machine.
+$(JIT): $(INSTALL)
+	$(PY) -m ckptd.quickstart.warm_up
+	@touch $@
+
+setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
+
+run: setup ## the quickstart: real training, crashes, resume, judge (ARGS="--stage 3 --keep DIR")
+	$(VENV)/bin/ckptd quickstart $(ARGS)
+
+lint: $(INSTALL) ## format check and lint
+	$(VENV)/bin/ruff format --check ckptd tests bench
+	$(VENV)/bin/ruff check ckptd tests bench
+
+types: $(INSTALL) ## mypy --strict
+	$(VENV)/bin/mypy
+
+test: setup lint types ## everything: format, lint, types, tests with branch coverage
+	rm -f .coverage .coverage.*
+	$(PY) -m pytest --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
+
+bench: setup ## conversion against ds_to_universal and cp (writes docs/performance.md)
+	$(PY) -m bench.convert $(ARGS)
+
+loader-matrix: setup ## every stage x world size through DeepSpeed's own loader
+	CKPTD_FULL=1 $(PY) -m pytest -m real tests/e2e $(ARGS)
+
+stores-full: setup ## the conformance suite on every store and file system that this machine offers
+	CKPTD_FULL=1 $(PY) -m pytest tests/stores $(ARGS)
+
+faults-full: setup ## kill -9 and fault injection, many rounds
+	CKPTD_FULL=1 $(PY) -m pytest tests/faults $(ARGS)
+
+system-packages: ## (root) what the tests of file systems need
+	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null; then \
+	  echo "system packages: nothing to install"; \
+	else \
+	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \
+	fi
+
+clean: ## remove .venv, build products and caches
+	rm -rf $(VENV) .build dist quickstart-out .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find ckptd tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
