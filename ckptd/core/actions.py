@@ -1,0 +1,117 @@
+"""The actions that a plan is made of: plain data, executed elsewhere, shown by dry runs (docs/design.md §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.core.permit import CommitRef, DeletePermit
+    from ckptd.core.view import RemoteCommit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe:
+    """Read what the remote knows of a tag before choosing a generation."""
+
+    remote: str
+    tag: str
+    save_id: int
+    form: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ship:
+    """Ship one form of a save to a remote, as generation g."""
+
+    save_id: int
+    remote: str
+    form: str
+    generation: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Make the local universal form of a save."""
+
+    save_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Clone the files of a complete save into `_ckptd/hold` until it is committed."""
+
+    save_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseHold:
+    """Remove the clones of a save."""
+
+    save_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropDerived:
+    """Remove the local universal form of a save."""
+
+    save_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointUniversal:
+    """Let `latest_universal` in save_dir name the universal form of a save, or remove it (None)."""
+
+    tag: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfirmation:
+    """Read the COMMITs of a save afresh on every required remote."""
+
+    save_id: int
+    commits: tuple[CommitRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prune:
+    """Remove a checkpoint from the node."""
+
+    save_id: int
+    permit: DeletePermit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """Remove a COMMIT and what only it lists from a remote."""
+
+    remote: str
+    commit: RemoteCommit
+    reason: str
+
+
+Action = (
+    Describe
+    | Ship
+    | Convert
+    | Hold
+    | ReleaseHold
+    | DropDerived
+    | PointUniversal
+    | AskConfirmation
+    | Prune
+    | Retire
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Actions in order, and for every save why it stays (empty: it may go)."""
+
+    actions: tuple[Action, ...]
+    local_keeps: dict[int, tuple[str, ...]]
+    remote_keeps: dict[tuple[str, str], tuple[str, ...]]
+    """(remote, COMMIT key) → reasons."""

@@ -1,0 +1,314 @@
+"""What to do next for one job: a pure function from a view to a list of actions (docs/design.md §3, §5).
+
+The only maker of `DeletePermit`, and only from commits that were freshly confirmed on every required
+remote (P1). Executing an action is somebody else's; a plan that is not executed changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.actions import (
+    Action,
+    AskConfirmation,
+    Convert,
+    Describe,
+    DropDerived,
+    Hold,
+    Plan,
+    PointUniversal,
+    Prune,
+    ReleaseHold,
+    Retire,
+    Ship,
+)
+from ckptd.core.listing import OURS
+from ckptd.core.permit import CommitRef, DeletePermit
+from ckptd.core.retention import Item, keep_reasons
+from ckptd.core.save import Order
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
+
+if TYPE_CHECKING:
+    from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
+
+CONFIRMATION_SECONDS = 20.0
+"""A confirmation older than this is asked for again, so that a permit made from it is young."""
+MAX_CONVERSION_TRIES = 3
+
+
+def plan(view: JobView) -> Plan:
+    """Decide one turn."""
+    local_keeps = keep_local(view)
+    remote_keeps = keep_remote(view)
+    actions: list[Action] = []
+    if not view.is_paused:
+        actions += _holds(view)
+        for remote in view.remotes:
+            actions += _ship(view, remote)
+        actions += _convert(view)
+        actions += _derived(view, local_keeps)
+        actions += _prune(view, local_keeps)
+        actions += _retire(view, remote_keeps)
+    return Plan(actions=tuple(actions), local_keeps=local_keeps, remote_keeps=remote_keeps)
+
+
+def newest(view: JobView) -> SaveView | None:
+    """The newest intact save in (branch, step, save_seq)."""
+    return max((s for s in view.saves if s.is_intact), key=lambda s: s.save.order, default=None)
+
+
+def is_committed(view: JobView, save: SaveView) -> bool:
+    """Committed on every required remote, of which there must be at least one (P1)."""
+    required = [r.name for r in view.remotes if r.is_required]
+    return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
+
+
+def keep_local(view: JobView) -> dict[int, tuple[str, ...]]:
+    """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
+    present = [s for s in view.saves if s.is_present]
+    committed = [s for s in present if is_committed(view, s) and s.is_intact]
+    by_policy = keep_reasons(
+        [Item(key=str(s.id), order=s.save.order, pinned=s.is_pinned) for s in committed], view.local_retention
+    )
+    return {s.id: by_policy.get(str(s.id), ()) + _protection(view, s, committed) for s in present}
+
+
+def _protection(view: JobView, save: SaveView, committed: list[SaveView]) -> tuple[str, ...]:
+    top = newest(view)
+    newest_committed = max((s.save.order for s in committed), default=None)
+    why = (
+        (not is_committed(view, save), "not committed on every required remote"),
+        (not save.is_intact, "changed since it was sealed"),
+        (top is not None and save.id == top.id, "newest complete"),
+        (newest_committed is None or save.save.order > newest_committed, "newer than the newest committed"),
+        (save.save.tag == view.latest, "latest names it"),
+        (not save.is_adopted, "found at the first start (ckptd adopt)"),
+        (save.is_busy, "being read"),
+        (bool(save.has_unlisted), f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"),
+        (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
+    )
+    return tuple(text for holds, text in why if holds)
+
+
+def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
+    """At or above the newest complete step (H7, H10): never deleted, whatever its branch."""
+    return top is not None and save.id != top.id and save.save.step >= top.save.step
+
+
+def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Reasons to keep each zero COMMIT of each remote; local facts only add reasons (§5 *Retention*)."""
+    reasons: dict[tuple[str, str], tuple[str, ...]] = {}
+    here = {(s.save.tag, s.save.order): s for s in view.saves if s.is_present}
+    pinned = {s.save.tag for s in view.saves if s.is_pinned}
+    for remote in view.remotes:
+        commits = [c for c in remote.commits if c.form == ZERO]
+        items = [Item(key=c.key, order=order_of(c), pinned=c.tag in pinned) for c in commits]
+        for commit, item in zip(commits, items, strict=True):
+            kept = keep_reasons(items, remote.retention)[item.key]
+            if (commit.tag, item.order) in here and remote.retention.deletes:
+                kept += ("still on this node",)
+            reasons[remote.name, commit.key] = kept
+    return reasons
+
+
+def order_of(commit: RemoteCommit) -> Order:
+    """(branch, step, save_seq) of a COMMIT."""
+    return Order(commit.branch, commit.step, commit.save_seq)
+
+
+def _holds(view: JobView) -> list[Action]:
+    """Hold complete, uncommitted saves where extents clone; release under P13's line, oldest first."""
+    held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.save.order)
+    done: list[Action] = [
+        ReleaseHold(save_id=s.id, reason="committed") for s in held if is_committed(view, s) and not s.is_busy
+    ]
+    if view.disk.free_bytes < view.disk.reserve_bytes:
+        victim = next((s for s in held if not is_committed(view, s) and not s.is_busy), None)
+        return [*done, *([ReleaseHold(save_id=victim.id, reason="disk pressure (P13)")] if victim else [])]
+    if not view.disk.can_clone or not view.remotes:
+        return done
+    return done + [
+        Hold(save_id=s.id)
+        for s in view.saves
+        if s.is_intact and not s.is_held and not s.is_busy and not is_committed(view, s) and _to_ship(view, s)
+    ]
+
+
+def _to_ship(view: JobView, save: SaveView) -> bool:
+    """Backfill: of the saves found at the first start, all, the newest, or none are shipped (H20)."""
+    if not save.was_found_first or save.is_adopted or view.backfill == "all":
+        return True
+    if view.backfill == "none":
+        return False
+    found = [s.save.order for s in view.saves if s.was_found_first]
+    return save.save.order == max(found)
+
+
+def _ship(view: JobView, remote: RemoteView) -> list[Action]:
+    """At most one: the newest save's zero form first; a universal only when no zero form waits."""
+    if not remote.is_attached or remote.is_shipping:
+        return []
+    newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
+    for save in newest_first:
+        if (save.is_intact or save.is_held) and _to_ship(view, save) and _is_due(view, save, remote, ZERO):
+            return [_ship_or_describe(view, save, remote, ZERO)]
+    if UNIVERSAL not in remote.forms:
+        return []
+    for save in newest_first:
+        if save.ship(remote.name, ZERO).state is not ShipState.COMMITTED:
+            continue
+        if save.universal.state is DerivedState.READY and _is_due(view, save, remote, UNIVERSAL):
+            return [_ship_or_describe(view, save, remote, UNIVERSAL)]
+        return []
+    return []
+
+
+def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
+    if form not in remote.forms:
+        return False
+    record = save.ship(remote.name, form)
+    is_open = record.state in (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
+    return is_open and view.now_seconds >= record.retry_at_seconds
+
+
+def _ship_or_describe(view: JobView, save: SaveView, remote: RemoteView, form: str) -> Action:
+    answer = view.generations.get((save.id, remote.name, form))
+    if form == UNIVERSAL:
+        generation = save.ship(remote.name, ZERO).generation or 1
+        attempt = answer.attempt if answer else save.ship(remote.name, form).attempt
+        return Ship(save_id=save.id, remote=remote.name, form=form, generation=generation, attempt=attempt)
+    if answer is None and save.save.tag in remote.known_tags:
+        return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=form)
+    return Ship(
+        save_id=save.id,
+        remote=remote.name,
+        form=form,
+        generation=answer.generation if answer else 1,
+        attempt=answer.attempt if answer else 1,
+    )
+
+
+def wants_universal(view: JobView) -> bool:
+    """True when the node keeps universal forms or a remote takes them."""
+    return UNIVERSAL in view.local_forms or any(UNIVERSAL in r.forms for r in view.remotes)
+
+
+def _convert(view: JobView) -> list[Action]:
+    """One at a time, newest first; every save where extents clone, else only the newest (contract)."""
+    if view.is_converting or not wants_universal(view) or view.is_save_in_flight:
+        return []
+    candidates = sorted((s for s in view.saves if s.is_intact), key=lambda s: s.save.order, reverse=True)
+    candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
+    for save in candidates if view.disk.can_clone else candidates[:1]:
+        state = save.universal.state
+        is_open = state is DerivedState.NONE or (
+            state is DerivedState.FAILED and save.universal.tries < MAX_CONVERSION_TRIES
+        )
+        if not is_open or (save.is_busy and state is DerivedState.CONVERTING):
+            continue
+        cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
+        if view.disk.free_bytes - cost_bytes < view.disk.reserve_bytes:
+            return []
+        return [Convert(save_id=save.id)]
+    return []
+
+
+def _derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+    """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
+    ready = sorted(
+        (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
+    )
+    valid = [s for s in ready if s.is_intact or not s.is_present]
+    proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
+    actions: list[Action] = []
+    target = proven[-1].save.tag if proven else None
+    wanted = f"{OURS}/derived/{UNIVERSAL}/{target}" if target else None
+    is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
+    if is_ours and view.latest_universal != wanted:
+        actions.append(PointUniversal(tag=target))
+    for save in ready:
+        reason = _why_drop(view, save, proven, local_keeps)
+        if reason and not save.is_busy and save.save.tag != target:
+            actions.append(DropDerived(save_id=save.id, reason=reason))
+    return actions
+
+
+def _is_shipped_anywhere(save: SaveView) -> bool:
+    """The upload checked the source's zip CRCs in passing (§4)."""
+    return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
+
+
+def _why_drop(
+    view: JobView, save: SaveView, proven: list[SaveView], local_keeps: dict[int, tuple[str, ...]]
+) -> str | None:
+    if save.is_present and not save.is_intact:
+        return "its source was saved again"
+    if not save.is_present:
+        return "its source is gone"
+    is_newest = bool(proven) and proven[-1].id == save.id
+    if is_newest or not proven or save.save.order > proven[-1].save.order:
+        return None
+    if UNIVERSAL not in view.local_forms:
+        return "not kept on this node"
+    if not view.disk.can_clone:
+        return "a newer one is ready"
+    return None if local_keeps.get(save.id) else "its source may go"
+
+
+def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+    """Oldest first; a permit only from a young confirmation, else ask for one."""
+    if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
+        return []
+    victims = sorted(
+        (s for s in view.saves if s.is_present and not local_keeps.get(s.id)), key=lambda s: s.save.order
+    )
+    actions: list[Action] = []
+    for save in victims[: view.deletions_left]:
+        commits = _commits_of(view, save)
+        confirmed = view.confirmations.get(save.id)
+        is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
+        if confirmed is None or not is_young or confirmed.commits != commits:
+            if all(r.is_attached for r in view.remotes if r.is_required):
+                actions.append(AskConfirmation(save_id=save.id, commits=commits))
+            continue
+        limit = view.local_retention.save_total_limit
+        permit = DeletePermit(
+            tag=save.save.tag,
+            generation=max(r.generation or 1 for r in save.ships.values() if r.form == ZERO),
+            folder=save.save.folder,
+            files=save.save.files,
+            commits=commits,
+            issued_at_seconds=view.now_seconds,
+            reason=f"save_total_limit {limit}" if limit is not None else "no retention key keeps it",
+        )
+        actions.append(Prune(save_id=save.id, permit=permit))
+    return actions
+
+
+def _commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
+    refs: list[CommitRef] = []
+    for remote in view.remotes:
+        record = save.ship(remote.name, ZERO)
+        if remote.is_required and record.commit_key and record.commit_sha256:
+            refs.append(CommitRef(remote=remote.name, key=record.commit_key, sha256=record.commit_sha256))
+    return tuple(refs)
+
+
+def _retire(view: JobView, remote_keeps: dict[tuple[str, str], tuple[str, ...]]) -> list[Action]:
+    """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
+    if view.is_first_scan or not view.may_delete or view.deletions_left <= 0:
+        return []
+    actions: list[Action] = []
+    for remote in view.remotes:
+        if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
+            continue
+        kept = {(c.tag, c.generation) for c in remote.commits if remote_keeps.get((remote.name, c.key))}
+        if not kept:
+            continue
+        gone = [c for c in remote.commits if (c.tag, c.generation) not in kept]
+        gone.sort(key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
+        if gone:
+            limit = remote.retention.save_total_limit
+            reason = f"save_total_limit {limit} of {remote.name}" if limit is not None else "no key keeps it"
+            actions.append(Retire(remote=remote.name, commit=gone[0], reason=reason))
+    return actions

@@ -1,0 +1,186 @@
+"""What the planner sees of one job: plain data gathered by the deciding thread before each turn.
+
+Nothing here is asked for during planning, so that the same view always gives the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ckptd.core.identity import Model
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.save import SealedSave
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.permit import CommitRef
+
+ZERO = "zero"
+UNIVERSAL = "universal"
+
+
+class ShipState(StrEnum):
+    """Where one form of one save stands on one remote."""
+
+    NEW = "new"
+    SHIPPING = "shipping"
+    WAITING = "waiting"
+    """Shipped; other nodes' shards are missing."""
+    COMMITTED = "committed"
+    RETIRED = "retired"
+    """Was committed; remote retention let it go."""
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+class ShipRecord(Model):
+    """Journal row: one form of one save on one remote."""
+
+    remote: str
+    form: str
+    state: ShipState = ShipState.NEW
+    generation: int | None = None
+    attempt: int = 1
+    commit_key: str | None = None
+    commit_sha256: str | None = None
+    tries: int = 0
+    retry_at_seconds: float = 0.0
+    """Monotonic; not stored."""
+    reason: str | None = None
+
+
+class DerivedState(StrEnum):
+    """Where a derived form of a save stands on this node."""
+
+    NONE = "none"
+    CONVERTING = "converting"
+    READY = "ready"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class DerivedRecord(Model):
+    """Journal row: the local universal form of a save."""
+
+    state: DerivedState = DerivedState.NONE
+    plan_sha256: str = ""
+    layout: str = ""
+    alignment: int = 0
+    is_cloned: bool = False
+    is_source_verified: bool = False
+    bytes: int = 0
+    tries: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveView:
+    """A sealed save that this node holds or held."""
+
+    id: int
+    save: SealedSave
+    is_adopted: bool
+    """False: found at the first start and not adopted; never deleted (H20)."""
+    was_found_first: bool
+    is_intact: bool
+    """Every sealed file is still there with its identity."""
+    is_present: bool
+    """The folder is there at all."""
+    has_unlisted: tuple[str, ...] = ()
+    """Files in the folder that were not sealed (H8)."""
+    is_held: bool = False
+    is_busy: bool = False
+    """Being read by a worker (shipped, converted, cloned)."""
+    is_pinned: bool = False
+    ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
+    universal: DerivedRecord = field(default_factory=DerivedRecord)
+
+    def ship(self, remote: str, form: str) -> ShipRecord:
+        """The record, or a new one."""
+        return self.ships.get((remote, form)) or ShipRecord(remote=remote, form=form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteCommit:
+    """A COMMIT as the last observation showed it."""
+
+    tag: str
+    generation: int
+    form: str
+    branch: int
+    step: int
+    save_seq: int
+    key: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteView:
+    """One remote as last observed."""
+
+    name: str
+    is_required: bool
+    forms: tuple[str, ...]
+    is_attached: bool
+    """There, ours, observed, and not backing off."""
+    is_shipping: bool
+    """Its one mover (ship or retire) is busy."""
+    commits: tuple[RemoteCommit, ...] = ()
+    known_tags: frozenset[str] = frozenset()
+    """Tags with commits, tombstones or manifests: must be described before they are shipped."""
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationAnswer:
+    """What `choose_generation` said of one save on one remote."""
+
+    generation: int
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """Fresh reads of the COMMITs of one save, on every required remote, all well."""
+
+    commits: tuple[CommitRef, ...]
+    at_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The file system of save_dir, in bytes; `reserve_bytes` = next save × 1.1 + min_free (P13)."""
+
+    free_bytes: int
+    reserve_bytes: int
+    can_clone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """Everything the planner needs of one job."""
+
+    saves: tuple[SaveView, ...]
+    remotes: tuple[RemoteView, ...]
+    local_forms: tuple[str, ...]
+    local_retention: RetentionPolicy
+    backfill: str
+    latest: str | None
+    """Content of the trainer's pointer file."""
+    latest_universal: str | None
+    is_save_in_flight: bool
+    is_first_scan: bool
+    """Nothing is deleted in the first scan after a start."""
+    is_paused: bool
+    may_delete: bool
+    """Rights proved (P19), same device as before, seat belt not reached."""
+    deletions_left: int
+    disk: Disk
+    generations: Mapping[tuple[int, str, str], GenerationAnswer]
+    """(save id, remote, form) → generation, for saves whose tag the remote knows."""
+    confirmations: Mapping[int, Confirmation]
+    is_converting: bool
+    now_seconds: float

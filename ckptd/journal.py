@@ -1,0 +1,367 @@
+"""SQLite journal: what was decided and done on this node (docs/design.md P7, P8).
+
+Expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the remotes
+(COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding thread.
+A journal of another schema, or one that SQLite cannot read, is set aside and a new one begun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.core.facts import FileFacts
+from ckptd.core.identity import FileIdentity, FolderIdentity, Model
+from ckptd.core.manifest import Decision
+from ckptd.core.save import SealedFile, SealedSave
+from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
+from ckptd.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+SCHEMA = 1
+
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE facts (identity TEXT NOT NULL, path TEXT NOT NULL, facts TEXT NOT NULL, seen_at REAL NOT NULL,
+                    PRIMARY KEY (identity, path));
+CREATE TABLE saves (id INTEGER PRIMARY KEY, tag TEXT NOT NULL, sealed TEXT NOT NULL, state TEXT NOT NULL,
+                    found_first INTEGER NOT NULL, adopted INTEGER NOT NULL, held INTEGER NOT NULL DEFAULT 0,
+                    derived TEXT NOT NULL DEFAULT '{}', seen_at REAL NOT NULL, sealed_at REAL NOT NULL,
+                    ended_at REAL);
+CREATE TABLE ships (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NOT NULL, record TEXT NOT NULL,
+                    started_at REAL, ended_at REAL, PRIMARY KEY (save_id, remote, form));
+CREATE TABLE objects (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NOT NULL, key TEXT NOT NULL,
+                      bytes INTEGER NOT NULL, flushed_bytes INTEGER NOT NULL, crc64 TEXT NOT NULL, proof TEXT,
+                      PRIMARY KEY (save_id, remote, form, key));
+CREATE TABLE deletions (id INTEGER PRIMARY KEY, save_id INTEGER NOT NULL, trash TEXT NOT NULL,
+                        intent TEXT NOT NULL, state TEXT NOT NULL, at REAL NOT NULL);
+CREATE TABLE decisions (kind TEXT NOT NULL, tag TEXT NOT NULL, serial INTEGER NOT NULL, body TEXT NOT NULL,
+                        PRIMARY KEY (kind, tag, serial));
+"""
+
+SaveState = Literal["present", "superseded", "vanished", "pruned"]
+
+
+class SaveRow(Model):
+    """A row of `saves`."""
+
+    id: int
+    save: SealedSave
+    state: SaveState
+    found_first: bool
+    adopted: bool
+    held: bool
+    derived: DerivedRecord
+    seen_at: float
+    sealed_at: float
+    ended_at: float | None
+
+
+class ObjectRow(Model):
+    """Progress of one object of a ship: `proof` set when it is durable and verified."""
+
+    key: str
+    bytes: int
+    flushed_bytes: int
+    crc64: str
+    proof: str | None
+
+
+class DeletionIntent(Model):
+    """What a prune was going to do, written before the folder is renamed aside."""
+
+    tag: str
+    generation: int
+    folder: FolderIdentity
+    files: tuple[SealedFile, ...]
+    commits: tuple[tuple[str, str, str], ...]
+    """(remote, key, sha256)."""
+    reason: str
+
+
+class DeletionRow(Model):
+    """A row of `deletions`."""
+
+    id: int
+    save_id: int
+    trash: str
+    intent: DeletionIntent
+
+
+def _identity_key(identity: FileIdentity) -> str:
+    i = identity
+    return f"{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}"
+
+
+class Journal:
+    """The journal of one job. Every method is one transaction, durable when it returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.was_new = not path.exists()
+        self.set_aside: Path | None = None
+        try:
+            self._db = self._open()
+        except sqlite3.DatabaseError:
+            self.set_aside = self._move_aside()
+            self.was_new = True
+            self._db = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            has_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if not has_tables:
+                db.executescript(f"BEGIN;{_TABLES}PRAGMA user_version={SCHEMA};COMMIT;")
+            elif version != SCHEMA:
+                msg = f"schema {version}"
+                raise sqlite3.DatabaseError(msg)
+            else:
+                result = db.execute("PRAGMA quick_check").fetchone()[0]
+                if result != "ok":
+                    raise sqlite3.DatabaseError(str(result))
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _move_aside(self) -> Path:
+        aside = self._path.with_name(f"{self._path.name}.aside-{time.time_ns()}")
+        try:
+            os.rename(self._path, aside)
+            for tail in ("-wal", "-shm"):
+                other = self._path.with_name(self._path.name + tail)
+                if other.exists():
+                    os.rename(other, aside.with_name(aside.name + tail))
+        except OSError as error:
+            msg = f"cannot set the unreadable journal {self._path} aside: {error.strerror}"
+            raise StorageError(msg, hint="move it away by hand; it is rebuilt") from error
+        return aside
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # --- meta ------------------------------------------------------------------------------------------
+
+    def meta(self, key: str) -> str | None:
+        """A remembered value."""
+        row = self._db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Remember a value."""
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))
+
+    # --- inspected facts -------------------------------------------------------------------------------
+
+    def facts(self, path: str, identity: FileIdentity) -> FileFacts | None:
+        """What an inspection of exactly this file said."""
+        row = self._db.execute(
+            "SELECT facts FROM facts WHERE identity=? AND path=?", (_identity_key(identity), path)
+        ).fetchone()
+        return None if row is None else FileFacts.model_validate_json(row[0])
+
+    def put_facts(self, rows: Iterable[tuple[FileIdentity, FileFacts]]) -> None:
+        """Keep inspections."""
+        now = time.time()
+        values = [(_identity_key(i), f.path, f.model_dump_json(), now) for i, f in rows]
+        with self._transaction():
+            self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?,?,?)", values)
+
+    def forget_facts(self, keep: Iterable[FileIdentity]) -> None:
+        """Drop inspections of files that are gone for more than a day."""
+        alive = {_identity_key(i) for i in keep}
+        old = self._db.execute(
+            "SELECT DISTINCT identity FROM facts WHERE seen_at < ?", (time.time() - 86400,)
+        )
+        gone = [(row[0],) for row in old.fetchall() if row[0] not in alive]
+        with self._transaction():
+            self._db.executemany("DELETE FROM facts WHERE identity=?", gone)
+
+    # --- saves -----------------------------------------------------------------------------------------
+
+    def add_save(self, save: SealedSave, *, found_first: bool, adopted: bool, seen_at: float) -> int:
+        """A newly sealed save; an earlier save of the tag that is still `present` becomes superseded."""
+        now = time.time()
+        with self._transaction():
+            self._db.execute(
+                "UPDATE saves SET state='superseded', ended_at=? WHERE tag=? AND state='present'",
+                (now, save.tag),
+            )
+            cursor = self._db.execute(
+                "INSERT INTO saves (tag, sealed, state, found_first, adopted, seen_at, sealed_at) "
+                "VALUES (?,?,'present',?,?,?,?)",
+                (save.tag, save.model_dump_json(), found_first, adopted, seen_at, now),
+            )
+        return int(cursor.lastrowid or 0)
+
+    def saves(self) -> list[SaveRow]:
+        """Every save ever sealed, oldest first."""
+        rows = self._db.execute(
+            "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at "
+            "FROM saves ORDER BY id"
+        ).fetchall()
+        return [
+            SaveRow(
+                id=r[0],
+                save=SealedSave.model_validate_json(r[1]),
+                state=r[2],
+                found_first=bool(r[3]),
+                adopted=bool(r[4]),
+                held=bool(r[5]),
+                derived=DerivedRecord.model_validate_json(r[6]),
+                seen_at=r[7],
+                sealed_at=r[8],
+                ended_at=r[9],
+            )
+            for r in rows
+        ]
+
+    def replace_sealed(self, save_id: int, save: SealedSave) -> None:
+        """The same save with refreshed identities (a ctime that changed alone, H50)."""
+        self._db.execute("UPDATE saves SET sealed=? WHERE id=?", (save.model_dump_json(), save_id))
+
+    def end_save(self, save_id: int, state: SaveState) -> None:
+        """The save is no longer on this node."""
+        self._db.execute("UPDATE saves SET state=?, ended_at=? WHERE id=?", (state, time.time(), save_id))
+
+    def set_adopted(self, tags: Iterable[str] | None) -> None:
+        """Adopt saves found at the first start; None: all of them."""
+        with self._transaction():
+            if tags is None:
+                self._db.execute("UPDATE saves SET adopted=1")
+            else:
+                self._db.executemany("UPDATE saves SET adopted=1 WHERE tag=?", [(t,) for t in tags])
+
+    def set_held(self, save_id: int, *, held: bool) -> None:
+        """Whether clones of the save lie in `_ckptd/hold`."""
+        self._db.execute("UPDATE saves SET held=? WHERE id=?", (held, save_id))
+
+    def set_derived(self, save_id: int, record: DerivedRecord) -> None:
+        """Where the local universal form stands."""
+        self._db.execute("UPDATE saves SET derived=? WHERE id=?", (record.model_dump_json(), save_id))
+
+    # --- ships -----------------------------------------------------------------------------------------
+
+    def ships(self) -> dict[int, dict[tuple[str, str], ShipRecord]]:
+        """save id → (remote, form) → record; one left `shipping` by a crash counts as new."""
+        result: dict[int, dict[tuple[str, str], ShipRecord]] = {}
+        for save_id, text in self._db.execute("SELECT save_id, record FROM ships"):
+            record = ShipRecord.model_validate_json(text)
+            result.setdefault(save_id, {})[record.remote, record.form] = record
+        return result
+
+    def ship_times(self, save_id: int, remote: str, form: str) -> tuple[float | None, float | None]:
+        """(started, ended) unix seconds."""
+        row = self._db.execute(
+            "SELECT started_at, ended_at FROM ships WHERE save_id=? AND remote=? AND form=?",
+            (save_id, remote, form),
+        ).fetchone()
+        return (row[0], row[1]) if row else (None, None)
+
+    def put_ship(self, save_id: int, record: ShipRecord) -> None:
+        """Journal an intent to ship, or its outcome."""
+        now = time.time()
+        stored = record.model_copy(update={"retry_at_seconds": 0.0}).model_dump_json()
+        ended = None if record.state is ShipState.SHIPPING else now
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO ships VALUES (?,?,?,?,?,?) ON CONFLICT (save_id, remote, form) "
+                "DO UPDATE SET record=excluded.record, ended_at=excluded.ended_at, "
+                "started_at=coalesce(ships.started_at, excluded.started_at)",
+                (save_id, record.remote, record.form, stored, now, ended),
+            )
+            if record.state is ShipState.COMMITTED:
+                self._db.execute(
+                    "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?",
+                    (save_id, record.remote, record.form),
+                )
+
+    def put_object(self, save_id: int, remote: str, form: str, row: ObjectRow) -> None:
+        """How far one object is durable in the remote (P7)."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)",
+            (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof),
+        )
+
+    def objects(self, save_id: int, remote: str, form: str) -> list[ObjectRow]:
+        """Objects of a ship that is under way."""
+        rows = self._db.execute(
+            "SELECT key, bytes, flushed_bytes, crc64, proof FROM objects "
+            "WHERE save_id=? AND remote=? AND form=?",
+            (save_id, remote, form),
+        ).fetchall()
+        return [ObjectRow(key=r[0], bytes=r[1], flushed_bytes=r[2], crc64=r[3], proof=r[4]) for r in rows]
+
+    def forget_objects(self, save_id: int, remote: str, form: str) -> None:
+        """A new generation or attempt begins: earlier keys do not count."""
+        self._db.execute(
+            "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?", (save_id, remote, form)
+        )
+
+    # --- deletions -------------------------------------------------------------------------------------
+
+    def intend_deletion(self, save_id: int, trash: str, intent: DeletionIntent) -> int:
+        """Journal a prune before anything is renamed."""
+        cursor = self._db.execute(
+            "INSERT INTO deletions (save_id, trash, intent, state, at) VALUES (?,?,?,'intended',?)",
+            (save_id, trash, intent.model_dump_json(), time.time()),
+        )
+        return int(cursor.lastrowid or 0)
+
+    def end_deletion(self, deletion_id: int, *, done: bool) -> None:
+        """The prune was finished, or taken back."""
+        state = "done" if done else "undone"
+        self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
+
+    def open_deletions(self) -> list[DeletionRow]:
+        """Prunes that a crash interrupted."""
+        rows = self._db.execute(
+            "SELECT id, save_id, trash, intent FROM deletions WHERE state='intended'"
+        ).fetchall()
+        return [
+            DeletionRow(
+                id=r[0], save_id=r[1], trash=r[2], intent=DeletionIntent.model_validate(json.loads(r[3]))
+            )
+            for r in rows
+        ]
+
+    # --- decisions of a person -------------------------------------------------------------------------
+
+    def put_decision(self, decision: Decision) -> None:
+        """Remember a decision (its truth is the file in the state directory and the object in the remote)."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO decisions VALUES (?,?,?,?)",
+            (decision.kind, decision.tag, decision.serial, decision.model_dump_json()),
+        )
+
+    def decisions(self) -> list[Decision]:
+        """All of them, oldest first."""
+        rows = self._db.execute("SELECT body FROM decisions ORDER BY serial").fetchall()
+        return [Decision.model_validate_json(r[0]) for r in rows]
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, _value: object, _trace: object) -> None:
+        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
