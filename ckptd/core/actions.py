@@ -1,4 +1,4 @@
-"""The actions that a plan is made of: plain data, executed elsewhere, shown by dry runs (docs/design.md §3)."""
+"""The actions that a plan is made of: plain data, executed elsewhere, shown by dry runs (§3)."""
 
 from __future__ import annotations
 

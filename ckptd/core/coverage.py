@@ -1,0 +1,159 @@
+"""Commit by coverage: when the manifests of one save make a COMMIT, and what the pointers name (design.md §5).
+
+Pure: every node that sees the same documents decides the same, so no membership and no leader is needed.
+Tests of "one save" only veto; the grid comes from the manifests' proofs, never from the files at hand (H13).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.layouts import Grid, NamedShard, Role, missing_shards
+from ckptd.core.manifest import Commit, ManifestFile, ManifestRef, NodeManifest
+from ckptd.core.save import Order, differs, mark_of_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_BESIDE = (Role.SIDE, Role.EXTRA)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownManifest:
+    """A node manifest as read from the remote: its key and the SHA-256 of its bytes."""
+
+    key: str
+    sha256: str
+    manifest: NodeManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointers:
+    """What `latest` and `latest_universal` should hold; None: no such file."""
+
+    latest: str | None
+    latest_universal: str | None
+
+
+def newest_revisions(manifests: Iterable[KnownManifest]) -> tuple[KnownManifest, ...]:
+    """The newest revision of each node, sorted by key."""
+    newest: dict[str, KnownManifest] = {}
+    for known in manifests:
+        held = newest.get(known.manifest.node_id)
+        if held is None or (held.manifest.revision, held.key) < (known.manifest.revision, known.key):
+            newest[known.manifest.node_id] = known
+    return tuple(sorted(newest.values(), key=lambda known: known.key))
+
+
+def conflict(
+    ours: NodeManifest, others: Iterable[KnownManifest], *, save_spread_seconds: float
+) -> str | None:
+    """Why a generation cannot hold `ours` beside what it holds already; None when nothing speaks against it."""
+    mark = mark_of_manifest(ours)
+    for known in others:
+        if known.manifest.job_id != ours.job_id:
+            return f"{known.key} is of job {known.manifest.job_id}"
+        reason = differs(mark, mark_of_manifest(known.manifest), save_spread_seconds=save_spread_seconds)
+        if reason is not None:
+            return f"{known.manifest.node} shipped another save: {reason}"
+    return None
+
+
+def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: float) -> str | None:
+    """Why manifests cannot be committed together: two saves, or one key with two contents."""
+    for index, known in enumerate(manifests):
+        reason = conflict(known.manifest, manifests[:index], save_spread_seconds=save_spread_seconds)
+        if reason is not None:
+            return reason
+    contents: dict[str, str] = {}
+    for known in manifests:
+        for file in known.manifest.files:
+            if contents.setdefault(file.key, file.checksums.crc64nvme) != file.checksums.crc64nvme:
+                return f"{file.key} is listed with two contents"
+    return None
+
+
+def merged_grid(manifests: Sequence[KnownManifest]) -> Grid:
+    """The grid that the manifests prove together: layers and experts only ever raise the expectation."""
+    grids = [known.manifest.grid for known in manifests]
+    layers = sorted({layer for grid in grids for layer in grid.layers})
+    width = max(len(grid.experts) for grid in grids)
+    experts = tuple(
+        max((g.experts[i] for g in grids if i < len(g.experts)), default=0) for i in range(width)
+    )
+    return grids[0].model_copy(update={"layers": tuple(layers), "experts": experts})
+
+
+def missing(manifests: Sequence[KnownManifest], form: str) -> tuple[str, ...]:
+    """What the manifests lack of their proven grid; a derived form is whole in one manifest."""
+    if form != "zero":
+        return ()
+    present = frozenset(
+        NamedShard(role=file.role, shard=file.shard)
+        for known in manifests
+        for file in known.manifest.files
+        if file.role not in _BESIDE
+    )
+    return missing_shards(merged_grid(manifests), present)
+
+
+def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
+    """The distinct objects that manifests list, by key."""
+    return {file.key: file for manifest in manifests for file in manifest.files}
+
+
+def fingerprints_of(manifests: Iterable[NodeManifest]) -> tuple[tuple[str, str], ...]:
+    """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16)."""
+    return tuple(sorted({(file.path, file.fingerprint) for manifest in manifests for file in manifest.files}))
+
+
+def build_commit(
+    manifests: Sequence[KnownManifest], *, committed_by: str, committed_at: str, config_digest: str
+) -> Commit:
+    """The COMMIT over manifests that cover their grid; the highest branch among them counts (§3 *Order*)."""
+    members = [known.manifest for known in manifests]
+    leader = max(members, key=lambda m: (m.branch, m.save_seq))
+    objects = objects_of(members)
+    best = next((m.best for m in sorted(members, key=_lowest_rank) if m.best is not None), None)
+    return Commit(
+        job_id=leader.job_id,
+        tag=leader.tag,
+        generation=leader.generation,
+        form=leader.form,
+        folder=leader.folder,
+        branch=leader.branch,
+        step=leader.step,
+        save_seq=leader.save_seq,
+        grid=merged_grid(manifests),
+        bytes=sum(file.bytes for file in objects.values()),
+        files=len(objects),
+        manifests=tuple(ManifestRef(key=known.key, sha256=known.sha256) for known in manifests),
+        committed_by=committed_by,
+        committed_at=committed_at,
+        config_digest=config_digest,
+        best=best,
+    )
+
+
+def _lowest_rank(manifest: NodeManifest) -> int:
+    return min((file.shard.d for file in manifest.files if file.shard.d is not None), default=1 << 30)
+
+
+def order_of(commit: Commit) -> Order:
+    """(branch, step, save_seq) of a COMMIT (P9)."""
+    return Order(commit.branch, commit.step, commit.save_seq)
+
+
+def choose_pointers(commits: Iterable[Commit]) -> Pointers:
+    """What the pointers name, given the COMMITs that count: neither disputed nor being retired (P6)."""
+    newest: dict[str, Commit] = {}
+    for commit in commits:
+        held = newest.get(commit.form)
+        if held is None or (order_of(held), held.generation) < (order_of(commit), commit.generation):
+            newest[commit.form] = commit
+    zero, universal = newest.get("zero"), newest.get("universal")
+    return Pointers(
+        latest=zero.folder if zero else None,
+        latest_universal=universal.folder if universal else None,
+    )

@@ -1,0 +1,144 @@
+"""Which generation of its tag a save belongs to (docs/design.md §3 *Generations*; H1, H3, H16, H49).
+
+A generation is bound to one save: "a node takes the highest g known in the remote, or g+1 if g is committed
+without its bytes or holds a manifest of another save". Pure, and decided anew before each attempt, so that a
+lost journal costs one listing and not one byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.layouts import Role
+from ckptd.core.save import differs, mark_of_manifest, mark_of_save
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.manifest import NodeManifest, Tombstone
+    from ckptd.core.save import SealedFile, SealedSave
+
+_BESIDE = (Role.SIDE, Role.EXTRA)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenManifest:
+    """A node manifest of the tag; `committed`: a COMMIT lists its digest."""
+
+    generation: int
+    form: str
+    manifest: NodeManifest
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenCommit:
+    """A COMMIT of the tag, disputed or not."""
+
+    generation: int
+    form: str
+    key: str
+    sha256: str
+    disputed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Ship the save as this generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Already:
+    """A COMMIT lists every shard of the save; `unlisted`: files beside the shards that it does not list."""
+
+    generation: int
+    commit_key: str
+    commit_sha256: str
+    unlisted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retired:
+    """Retention removed this very save: it is never sent again (H16)."""
+
+    generation: int
+
+
+GenerationChoice = Use | Already | Retired
+
+
+def choose_generation(
+    save: SealedSave,
+    job_id: str,
+    *,
+    manifests: Sequence[SeenManifest],
+    commits: Sequence[SeenCommit],
+    tombstones: Sequence[Tombstone],
+    save_spread_seconds: float,
+) -> GenerationChoice:
+    """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts)."""
+    manifests = [seen for seen in manifests if seen.form == "zero"]
+    commits = [seen for seen in commits if seen.form == "zero"]
+    tombstones = [stone for stone in tombstones if stone.form == "zero" and stone.tag == save.tag]
+    already = _already(save, job_id, manifests, commits)
+    if already is not None:
+        return already
+    for stone in tombstones:
+        if stone.fingerprints and set(_shards(save)) <= set(stone.fingerprints):
+            return Retired(generation=stone.generation)
+    taken = {seen.generation for seen in commits} | {stone.generation for stone in tombstones}
+    known = taken | {seen.generation for seen in manifests}
+    if not known:
+        return Use(generation=1)
+    newest = max(known)
+    held = [seen.manifest for seen in manifests if seen.generation == newest]
+    if newest in taken or _holds_another(save, job_id, held, save_spread_seconds):
+        return Use(generation=newest + 1)
+    return Use(generation=newest)
+
+
+def _already(
+    save: SealedSave, job_id: str, manifests: Sequence[SeenManifest], commits: Sequence[SeenCommit]
+) -> Already | None:
+    for commit in sorted(commits, key=lambda seen: -seen.generation):
+        if commit.disputed:
+            continue
+        listed = {
+            (file.path, file.bytes, file.fingerprint)
+            for seen in manifests
+            if seen.generation == commit.generation and seen.committed and seen.manifest.job_id == job_id
+            for file in seen.manifest.files
+        }
+        absent = [file for file in save.files if _row(file) not in listed]
+        shards = [file for file in save.files if file.role not in _BESIDE]
+        if shards and not any(file.role not in _BESIDE for file in absent):
+            return Already(
+                generation=commit.generation,
+                commit_key=commit.key,
+                commit_sha256=commit.sha256,
+                unlisted=tuple(file.path for file in absent),
+            )
+    return None
+
+
+def _row(file: SealedFile) -> tuple[str, int, str]:
+    return file.path, file.identity.size_bytes, file.fingerprint
+
+
+def _shards(save: SealedSave) -> list[tuple[str, str]]:
+    shards = [(file.path, file.fingerprint) for file in save.files if file.role not in _BESIDE]
+    return shards or [(file.path, file.fingerprint) for file in save.files]
+
+
+def _holds_another(
+    save: SealedSave, job_id: str, held: Sequence[NodeManifest], save_spread_seconds: float
+) -> bool:
+    mark = mark_of_save(save)
+    return any(
+        manifest.job_id != job_id
+        or differs(mark, mark_of_manifest(manifest), save_spread_seconds=save_spread_seconds) is not None
+        for manifest in held
+    )

@@ -1,0 +1,352 @@
+"""What ckptd changes on the node: prune with a permit, holds, derived forms, pointers, trash (P1, P11, P15).
+
+Everything of ours lies below `<save_dir>/_ckptd`. A trainer's file is removed in one function only,
+`prune`, and only under a permit whose every claim is checked again by descriptor, before and after the
+folder is renamed aside (docs/design.md §5 *Permit*).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core.identity import FolderIdentity
+from ckptd.core.listing import OURS
+from ckptd.errors import CkptdError, NotPermitted, RefusedError, SourceChanged, from_os_error
+from ckptd.local.scan import scan_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.permit import DeletePermit
+    from ckptd.core.save import SealedFile
+
+TRASH = f"{OURS}/trash"
+HOLD = f"{OURS}/hold"
+DERIVED = f"{OURS}/derived"
+STAGING = f"{OURS}/staging"
+ASIDE = f"{OURS}/aside"
+
+
+def ensure_ours(save_dir_fd: int, relative: str) -> int:
+    """Open a folder of ours below save_dir, made with save_dir's own mode (never wider); caller closes it."""
+    mode = stat.S_IMODE(os.fstat(save_dir_fd).st_mode) & 0o777
+    return files.open_dir_beneath(save_dir_fd, relative, create_mode=mode)
+
+
+def trash_name(tag: str) -> str:
+    """A name in the trash that nothing else has."""
+    return f"{tag}.{secrets.token_hex(4)}"
+
+
+def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_listed: bool) -> None:
+    """Compare an open folder with what was sealed, by descriptor.
+
+    Raises:
+        SourceChanged: a file differs or is gone; with `only_listed`, or if there is one that was not sealed.
+    """
+    for file in sealed:
+        status = files.stat_beneath(folder_fd, file.path)
+        if status is None or files.identity_of(status) != file.identity:
+            msg = f"{file.path} changed since its save was committed"
+            raise SourceChanged(msg, hint="it stays; the next turn looks again")
+    if only_listed:
+        listed = {file.path for file in sealed}
+        for path in _everything_in(folder_fd):
+            if path not in listed:
+                msg = f"{path} was not part of the committed save"
+                raise SourceChanged(msg, hint="the folder stays; move that file away to let it go")
+
+
+def _everything_in(folder_fd: int, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name in os.listdir(folder_fd):
+        status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            if status.st_dev != os.fstat(folder_fd).st_dev:
+                found.append(prefix + name)
+                continue
+            with files.opened_dir(name, folder_fd) as child:
+                found += _everything_in(child, f"{prefix}{name}/")
+        else:
+            found.append(prefix + name)
+    return found
+
+
+def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
+    """Remove a committed checkpoint: check, rename aside, check again (else rename back), remove its files.
+
+    Raises:
+        RefusedError: the permit is too old, or rests on no COMMIT.
+        SourceChanged: the folder is not the one that was sealed; nothing was removed.
+        NotPermitted, StorageError: as the kernel says; nothing was removed.
+    """
+    if not permit.commits or not permit.is_valid_at(time.monotonic()):
+        msg = f"the permit to remove {permit.tag} is not valid"
+        raise RefusedError(msg, hint="a new one is made from a fresh read of the COMMITs")
+    try:
+        folder_fd = files.open_dir_beneath(save_dir_fd, permit.tag)
+    except FileNotFoundError as error:
+        msg = f"{permit.tag} is gone"
+        raise SourceChanged(msg, hint="the trainer removed it") from error
+    trash_fd = ensure_ours(save_dir_fd, TRASH)
+    try:
+        if files.folder_identity(folder_fd) != permit.folder:
+            msg = f"{permit.tag} is another folder than the committed one"
+            raise SourceChanged(msg)
+        check_identities(folder_fd, permit.files, only_listed=True)
+        files.rename_noreplace(save_dir_fd, permit.tag, trash_fd, name_in_trash)
+        try:
+            moved = os.stat(name_in_trash, dir_fd=trash_fd, follow_symlinks=False)
+            if FolderIdentity(dev=moved.st_dev, ino=moved.st_ino) != permit.folder:
+                msg = f"{permit.tag} was swapped for another folder"
+                raise SourceChanged(msg)
+            check_identities(folder_fd, permit.files, only_listed=True)
+        except (CkptdError, OSError):
+            files.rename_noreplace(trash_fd, name_in_trash, save_dir_fd, permit.tag)
+            raise
+        files.fsync_dir(save_dir_fd)
+        files.fsync_dir(trash_fd)
+        finish_prune(trash_fd, name_in_trash, permit.files)
+    except OSError as error:
+        raise from_os_error(error, f"removing {permit.tag}") from error
+    finally:
+        os.close(trash_fd)
+        os.close(folder_fd)
+
+
+def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
+    """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there."""
+    folder_fd = files.open_dir_beneath(trash_fd, name)
+    try:
+        folders: set[str] = set()
+        for file in sealed:
+            status = files.stat_beneath(folder_fd, file.path)
+            if status is None or files.identity_of(status) != file.identity:
+                continue
+            head, _, base = file.path.rpartition("/")
+            if head:
+                folders.update(_prefixes(head))
+                with contextlib.closing(_Fd(files.open_dir_beneath(folder_fd, head))) as parent:
+                    files.remove_file(parent.fd, base)
+            else:
+                files.remove_file(folder_fd, base)
+        for inner in sorted(folders, key=len, reverse=True):
+            with contextlib.suppress(OSError):
+                os.rmdir(inner, dir_fd=folder_fd)
+    finally:
+        os.close(folder_fd)
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=trash_fd)
+
+
+class _Fd:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
+    """Move a folder back that was renamed aside without a permit's end; False when its place is taken."""
+    trash_fd = ensure_ours(save_dir_fd, TRASH)
+    try:
+        files.rename_noreplace(trash_fd, name, save_dir_fd, tag)
+    except (FileExistsError, FileNotFoundError):
+        return False
+    finally:
+        os.close(trash_fd)
+    files.fsync_dir(save_dir_fd)
+    return True
+
+
+def trash_names(save_dir_fd: int) -> list[str]:
+    """What lies in the trash."""
+    try:
+        fd = files.open_dir_beneath(save_dir_fd, TRASH)
+    except FileNotFoundError:
+        return []
+    try:
+        return sorted(os.listdir(fd))
+    finally:
+        os.close(fd)
+
+
+def can_clone(save_dir_fd: int) -> bool:
+    """Try to share extents between two small files of ours on the file system of save_dir."""
+    fd = ensure_ours(save_dir_fd, STAGING)
+    names = [f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}" for _ in range(2)]
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    opened: list[int] = []
+    try:
+        opened = [os.open(name, flags, 0o600, dir_fd=fd) for name in names]
+        files.write_all(opened[0], b"\0" * 65536)
+        os.fsync(opened[0])
+        return files.clone_file(opened[0], opened[1])
+    finally:
+        for other in opened:
+            os.close(other)
+        for name in names:
+            files.remove_file(fd, name)
+        os.close(fd)
+
+
+def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) -> None:
+    """Clone a sealed save into `_ckptd/hold/<name>`; whole or not at all (P1). Never a hard link (H14).
+
+    Raises:
+        SourceChanged: a file changed while it was cloned.
+        RefusedError: the file system does not clone.
+    """
+    staging_fd = ensure_ours(save_dir_fd, HOLD)
+    partial = f"{name}.partial"
+    try:
+        files.remove_tree(staging_fd, partial)
+        target_fd = files.open_dir_beneath(staging_fd, partial, create_mode=0o700)
+        try:
+            with contextlib.closing(_Fd(_open_tag(save_dir_fd, tag))) as source:
+                for file in sealed:
+                    _clone_one(source.fd, target_fd, file)
+                check_identities(source.fd, sealed, only_listed=False)
+            files.fsync_dir(target_fd)
+        finally:
+            os.close(target_fd)
+        files.remove_tree(staging_fd, name)
+        os.rename(partial, name, src_dir_fd=staging_fd, dst_dir_fd=staging_fd)
+        files.fsync_dir(staging_fd)
+    except BaseException:
+        files.remove_tree(staging_fd, partial)
+        raise
+    finally:
+        os.close(staging_fd)
+
+
+def _open_tag(save_dir_fd: int, tag: str) -> int:
+    try:
+        return files.open_dir_beneath(save_dir_fd, tag)
+    except FileNotFoundError as error:
+        msg = f"{tag} vanished"
+        raise SourceChanged(msg) from error
+
+
+def _clone_one(source_fd: int, target_fd: int, file: SealedFile) -> None:
+    head, _, base = file.path.rpartition("/")
+    parent = files.open_dir_beneath(target_fd, head, create_mode=0o700) if head else os.dup(target_fd)
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        out = os.open(base, flags, file.mode & 0o600, dir_fd=parent)
+        try:
+            with files.reading(source_fd, file.path, file.identity) as src:
+                if file.identity.size_bytes and not files.clone_file(src, out):
+                    msg = "the file system of save_dir does not clone extents"
+                    raise RefusedError(msg)
+            os.fsync(out)
+        finally:
+            os.close(out)
+    finally:
+        os.close(parent)
+
+
+def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:
+    """Remove a hold, a derived form or staging of ours; into the trash first, so that it goes at once."""
+    if not folder.startswith(f"{OURS}/"):
+        msg = f"{folder} is not a folder of ckptd"
+        raise RefusedError(msg)
+    try:
+        parent = files.open_dir_beneath(save_dir_fd, folder)
+    except FileNotFoundError:
+        return
+    trash_fd = ensure_ours(save_dir_fd, TRASH)
+    aside = f"ours.{secrets.token_hex(6)}"
+    try:
+        os.rename(name, aside, src_dir_fd=parent, dst_dir_fd=trash_fd)
+        files.remove_tree(trash_fd, aside)
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(parent)
+        os.close(trash_fd)
+
+
+def empty_our_trash(save_dir_fd: int) -> None:
+    """Finish what a crash left of `remove_ours`."""
+    for name in trash_names(save_dir_fd):
+        if name.startswith("ours."):
+            with contextlib.closing(_Fd(ensure_ours(save_dir_fd, TRASH))) as trash:
+                files.remove_tree(trash.fd, name)
+
+
+def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
+    """Rewrite or remove the pointer `latest_universal` (P11), atomically."""
+    if target is None:
+        files.remove_file(save_dir_fd, "latest_universal")
+        files.fsync_dir(save_dir_fd)
+    else:
+        files.write_atomic(save_dir_fd, "latest_universal", target.encode())
+
+
+def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:
+    """Make a complete save durable: fdatasync every file and the folder (trainers never do, H38)."""
+    with contextlib.closing(_Fd(_open_tag(save_dir_fd, tag))) as folder:
+        for path in paths:
+            with files.reading(folder.fd, path) as fd:
+                os.fdatasync(fd)
+        files.fsync_dir(folder.fd)
+    files.fsync_dir(save_dir_fd)
+
+
+def prove_rights(save_dir_fd: int, save_dir: str) -> None:
+    """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
+
+    Raises:
+        NotPermitted: with who owns the directory and who we are.
+    """
+    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
+    try:
+        with (
+            contextlib.closing(_Fd(ensure_ours(save_dir_fd, STAGING))) as staging,
+            contextlib.closing(_Fd(ensure_ours(save_dir_fd, TRASH))) as trash,
+        ):
+            os.mkdir(name, 0o700, dir_fd=staging.fd)
+            os.rename(name, name, src_dir_fd=staging.fd, dst_dir_fd=trash.fd)
+            os.rmdir(name, dir_fd=trash.fd)
+    except PermissionError as error:
+        raise _who(save_dir_fd, save_dir) from error
+    status = os.fstat(save_dir_fd)
+    is_sticky = bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
+    if is_sticky or not os.access(".", os.W_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True):
+        raise _who(save_dir_fd, save_dir)
+
+
+def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
+    import pwd
+
+    def name(uid: int) -> str:
+        try:
+            return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+        except KeyError:
+            return str(uid)
+
+    owner = os.fstat(save_dir_fd).st_uid
+    msg = f"{save_dir} is owned by {name(owner)}, ckptd runs as {name(os.geteuid())}"
+    return NotPermitted(msg, hint=f"run ckptd as {name(owner)}; until then nothing is deleted")
+
+
+def folder_is_intact(save_dir_fd: int, tag: str, sealed: Sequence[SealedFile]) -> bool:
+    """True when the folder still holds every sealed file with its identity."""
+    listing = scan_folder(save_dir_fd, tag)
+    if listing is None:
+        return False
+    now = {f.path: f.identity for f in listing.files}
+    return all(now.get(f.path) == f.identity for f in sealed)

@@ -1,0 +1,132 @@
+"""One look at a save_dir: names and identities by descriptor, nothing opened for reading but pointers (P15).
+
+The scanner never enters `_ckptd`, follows no symlink and crosses no mount; what is neither a folder nor a
+regular file is reported, not touched (H8).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core.identity import FolderIdentity
+from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
+from ckptd.errors import CkptdError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_DEPTH = 8
+EXTRA_LIMIT_BYTES = 16 << 20
+_POINTER_LIMIT_BYTES = 4096
+
+
+def scan(save_dir_fd: int) -> SaveDirListing:
+    """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth."""
+    folders: list[FolderListing] = []
+    extras: list[ListedFile] = []
+    foreign: list[str] = []
+    for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
+        if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                listing = scan_folder(save_dir_fd, entry.name)
+                if listing is not None and listing.is_checkpoint:
+                    folders.append(listing)
+                else:
+                    foreign.append(entry.name)
+            elif stat.S_ISREG(status.st_mode):
+                if entry.name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
+                    extras.append(_listed(entry.name, status))
+            else:
+                foreign.append(entry.name)
+    return SaveDirListing(
+        device=os.fstat(save_dir_fd).st_dev,
+        folders=tuple(folders),
+        extras=tuple(extras),
+        latest=read_pointer(save_dir_fd, "latest"),
+        latest_universal=read_pointer(save_dir_fd, "latest_universal"),
+        foreign=tuple(foreign),
+    )
+
+
+def scan_folder(save_dir_fd: int, tag: str) -> FolderListing | None:
+    """List one folder with everything below it; None when it vanished."""
+    try:
+        fd = files.open_dir_beneath(save_dir_fd, tag)
+    except FileNotFoundError:
+        return None
+    try:
+        status = os.fstat(fd)
+        regular: list[ListedFile] = []
+        irregular: list[str] = []
+        for path, item in _walk(fd, "", status.st_dev, MAX_DEPTH):
+            if item is not None and stat.S_ISREG(item.st_mode):
+                regular.append(_listed(path, item))
+            else:
+                irregular.append(path)
+        return FolderListing(
+            tag=tag,
+            folder=FolderIdentity(dev=status.st_dev, ino=status.st_ino),
+            files=tuple(regular),
+            irregular=tuple(irregular),
+        )
+    finally:
+        os.close(fd)
+
+
+def _walk(fd: int, prefix: str, device: int, depth: int) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Yield (path, status) of everything but plain directories; None for what may not be entered."""
+    for name in sorted(os.listdir(fd)):
+        path = prefix + name
+        try:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            yield path, status
+        elif status.st_dev != device or depth == 0:
+            yield path, None
+        else:
+            with contextlib.suppress(FileNotFoundError), files.opened_dir(name, fd) as child:
+                yield from _walk(child, path + "/", device, depth - 1)
+
+
+def _listed(path: str, status: os.stat_result) -> ListedFile:
+    return ListedFile(path=path, identity=files.identity_of(status), mode=stat.S_IMODE(status.st_mode))
+
+
+def read_pointer(save_dir_fd: int, name: str) -> str | None:
+    """Content of `latest` or `latest_universal`, stripped; None when absent, empty or unreadable."""
+    try:
+        data = files.read_beneath(save_dir_fd, name, limit_bytes=_POINTER_LIMIT_BYTES)
+    except (OSError, CkptdError):
+        return None
+    return data.decode(errors="replace").strip() or None
+
+
+def has_open_writer(save_dir: str, tag: str) -> bool:
+    """True when a process that we may see holds a file of the folder open for writing (H32)."""
+    prefix = f"{os.path.realpath(save_dir)}/{tag}/"
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(prefix) and _is_writing(pid, fd):
+                        return True
+    return False
+
+
+def _is_writing(pid: str, fd: str) -> bool:
+    with open(f"/proc/{pid}/fdinfo/{fd}") as info:
+        for line in info:
+            if line.startswith("flags:"):
+                return int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+    return False

@@ -1,0 +1,70 @@
+"""inotify as a hint: something moved in save_dir or in an open tag folder, so look sooner (§3).
+
+Watches are not recursive. An event that is lost (queue overflow, network file system, watch limit) costs at
+most one rescan interval; nothing is ever decided from an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from watchdog.observers.api import ObservedWatch
+
+_SILENT = {"opened", "closed_no_write"}
+
+
+class Watcher:
+    """Watches save_dir and its unfinished tag folders; calls `on_hint` from its own thread."""
+
+    def __init__(self, save_dir: str, on_hint: Callable[[], None]) -> None:
+        self._save_dir = save_dir
+        self._handler = _Handler(on_hint)
+        self._observer = Observer()
+        self._observer.daemon = True
+        self._watches: dict[str, ObservedWatch] = {}
+        self.problem: str | None = None
+        """Why hints do not arrive (rescans still do the work)."""
+
+    def start(self) -> None:
+        """Begin with save_dir itself."""
+        try:
+            self._observer.start()
+            self._observer.schedule(self._handler, self._save_dir, recursive=False)
+        except OSError as error:
+            self.problem = f"no file events ({error.strerror}); rescans find everything"
+
+    def follow(self, tags: Iterable[str]) -> None:
+        """Watch exactly these tag folders beside save_dir."""
+        wanted = set(tags)
+        for tag in set(self._watches) - wanted:
+            with contextlib.suppress(KeyError, OSError):
+                self._observer.unschedule(self._watches.pop(tag))
+        for tag in wanted - set(self._watches):
+            try:
+                watch = self._observer.schedule(self._handler, f"{self._save_dir}/{tag}", recursive=False)
+            except OSError as error:
+                self.problem = f"no file events for {tag} ({error.strerror}); rescans find everything"
+            else:
+                self._watches[tag] = watch
+
+    def stop(self) -> None:
+        """End the thread."""
+        with contextlib.suppress(RuntimeError):
+            self._observer.stop()
+            self._observer.join(timeout=2)
+
+
+class _Handler(FileSystemEventHandler):
+    def __init__(self, on_hint: Callable[[], None]) -> None:
+        self._on_hint = on_hint
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        if event.event_type not in _SILENT:
+            self._on_hint()
