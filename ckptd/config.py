@@ -1,0 +1,228 @@
+"""Loading configuration: files, arguments and environment → judged models (docs/contract.md, P16).
+
+A job is judged alone: a wrong file is a `ConfigError` that names file, key, value and what was probably
+meant, and the jobs beside it go on (H31). The models themselves are in `config_model`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from ckptd.config_env import settings_from_environment
+from ckptd.config_explain import explain
+from ckptd.config_model import (
+    DaemonConfig,
+    JobConfig,
+    LocalConfig,
+    RemoteConfig,
+    Retention,
+    Section,
+    config_digest,
+    url_path,
+)
+from ckptd.config_relations import check_job_paths, conflicts
+from ckptd.errors import ConfigError, NotFoundError, from_os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "DaemonConfig",
+    "JobConfig",
+    "LoadedConfig",
+    "LocalConfig",
+    "RemoteConfig",
+    "Retention",
+    "config_digest",
+    "default_config_dir",
+    "job_from_arguments",
+    "load_all",
+    "load_daemon",
+    "load_job",
+    "load_jobs",
+    "resolve_job",
+    "url_path",
+]
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """Everything that was found: the good jobs, and what is wrong with the others."""
+
+    daemon: DaemonConfig
+    jobs: tuple[JobConfig, ...]
+    problems: tuple[tuple[Path, ConfigError], ...] = ()
+
+
+def default_config_dir(environ: Mapping[str, str]) -> Path:
+    """`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>` (docs/contract.md)."""
+    if given := environ.get("CKPTD_CONFIG_DIR"):
+        return Path(given)
+    if base := environ.get("XDG_CONFIG_HOME"):
+        return Path(base) / "ckptd"
+    return Path("/etc/ckptd") / getpass.getuser()
+
+
+def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:
+    """`ckptd.toml` (absent: defaults), environment on top.
+
+    Raises:
+        ConfigError: the file or a variable is wrong; the daemon does not start with it (H31).
+    """
+    data: dict[str, Any] = _read_toml(path) if path is not None and path.exists() else {}
+    data |= settings_from_environment(environ).daemon
+    return _validate(DaemonConfig, data, str(path or "environment"))
+
+
+def load_job(path: Path, *, check_paths: bool = True) -> JobConfig:
+    """Read one job file; `name` defaults to the file's stem.
+
+    Raises:
+        NotFoundError: no such file.
+        ConfigError: with file, key, value and the nearest valid key (78).
+    """
+    data = _read_toml(path)
+    data.setdefault("name", path.stem)
+    job = _validate(JobConfig, data, str(path))
+    if not job.remotes:
+        msg = f"{path}: there is no [[remote]]: nothing would leave this node"
+        raise ConfigError(msg, hint='add [[remote]] with name = "nas" and url = "/mnt/nas/…"')
+    if check_paths:
+        check_job_paths(job, str(path))
+    job._file = path.absolute()
+    return job
+
+
+def job_from_arguments(
+    save_dir: str,
+    url: str | None,
+    options: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    check_paths: bool = True,
+) -> JobConfig:
+    """A job from `SAVE_DIR [URL]`, with `CKPTD_<KEY>` variables; relative paths start here.
+
+    `options` has the shape of a job file and wins over the environment.
+    """
+    settings = settings_from_environment(environ or {})
+    given = dict(options or {})
+    data: dict[str, Any] = settings.job | {k: v for k, v in given.items() if k not in ("local", "remote")}
+    data["save_dir"] = _absolute(save_dir)
+    data.setdefault("name", Path(data["save_dir"]).name)
+    data["local"] = settings.local | dict(given.get("local", {}))
+    if url is not None:
+        remote = {"name": "remote"} | settings.remote | dict(given.get("remote", {}))
+        data["remote"] = [remote | {"url": url if "://" in url else _absolute(url)}]
+    job = _validate(JobConfig, data, "arguments and environment")
+    if check_paths:
+        check_job_paths(job, "arguments")
+    return job
+
+
+def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str, str]) -> LoadedConfig:
+    """Judge job files one by one, then against each other; a conflict falls on the later file (H6, H31)."""
+    good: list[JobConfig] = []
+    problems: list[tuple[Path, ConfigError]] = []
+    state_dirs = [p for p in (daemon.state_dir, _optional_path(environ.get("STATE_DIRECTORY"))) if p]
+    for path in paths:
+        try:
+            job = load_job(path)
+            conflicts(job, good, state_dirs, str(path))
+        except ConfigError as error:
+            problems.append((path, error))
+        except NotFoundError as error:
+            problems.append((path, ConfigError(error.message, hint=error.hint)))
+        else:
+            good.append(job)
+    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems))
+
+
+def load_all(config_dir: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """`ckptd.toml` and every `jobs.d/*.toml` below `config_dir`.
+
+    Raises:
+        ConfigError: `ckptd.toml` is wrong. Wrong job files are in `problems`.
+    """
+    environ = environ or {}
+    daemon = load_daemon(config_dir / "ckptd.toml", environ)
+    files = sorted(p for p in (config_dir / "jobs.d").glob("*.toml") if not p.name.startswith("."))
+    return load_jobs(files, daemon, environ)
+
+
+def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
+    """JOB as everywhere: a job file, a SAVE_DIR, or a name in the configuration directory.
+
+    A SAVE_DIR that no job file names becomes a job without remotes.
+
+    Raises:
+        NotFoundError: no such job (66).
+        ConfigError: its file is wrong.
+    """
+    path = Path(job)
+    if path.suffix == ".toml" and (path.is_file() or "/" in job):
+        return load_job(path, check_paths=False)
+    directory = config_dir or default_config_dir(environ)
+    loaded = _named_jobs(directory)
+    if "/" in job or path.is_dir():
+        target = Path(_absolute(job))
+        found = next((j for j in loaded if isinstance(j, JobConfig) and j.save_dir == target), None)
+        return found or job_from_arguments(job, None, environ=environ, check_paths=False)
+    for candidate in loaded:
+        if isinstance(candidate, JobConfig) and candidate.name == job:
+            return candidate
+        if isinstance(candidate, tuple) and candidate[0].stem == job:
+            raise candidate[1]
+    names = ", ".join(sorted(j.name for j in loaded if isinstance(j, JobConfig))) or "none"
+    msg = f"no job {job!r} in {directory / 'jobs.d'} (known: {names})"
+    raise NotFoundError(msg, hint="give a name, a job file, or the save_dir with a / in it")
+
+
+def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError]]:
+    found: list[JobConfig | tuple[Path, ConfigError]] = []
+    for path in sorted((directory / "jobs.d").glob("*.toml")):
+        try:
+            found.append(load_job(path, check_paths=False))
+        except ConfigError as error:
+            found.append((path, error))
+    return found
+
+
+def _absolute(path: str) -> str:
+    return os.path.normpath(Path(path).expanduser().absolute())
+
+
+def _optional_path(text: str | None) -> Path | None:
+    return Path(text.split(":")[0]) if text else None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        msg = f"no file {path}"
+        raise NotFoundError(msg, hint="`ckptd init SAVE_DIR URL` prints one") from error
+    except tomllib.TOMLDecodeError as error:
+        msg = f"{path} is no TOML: {error}"
+        raise ConfigError(msg, hint='text needs quotes, lists need [ ], for example settle = "5s"') from error
+    except UnicodeDecodeError as error:
+        msg = f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise ConfigError(msg) from error
+    except OSError as error:
+        raise from_os_error(error, f"reading {path}") from error
+
+
+def _validate(kind: type[AnySection], data: dict[str, Any], where: str) -> AnySection:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, kind, data, where) from None

@@ -1,0 +1,113 @@
+"""Validation errors → one sentence each: file, key path, value, reason, and what was probably meant (P16)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, Section
+from ckptd.config_words import LATER, is_secret, nearest
+from ckptd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+_SECTIONS: dict[str, type[Section]] = {
+    "the top of a job file": JobConfig,
+    "[local]": LocalConfig,
+    "[[remote]]": RemoteConfig,
+    "ckptd.toml": DaemonConfig,
+}
+
+
+def toml_keys(section: type[Section]) -> dict[str, str]:
+    """TOML key → its line of help, in the order of declaration; tables included."""
+    keys: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        alias = field.validation_alias
+        keys[alias if isinstance(alias, str) else name] = field.description or ""
+    return keys
+
+
+def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], where: str) -> ConfigError:
+    """The first problem as message, with a hint; how many more there are is said as well."""
+    problems = error.errors(include_url=False)
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    path = _shown_path(first["loc"])
+    section, key = _section_of(first["loc"], kind)
+    subject = f"{where}: {path}" if path else where
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if any(is_secret(part) for part in first["loc"] if isinstance(part, str)):
+        return ConfigError(
+            f"{subject}: a secret does not belong in a configuration file{more}",
+            hint="remove it here, and use the environment or the store's own credential files",
+        )
+    if first["type"] == "extra_forbidden":
+        message, hint = _unknown(subject, key, first["input"], section)
+    elif first["type"] == "missing":
+        message, hint = f"{subject} is missing", f"{key}: {toml_keys(section).get(key, '')}"
+        message, hint = _maybe_meant(first, message, hint, section, data)
+    else:
+        reason = first["msg"].removeprefix("Value error, ")
+        shown = f" = {_shown(first['input'])}" if key else ""
+        message, hint = f"{subject}{shown}: {reason}", _help(section, key)
+    return ConfigError(message + more, hint=hint)
+
+
+def _maybe_meant(
+    first: ErrorDetails, message: str, hint: str, section: type[Section], data: dict[str, Any]
+) -> tuple[str, str]:
+    if section is JobConfig and first["loc"] == ("save_dir",) and not data:
+        return message, "the file is empty; `ckptd init SAVE_DIR URL` prints one"
+    return message, hint
+
+
+def _unknown(subject: str, key: str, value: object, section: type[Section]) -> tuple[str, str]:
+    if key in LATER:
+        return (
+            f"{subject} = {_shown(value)}: {LATER[key]}: not in this version",
+            f"remove {key}; nothing here would act on it",
+        )
+    elsewhere = {
+        other: title
+        for title, model in _SECTIONS.items()
+        if model is not section
+        for other in toml_keys(model)
+    }
+    return f"{subject} = {_shown(value)}: no such key", nearest(key, toml_keys(section), elsewhere)
+
+
+def _help(section: type[Section], key: str) -> str:
+    for name, field in section.model_fields.items():
+        if key in (name, field.validation_alias):
+            extra = field.json_schema_extra
+            example = extra.get("toml", "") if isinstance(extra, dict) else ""
+            return f"{field.description}; for example {example}" if example else field.description or ""
+    return ""
+
+
+def _section_of(loc: tuple[int | str, ...], kind: type[Section]) -> tuple[type[Section], str]:
+    names = [part for part in loc if isinstance(part, str)]
+    if kind is JobConfig and len(names) > 1 and names[0] in ("local", "remote"):
+        return (LocalConfig if names[0] == "local" else RemoteConfig), names[1]
+    return kind, names[0] if names else ""
+
+
+def _shown_path(loc: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
+    return text
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        scheme, separator, rest = value.partition("://")
+        if separator and "@" in rest:
+            value = f"{scheme}://…@{rest.rpartition('@')[2]}"
+        text = f'"{value}"'
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,0 +1,344 @@
+"""Configuration: job files and ckptd.toml as frozen models, judged key by key (docs/contract.md, P16).
+
+Every key is declared once, here, with its unit, its default and one line of help; `ckptd init` prints that,
+the refusals quote it. A key that this version does not act on is refused, never silently ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    Strict,
+    model_validator,
+)
+
+from ckptd.config_quantities import (
+    Bandwidth,
+    OptionalSeconds,
+    Seconds,
+    Share,
+    ShareOrBytes,
+    show_bandwidth,
+)
+from ckptd.core.retention import RetentionPolicy
+
+MIN_MEMORY_BUDGET_BYTES = 256 << 20
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
+
+
+def _key(default: Any, name: str, shown: str, text: str) -> Any:
+    """A configuration key: its TOML name, its default as TOML text, one line of help."""
+    return Field(
+        default=default,
+        validation_alias=name,
+        description=text,
+        json_schema_extra={"toml": f"{name} = {shown}"},
+    )
+
+
+def _required(name: str, shown: str, text: str) -> Any:
+    return Field(validation_alias=name, description=text, json_schema_extra={"toml": f"{name} = {shown}"})
+
+
+def _fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def _name(value: str) -> str:
+    if not value or not set(value) <= _NAME_CHARACTERS or value[0] in ".-":
+        _fail("a name is made of letters, digits and . _ = + -, and starts with none of . and -")
+    return value
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str | Path):
+        _fail('a path is a string, such as "/nvme/llama-7b"')
+    path = Path(str(value))
+    if not path.is_absolute():
+        _fail("the path must be absolute")
+    if "\0" in str(value) or ".." in path.parts:
+        _fail("the path must not contain '..' or NUL")
+    return path
+
+
+def _save_dir(value: object) -> Path:
+    if isinstance(value, str) and any(c in value for c in "*?["):
+        _fail("globs are not in this version; write one job file per directory")
+    path = _path(value)
+    if path == Path("/"):
+        _fail("save_dir cannot be the root directory")
+    return path
+
+
+def _url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.password or (parts.username and ":" in parts.netloc):
+        _fail("a secret does not belong in a URL")
+    if parts.scheme not in ("", "file"):
+        _fail(f"{parts.scheme}:// is not in this version; it takes directories, such as /mnt/nas/llama-7b")
+    path = url_path(value)
+    if path is None or not path.is_absolute() or ".." in path.parts or path == Path("/"):
+        _fail("the path must be absolute, without '..', and not the root directory")
+    return value
+
+
+def _pattern(value: str) -> str:
+    if not value or "/" in value or value.startswith("_ckptd"):
+        _fail("a pattern names files directly in save_dir, such as tokenizer*")
+    return value
+
+
+def url_path(url: str) -> Path | None:
+    """The directory that a remote's URL names; None for other kinds of stores."""
+    parts = urlsplit(url)
+    if parts.scheme == "":
+        return Path(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Url = Annotated[str, AfterValidator(_url)]
+StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else _path(v))]
+Names = Annotated[tuple[Annotated[str, AfterValidator(_pattern)], ...], Strict(False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _known_form(value: object) -> object:
+    if isinstance(value, str) and value.startswith("weights-"):
+        _fail(f'the form "{value}" is not in this version; it knows "zero" and "universal"')
+    return value
+
+
+def _known_trainer(value: object) -> object:
+    if value in ("huggingface", "lightning", "accelerate", "megatron"):
+        _fail(f'the trainer "{value}" is not in this version; it knows plain DeepSpeed save_dirs')
+    return value
+
+
+Form = Annotated[Literal["zero", "universal"], BeforeValidator(_known_form)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict types, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Retention(Section):
+    """Which committed checkpoints stay; keeps join by union. Without any key nothing is deleted."""
+
+    save_total_limit: Count | None = _key(
+        None, "save_total_limit", "3", "that many newest complete ones stay; unset: nothing is deleted"
+    )
+    keep_last: Count | None = _key(None, "keep_last", "3", "another name of save_total_limit")
+    keep_every_steps: Count | None = _key(
+        None, "keep_every_steps", "5000", "each whole multiple stays as well"
+    )
+    keep_steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] = _key(
+        (), "keep_steps", "[]", "these steps stay as well"
+    )
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Retention:
+        if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
+            _fail("save_total_limit and keep_last are one key; they say different numbers")
+        return self
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """The keys as the one retention function reads them."""
+        limit = self.save_total_limit if self.save_total_limit is not None else self.keep_last
+        return RetentionPolicy(
+            save_total_limit=limit, keep_every_steps=self.keep_every_steps, keep_steps=self.keep_steps
+        )
+
+
+class LocalConfig(Retention):
+    """`[local]`: what stays on this node."""
+
+    forms: Annotated[
+        tuple[Annotated[Literal["universal"], BeforeValidator(_known_form)], ...], Strict(False)
+    ] = _key(
+        ("universal",),
+        "forms",
+        '["universal"]',
+        "derived forms kept here: of each checkpoint where extents clone, else the newest; or []",
+    )
+    min_free: ShareOrBytes = _key(
+        Share(percent=5.0),
+        "min_free",
+        '"5%"',
+        "ckptd never leaves less than this and the next save's room free",
+    )
+
+
+class RemoteConfig(Retention):
+    """One `[[remote]]`: where checkpoints go."""
+
+    name: Name = _required("name", '"nas"', "how status calls it")
+    url: Url = _required("url", '"/mnt/nas/llama-7b"', "a directory on another file system than save_dir")
+    forms: Annotated[tuple[Form, ...], Strict(False)] = _key(
+        ("zero", "universal"), "forms", '["zero", "universal"]', "zero at once; universal when no zero waits"
+    )
+    required: bool = _key(True, "required", "true", "counts for deleting local files; needs zero")
+    bandwidth_bytes_per_second: Bandwidth = _key(
+        None, "bandwidth", '"none"', '"8Gb/s" are bits, "1GB/s" bytes per second'
+    )
+    same_filesystem: bool = _key(
+        False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"
+    )
+    verify: Literal["read-back", "none"] = _key(
+        "read-back", "verify", '"read-back"', '"none" proves nothing, so required must be false'
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RemoteConfig:
+        if len(set(self.forms)) != len(self.forms) or not self.forms:
+            _fail("forms names at least one form, each once")
+        if self.required and "zero" not in self.forms:
+            _fail('a required remote takes "zero"; add it to forms or set required = false')
+        if self.required and self.verify == "none":
+            _fail('verify = "none" proves nothing; set required = false')
+        return self
+
+    @property
+    def bandwidth_shown(self) -> str:
+        """The limit in bytes and in bits, or "none"."""
+        speed = self.bandwidth_bytes_per_second
+        return "none" if speed is None else show_bandwidth(speed)
+
+
+class JobConfig(Section):
+    """One job file: one save_dir and its remotes."""
+
+    save_dir: Annotated[Path, BeforeValidator(_save_dir)] = _required(
+        "save_dir", '"/nvme/llama-7b"', "where the trainer saves; may appear later, its parent must exist"
+    )
+    trainer: Annotated[Literal["auto", "deepspeed"], BeforeValidator(_known_trainer)] = _key(
+        "auto", "trainer", '"auto"', "who writes; auto | deepspeed"
+    )
+    settle_seconds: Seconds = _key(
+        5.0, "settle", '"5s"', "a save is complete when nothing changed for so long"
+    )
+    backfill: Literal["newest", "all", "none"] = _key(
+        "newest",
+        "backfill",
+        '"newest"',
+        "found at the first start, shipped: newest | all | none; never deleted but with all",
+    )
+    unuploaded: Literal["keep", "thin", "delete"] = _key(
+        "keep",
+        "unuploaded",
+        '"keep"',
+        "keep: nothing goes before it is committed | thin: it may once a newer one is | delete",
+    )
+    extra: Names | None = _key(
+        None, "extra", '["tokenizer*"]', "files directly in save_dir that travel along; default all ≤ 16 MiB"
+    )
+    name: Name = _key("", "name", '"llama-7b"', "of the job; default this file's name")
+    save_spread_seconds: Seconds = _key(
+        60.0, "save_spread", '"60s"', "shards written further apart than this are of two saves"
+    )
+    incomplete_after_seconds: OptionalSeconds = _key(
+        None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
+    )
+    node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+    shared_fs: Literal[False] = _key(
+        False, "shared_fs", "false", "save_dir is shared by nodes (later version)"
+    )
+    local: LocalConfig = Field(default_factory=LocalConfig)
+    remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
+    _file: Path | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobConfig:
+        for field in ("name", "url"):
+            values = [getattr(remote, field) for remote in self.remotes]
+            for value in values:
+                if values.count(value) > 1:
+                    _fail(f'two remotes have {field} = "{value}"')
+        if self.deletes_locally and not any(r.required for r in self.remotes):
+            _fail("local checkpoints may be deleted, but no remote is required; set required = true on one")
+        return self
+
+    @property
+    def file(self) -> Path | None:
+        """The job file; None for a job made from arguments."""
+        return self._file
+
+    @property
+    def deletes_locally(self) -> bool:
+        """Whether any local checkpoint may ever be deleted."""
+        return self.local.policy.deletes
+
+    @property
+    def opt_outs(self) -> tuple[str, ...]:
+        """Promises that the configuration weakens; the first line of status says them (P1)."""
+        if self.unuploaded == "keep":
+            return ()
+        return (f'unuploaded = "{self.unuploaded}": checkpoints may go before they are committed',)
+
+
+def _budget(value: Share) -> Share:
+    if value.bytes is not None and value.bytes < MIN_MEMORY_BUDGET_BYTES:
+        _fail('the whole process tree needs at least "256MiB"')
+    if value.percent is not None and value.percent <= 0:
+        _fail('the budget must be more than "0%"')
+    return value
+
+
+class DaemonConfig(Section):
+    """`ckptd.toml`: what concerns the daemon as a whole."""
+
+    memory_budget: Annotated[ShareOrBytes, AfterValidator(_budget)] = _key(
+        Share(bytes=1 << 30),
+        "memory_budget",
+        '"1GiB"',
+        'of the whole process tree; at least "256MiB"; or "2%"',
+    )
+    bandwidth_bytes_per_second: Bandwidth = _key(None, "bandwidth", '"none"', "of all jobs together")
+    state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
+    node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+
+    def memory_budget_bytes(self, total_memory_bytes: int) -> int:
+        """The budget for a machine with that much memory, never below the minimum."""
+        return max(MIN_MEMORY_BUDGET_BYTES, self.memory_budget.of(total_memory_bytes))
+
+
+_DIGEST_JOB = {"name", "trainer", "unuploaded", "extra", "save_spread_seconds", "incomplete_after_seconds"}
+
+
+def config_digest(job: JobConfig) -> str:
+    """SHA-256 (hex) over what all nodes of a job must agree on: forms, retention, identity of remotes.
+
+    Paths, speeds and times of one node are left out: they may differ without changing what is kept (§5).
+    """
+    shape = {
+        "job": job.model_dump(mode="json", include=_DIGEST_JOB),
+        "local": _digest_retention(job.local, job.local.forms),
+        "remotes": [
+            {
+                "name": remote.name,
+                "required": remote.required,
+                "verify": remote.verify,
+                **_digest_retention(remote, remote.forms),
+            }
+            for remote in sorted(job.remotes, key=lambda remote: remote.name)
+        ],
+    }
+    return hashlib.sha256(json.dumps(shape, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _digest_retention(keeps: Retention, forms: tuple[str, ...]) -> dict[str, Any]:
+    return {"forms": sorted(forms), **keeps.policy.model_dump(mode="json")}

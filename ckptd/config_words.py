@@ -1,0 +1,82 @@
+"""Words for wrong configuration: the nearest valid key, neighbours' names, keys of later versions, secrets.
+
+P16 asks that a refusal names the key, the value and what was probably meant; people arrive from tools that
+call the same things otherwise. Secrets are refused without being repeated.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NEIGHBOURS = {
+    "save_dir": "output_dir checkpoint_dir ckpt_dir dirpath default_root_dir watch_dir source src folder",
+    "url": "bucket destination path dest dst target upload_to remote_dir s3 nas location save_folder uri",
+    "save_total_limit": "keep max_to_keep keep_n num_checkpoints_to_keep total_limit save_top_k "
+    "max_checkpoints limit keep_n_latest keep_latest_k",
+    "keep_every_steps": "interval every_n_steps keep_period save_steps save_interval save_retain_interval "
+    "keep_interval",
+    "keep_best": "save_best best metric_for_best_model load_best_model_at_end",
+    "settle": "quiet grace grace_period debounce settle_seconds settle_time stable_for",
+    "backfill": "existing initial upload_existing",
+    "unuploaded": "delete_unuploaded on_full policy",
+    "extra": "extras include files additional_files",
+    "forms": "form formats format convert",
+    "min_free": "free reserve min_free_space min_free_gb headroom",
+    "bandwidth": "bwlimit limit_rate speed rate max_bandwidth bandwidth_limit",
+    "memory_budget": "memory ram max_memory memory_limit mem",
+    "state_dir": "state data_dir work_dir journal",
+    "remote": "remotes upload storage destinations targets store",
+    "trainer": "framework engine backend",
+    "required": "must mandatory",
+    "same_filesystem": "same_fs samefs allow_same_filesystem",
+}
+_OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in words.split()}
+
+LATER = {
+    "keep_every": "retention by time",
+    "keep_within": "retention by time",
+    "keep_best": "retention by metric",
+    "ephemeral": "ephemeral checkpoints",
+    "ladder": "form ladders",
+    "credentials": "credentials of object stores",
+    "endpoint_url": "object stores",
+    "region": "object stores",
+    "part_size": "object stores",
+    "abort_after": "object stores",
+    "metrics": "the metrics endpoint",
+    "notify": "notifications",
+    "metrics_file": "metrics of the trainer",
+    "run_id_env": "run ids from the environment",
+    "max_uploads": "a limit on parallel uploads (there is one upload per remote)",
+}
+"""Keys of docs/contract.md that this version knows and does not act on: refused, never silently ignored."""
+
+_SECRET = ("secret", "password", "passwd", "token", "access_key", "api_key", "apikey", "private_key", "sas_")
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key's name says that its value must not be shown."""
+    lowered = key.lower()
+    return any(word in lowered for word in _SECRET)
+
+
+def nearest(key: str, valid: Iterable[str], elsewhere: dict[str, str]) -> str:
+    """What `key` was probably meant to be; `elsewhere` maps keys of other sections to `[section]` paths."""
+    keys = list(valid)
+    lowered = key.lower().replace("-", "_")
+    meant = _OF_NEIGHBOUR.get(lowered, lowered)
+    if meant in keys:
+        return f'did you mean "{meant}"?'
+    if meant in elsewhere:
+        return f'"{meant}" belongs in {elsewhere[meant]}'
+    close = difflib.get_close_matches(lowered, keys, n=1, cutoff=0.6)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    close = difflib.get_close_matches(lowered, elsewhere, n=1, cutoff=0.75)
+    if close:
+        return f'did you mean "{close[0]}" in {elsewhere[close[0]]}?'
+    return f"valid keys here: {', '.join(sorted(keys))}"

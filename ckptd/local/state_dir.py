@@ -1,0 +1,106 @@
+"""Where a job's journal, status.json and audit.jsonl live (docs/contract.md *On the node*).
+
+SQLite and flock need a local file system, and a home directory is often a network one: then the state goes
+to /var/tmp, into a directory that only its owner can enter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ckptd.core.listing import OURS
+from ckptd.errors import ConfigError, NotPermitted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+    "fuse.",
+    "9p",
+    "afs",
+    "wekafs",
+)
+_LOCAL_FUSE = ("fuse.fuse-overlayfs",)
+
+
+def filesystem_type(path: Path) -> str:
+    """Type of the file system that `path`, or its nearest existing parent, lies on; "" when unknown."""
+    real = Path(os.path.realpath(path))
+    best, kind = "", ""
+    for mount in psutil.disk_partitions(all=True):
+        point = mount.mountpoint
+        if len(point) >= len(best) and (real == Path(point) or Path(point) in real.parents):
+            best, kind = point, mount.fstype
+    return kind
+
+
+def is_network(kind: str) -> bool:
+    """Whether a file system type is served by another machine."""
+    return kind not in _LOCAL_FUSE and kind.startswith(_NETWORK)
+
+
+def state_dir_of(
+    save_dir: Path, job: str, configured: Path | None, environ: Mapping[str, str], *, jobs_in_daemon: int = 1
+) -> Path:
+    """The state directory of one job; nothing is created.
+
+    `<state_dir>/<job>`, else `<$STATE_DIRECTORY>/<job>`, else `<save_dir>/_ckptd/state` (single job); when
+    that is on a network file system or under $HOME, `/var/tmp/ckptd-<uid>/<sha of save_dir>`.
+
+    Raises:
+        ConfigError: several jobs in one daemon and neither `state_dir` nor $STATE_DIRECTORY.
+    """
+    base = configured or next(iter(_paths(environ.get("STATE_DIRECTORY", ""))), None)
+    if base is None and jobs_in_daemon > 1:
+        msg = f"state_dir is missing: {jobs_in_daemon} jobs in one daemon need one"
+        raise ConfigError(msg, hint='set state_dir = "/var/lib/ckptd" in ckptd.toml')
+    place = base / job if base is not None else save_dir / OURS / "state"
+    if is_network(filesystem_type(place)) or _is_under_home(place, environ):
+        digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+        return Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest  # noqa: S108 — owner and mode are checked
+    return place
+
+
+def prepare_state_dir(path: Path) -> None:
+    """Create a state directory; below /var/tmp every level of ours is 0700 and our own.
+
+    Raises:
+        NotPermitted: somebody else owns it, or it is a symlink.
+    """
+    private = [p for p in (path, *path.parents) if p.parent == Path("/var/tmp") or p == path]  # noqa: S108
+    is_shared_place = Path("/var/tmp") in path.parents  # noqa: S108
+    for level in reversed(private if is_shared_place else [path]):
+        level.mkdir(mode=0o700 if is_shared_place else 0o755, parents=not is_shared_place, exist_ok=True)
+        status = os.lstat(level)
+        if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+            msg = f"state directory {level} is not a directory of ours"
+            raise NotPermitted(msg, hint="move it away, or set state_dir in ckptd.toml")
+        mode = stat.S_IMODE(status.st_mode)
+        if is_shared_place and (status.st_uid != os.getuid() or mode & 0o077):
+            msg = f"state directory {level} belongs to uid {status.st_uid}, mode {mode:o}"
+            raise NotPermitted(msg, hint=f"it must be ours alone (0700); we run as uid {os.getuid()}")
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(":") if part]
+
+
+def _is_under_home(path: Path, environ: Mapping[str, str]) -> bool:
+    home = environ.get("HOME", "")
+    if not home or home == "/":
+        return False
+    return Path(os.path.realpath(home)) in Path(os.path.realpath(path)).parents

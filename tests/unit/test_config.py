@@ -1,0 +1,297 @@
+"""Configuration: what is right loads; relations, environment, digest, several jobs in one daemon."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.config import (
+    config_digest,
+    default_config_dir,
+    job_from_arguments,
+    load_all,
+    load_daemon,
+    load_job,
+    resolve_job,
+)
+from ckptd.config_explain import toml_keys
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_template import daemon_template, job_template
+from ckptd.errors import ConfigError, NotFoundError
+from tests.unit.config_files import base, refusal, write
+
+__all__ = ["base"]
+
+EXAMPLES = Path(__file__).parents[2] / "config"
+
+
+def test_a_full_job(tmp_path: Path, base: dict[str, Any]) -> None:
+    job = load_job(write(tmp_path, base))
+    assert job.name == "llama"
+    assert job.settle_seconds == 5.0
+    assert job.local.policy.save_total_limit == 3
+    assert job.local.min_free.of(1000) == 50
+    assert job.remotes[0].bandwidth_bytes_per_second == 10**9
+    assert job.remotes[0].bandwidth_shown == "1 GB/s = 8 Gb/s"
+    assert job.deletes_locally
+    assert job.file == tmp_path / "llama.toml"
+    assert not job.opt_outs
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda p: p.name)
+def test_examples_load(path: Path) -> None:
+    text = tomllib.loads(path.read_text())
+    kind = DaemonConfig if "save_dir" not in text else JobConfig
+    kind.model_validate(text)
+
+
+@pytest.mark.parametrize("name", ["o'brien", 'a"b', "ünïcode", "sp ace", "back\\slash"])
+def test_init_prints_every_key_and_loads(tmp_path: Path, name: str) -> None:
+    (tmp_path / "nas").mkdir()
+    text = job_template(str(tmp_path / name), str(tmp_path / "nas" / name), "job")
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    job = load_job(path)
+    assert job.save_dir == tmp_path / name
+    for section in (JobConfig, LocalConfig, RemoteConfig):
+        for key in toml_keys(section):
+            assert f"{key} = " in text or f"[{key}]" in text, key
+    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 132
+
+
+def test_init_shows_the_defaults(tmp_path: Path) -> None:
+    """A template with every commented default switched on means what the bare file means."""
+    (tmp_path / "nas").mkdir()
+    text = job_template(str(tmp_path / "run"), str(tmp_path / "nas" / "run"), "job")
+    keep_out = ("save_total_limit", "keep_", "extra", "node_name")
+    shown = [
+        line.removeprefix("# ")
+        if " = " in line and not line.startswith(tuple(f"# {k}" for k in keep_out))
+        else line
+        for line in text.splitlines()[3:]
+    ]
+    bare, full = tmp_path / "a.toml", tmp_path / "b.toml"
+    bare.write_text(text)
+    full.write_text("\n".join(shown))
+    assert load_job(bare).model_dump() == load_job(full).model_dump()
+    assert DaemonConfig.model_validate(tomllib.loads(daemon_template())) == DaemonConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("save_dir = /x\n", "no TOML"),
+        ('save_dir = "/x\n', "no TOML"),
+        ("", "save_dir is missing"),
+        ("[local]\n[local]\n", "no TOML"),
+        ('save_dir = "/tmp/x"\n[remote]\nname = "nas"\nurl = "/n"\n', "remote"),
+        ('save_dir = "/tmp/x"\n', "no [[remote]]"),
+        ('save_dir = "/tmp/x"\n[[remote]]\nurl = "/n"\n', "remote[0].name is missing"),
+        ('save_dir = "/tmp/x"\n[[remote]]\nname = "nas"\n', "remote[0].url is missing"),
+    ],
+)
+def test_whole_file_problems(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    assert part in refusal(path).message
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(b'name = "\xff\xfe"')
+    assert "UTF-8" in refusal(path).message
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        load_job(tmp_path / "none.toml")
+
+
+def test_secret_in_a_url_is_not_repeated(tmp_path: Path, base: dict[str, Any]) -> None:
+    base["remote"][0]["url"] = "sftp://me:hunter2@host/x"
+    error = refusal(write(tmp_path, base))
+    assert "secret" in error.message
+    assert "hunter2" not in str(error)
+
+
+def test_relations_of_one_job(tmp_path: Path, base: dict[str, Any]) -> None:
+    remote = base["remote"][0]
+    for url, part in (
+        (base["save_dir"], "is also save_dir"),
+        (base["save_dir"] + "/nas", "lies inside save_dir"),
+        (str(tmp_path / "nvme"), "save_dir lies inside remote[0].url"),
+    ):
+        remote["url"] = url
+        assert part in refusal(write(tmp_path, base)).message
+    remote["url"] = str(tmp_path / "nas" / "x")
+    base["remote"].append({"name": "nas", "url": str(tmp_path / "other"), "required": False})
+    assert 'name = "nas"' in refusal(write(tmp_path, base)).message
+    base["remote"][1] = {"name": "two", "url": remote["url"], "required": False}
+    assert "url" in refusal(write(tmp_path, base)).message
+
+
+def test_deleting_needs_a_required_remote(tmp_path: Path, base: dict[str, Any]) -> None:
+    base["remote"][0]["required"] = False
+    assert "no remote is required" in refusal(write(tmp_path, base)).message
+    del base["local"]["save_total_limit"]
+    load_job(write(tmp_path, base))
+
+
+def test_save_dir_must_be_real(tmp_path: Path, base: dict[str, Any]) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    base["save_dir"] = str(tmp_path / "link")
+    error = refusal(write(tmp_path, base))
+    assert str(tmp_path / "real") in error.hint
+    base["save_dir"] = str(tmp_path / "nowhere" / "run")
+    assert "parent" in refusal(write(tmp_path, base)).message
+    (tmp_path / "file").write_text("")
+    base["save_dir"] = str(tmp_path / "file")
+    assert "not a directory" in refusal(write(tmp_path, base)).message
+
+
+def test_load_all_runs_the_good_ones(tmp_path: Path, base: dict[str, Any]) -> None:
+    jobs = tmp_path / "conf" / "jobs.d"
+    jobs.mkdir(parents=True)
+    write(jobs, base, "a.toml")
+    second = json.loads(json.dumps(base))
+    second["save_dir"] += "2"
+    write(jobs, second, "b.toml")  # the same URL as a (H6)
+    second["remote"][0]["url"] += "2"
+    write(jobs, second | {"name": "a"}, "c.toml")
+    write(jobs, second | {"setle": "5s"}, "d.toml")
+    second["remote"][0]["url"] += "/inside"
+    write(jobs, second, "e.toml")
+    (jobs / ".f.toml.swp").write_text("garbage")
+    loaded = load_all(tmp_path / "conf")
+    assert [job.name for job in loaded.jobs] == ["a", "e"]
+    words = {path.name: str(error) for path, error in loaded.problems}
+    assert set(words) == {"b.toml", "c.toml", "d.toml"}
+    assert "url" in words["b.toml"]
+    assert "is taken by" in words["c.toml"]
+    assert '"settle"' in words["d.toml"]
+
+
+def test_state_dir_inside_a_save_dir(tmp_path: Path, base: dict[str, Any]) -> None:
+    jobs = tmp_path / "conf" / "jobs.d"
+    jobs.mkdir(parents=True)
+    write(jobs, base, "a.toml")
+    (tmp_path / "conf" / "ckptd.toml").write_text(f'state_dir = "{base["save_dir"]}/state"\n')
+    loaded = load_all(tmp_path / "conf")
+    assert not loaded.jobs
+    assert "state_dir" in loaded.problems[0][1].message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('memory_budget = "100MiB"', "256MiB"),
+        ("memory_budget = 5", "memory_budget"),
+        ('memory_budget = "0%"', "memory_budget"),
+        ('memory = "1GiB"', '"memory_budget"'),
+        ('bandwidth = "8"', "bandwidth"),
+        ('state_dir = "state"', "absolute"),
+        ('save_dir = "/x"', "a job file"),
+        ('notify = "mail"', "not in this version"),
+        ("max_uploads = 4", "not in this version"),
+    ],
+)
+def test_daemon_file(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "ckptd.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_daemon(path, {})
+    assert part in str(caught.value)
+
+
+def test_daemon_defaults_and_environment(tmp_path: Path) -> None:
+    assert load_daemon(tmp_path / "none.toml", {}).memory_budget_bytes(1 << 40) == 1 << 30
+    daemon = load_daemon(None, {"CKPTD_MEMORY_BUDGET": "2%", "CKPTD_STATE_DIR": "/var/lib/x"})
+    assert daemon.memory_budget_bytes(1 << 40) == (1 << 40) // 50
+    assert daemon.memory_budget_bytes(1 << 30) == 256 << 20
+    assert daemon.state_dir == Path("/var/lib/x")
+
+
+def test_arguments_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nas").mkdir()
+    job = job_from_arguments(
+        "out/",
+        "nas/x",
+        environ={
+            "CKPTD_SETTLE": "1s",
+            "CKPTD_SAVE_TOTAL_LIMIT": "2",
+            "CKPTD_REMOTE_BANDWIDTH": "10MB/s",
+            "CKPTD_REMOTE_SAME_FILESYSTEM": "true",
+            "CKPTD_REMOTE_FORMS": "zero",
+            "CKPTD_EXTRA": "tokenizer*, config.json",
+            "CKPTD_DEBUG": "1",
+            "CKPTD_SERVICE_HOST": "10.0.0.1",
+            "CKPTD_PORT": "tcp://10.0.0.1:80",
+            "PATH": "/bin",
+        },
+    )
+    assert job.save_dir == tmp_path / "out"
+    assert job.name == "out"
+    assert job.remotes[0].url == str(tmp_path / "nas" / "x")
+    assert job.settle_seconds == 1.0
+    assert job.local.save_total_limit == 2
+    assert job.remotes[0].bandwidth_bytes_per_second == 10**7
+    assert job.remotes[0].same_filesystem
+    assert job.remotes[0].forms == ("zero",)
+    assert job.extra == ("tokenizer*", "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("CKPTD_SETTEL", "5s", "CKPTD_SETTLE"),
+        ("CKPTD_SAVE_TOTAL_LIMT", "3", "CKPTD_SAVE_TOTAL_LIMIT"),
+        ("CKPTD_KEEP_BEST", "2", "not in this version"),
+        ("CKPTD_SETTLE", "5", "settle"),
+        ("CKPTD_SAVE_TOTAL_LIMIT", "many", "save_total_limit"),
+        ("CKPTD_REMOTE_REQUIRED", "perhaps", "CKPTD_REMOTE_REQUIRED"),
+    ],
+)
+def test_wrong_variables(tmp_path: Path, name: str, value: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job_from_arguments(str(tmp_path / "o"), str(tmp_path / "n"), environ={name: value})
+    assert part in str(caught.value)
+
+
+def test_digest_is_of_what_all_nodes_share(tmp_path: Path, base: dict[str, Any]) -> None:
+    def digest(**changes: Any) -> str:
+        return config_digest(load_job(write(tmp_path, base | changes)))
+
+    first = digest()
+    assert len(first) == 64
+    assert digest(settle="9s", node_name="n1") == first
+    assert digest(local={"keep_last": 3, "min_free": "9%"}) == first
+    assert digest(local={"save_total_limit": 4}) != first
+    assert digest(unuploaded="thin") != first
+    assert digest(remote=[base["remote"][0] | {"url": str(tmp_path / "nas" / "elsewhere")}]) == first
+    assert digest(remote=[base["remote"][0] | {"keep_last": 9}]) != first
+
+
+def test_resolve_job(tmp_path: Path, base: dict[str, Any]) -> None:
+    jobs = tmp_path / "conf" / "jobs.d"
+    jobs.mkdir(parents=True)
+    write(jobs, base, "llama.toml")
+    (jobs / "bad.toml").write_text("x = 1")
+    environ = {"CKPTD_CONFIG_DIR": str(tmp_path / "conf")}
+    assert default_config_dir(environ) == tmp_path / "conf"
+    assert resolve_job("llama", environ).name == "llama"
+    assert resolve_job(base["save_dir"], environ).name == "llama"
+    assert resolve_job(str(jobs / "llama.toml"), environ).name == "llama"
+    bare = resolve_job(str(tmp_path / "other"), environ)
+    assert bare.save_dir == tmp_path / "other"
+    assert not bare.remotes
+    with pytest.raises(ConfigError):
+        resolve_job("bad", environ)
+    with pytest.raises(NotFoundError) as caught:
+        resolve_job("llamma", environ)
+    assert "llama" in caught.value.message

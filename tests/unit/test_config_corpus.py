@@ -1,0 +1,144 @@
+"""Five hundred wrong configurations: each is refused with file, key, value and what was meant (P16)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.config_explain import toml_keys
+from ckptd.config_model import JobConfig, LocalConfig, RemoteConfig
+from tests.unit.config_files import DATE, base, refusal, write
+
+__all__ = ["base"]
+
+WRONG: dict[str, list[Any]] = {
+    "save_dir": [5, True, [], {}, DATE, "relative/path", "", "/", "/a/../b", "/nvme/runs/*", "s3://b/x"],
+    "trainer": [5, True, [], "", "pytorch", "huggingface", "lightning", "accelerate", "megatron", DATE],
+    "settle": [5, -1, 5.0, True, [], {}, "", "5", "-5s", "5 seconds", "fast", "5GB", "1s1h", DATE],
+    "backfill": [5, True, [], "", "newst", "ALL", DATE],
+    "unuploaded": [5, True, [], "", "keeep", "remove", DATE],
+    "extra": [5, True, "tokenizer*", [5], ["a/b"], [""], ["_ckptd"], {}, DATE],
+    "name": [5, True, [], "", "a b", "a/b", ".hidden", "-x", "ä", DATE],
+    "save_spread": [5, True, [], "", "60", "-60s", "60 s", DATE],
+    "incomplete_after": [5, True, [], "", "nevr", "-1d", DATE],
+    "node_name": [5, True, [], "", "a b", DATE],
+    "shared_fs": [5, "false", True, [], DATE],
+    "local.forms": [5, True, "universal", ["zero"], ["weights-bf16"], ["univ"], {}, DATE],
+    "local.save_total_limit": [0, -1, 2.5, True, "3", [], {}, DATE],
+    "local.keep_last": [0, -1, 2.5, True, "3", [], {}, DATE],
+    "local.keep_every_steps": [0, -5, 2.5, True, "5000", [], DATE],
+    "local.keep_steps": [5, True, "100", ["100"], [-1], [1.5], {}, DATE],
+    "local.min_free": [5, 0.05, True, [], "", "5", "-5%", "105%", "5 percent", "5Gb", "many", DATE],
+    "remote.name": [5, True, [], "", "a b", "a/b", DATE],
+    "remote.url": [
+        5,
+        True,
+        [],
+        "",
+        "relative",
+        "s3://bucket/x",
+        "gs://b/x",
+        "sftp://h/x",
+        "/",
+        "/a/../b",
+        DATE,
+    ],
+    "remote.forms": [5, True, "zero", [], ["universal"], ["zero", "zero"], ["weights-bf16"], ["raw"], DATE],
+    "remote.required": [5, "true", "yes", [], DATE],
+    "remote.bandwidth": [5, 1e9, True, [], "", "8", "8Gb", "fast", "0B/s", "-1GB/s", "8 GB per s", DATE],
+    "remote.same_filesystem": [1, "true", [], DATE],
+    "remote.verify": [5, True, [], "", "read_back", "crc", "none", DATE],
+    "remote.save_total_limit": [0, -1, 2.5, True, "3", [], DATE],
+    "remote.keep_last": [0, -1, 2.5, True, "3", [], DATE],
+    "remote.keep_every_steps": [0, -5, 2.5, True, "5000", DATE],
+    "remote.keep_steps": [5, True, "100", ["100"], [-1], {}, DATE],
+    "local": [5, True, "universal", DATE],
+    "remote": [5, True, "nas", DATE],
+}
+LATER_KEYS = {
+    "": ["metrics_file", "run_id_env"],
+    "local": ["keep_every", "keep_within", "keep_best", "ephemeral", "ladder"],
+    "remote": [
+        "keep_best",
+        "keep_every",
+        "ladder",
+        "credentials",
+        "endpoint_url",
+        "region",
+        "part_size",
+        "abort_after",
+    ],
+}
+NEIGHBOURS = {
+    "": "output_dir>save_dir checkpoint_dir>save_dir ckpt_dir>save_dir dirpath>save_dir "
+    "keep>save_total_limit max_to_keep>save_total_limit num_checkpoints_to_keep>save_total_limit "
+    "min_free_space>min_free bucket>url destination>url dest>url formats>forms",
+    "local": "keep>save_total_limit max_to_keep>save_total_limit keep_n>save_total_limit settle>settle "
+    "total_limit>save_total_limit interval>keep_every_steps bucket>url url>url bandwidth>bandwidth",
+    "remote": "bucket>url destination>url path>url dest>url bwlimit>bandwidth same_fs>same_filesystem "
+    "save_dir>save_dir min_free>min_free",
+}
+"""Words of other tools > the key that the refusal must name."""
+SECRETS = ["access_key", "aws_secret_access_key", "password", "token", "secret", "api_key"]
+
+
+def typos(key: str) -> list[str]:
+    """Spellings of one key that people make."""
+    middle = len(key) // 2
+    made = {
+        key[:-1], key[1:], key + key[-1], key + "s", key.upper(), key.capitalize(), key.replace("_", "-"),
+        key.replace("_", ""), key[:middle] + key[middle + 1 :],
+        key[: middle - 1] + key[middle] + key[middle - 1] + key[middle + 1 :],
+    }  # fmt: skip
+    return sorted(m for m in made if m and m != key)
+
+
+def mutants() -> list[tuple[str, str, Any, str]]:
+    """(section, key, value, what the refusal must name)."""
+    made: list[tuple[str, str, Any, str]] = []
+    for dotted, values in WRONG.items():
+        section, _, key = dotted.rpartition(".")
+        made += [(section, key, value, key) for value in values]
+    for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
+        valid = set(toml_keys(model))
+        for key in valid - {"local", "remote"}:
+            made += [(section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in valid]
+    for section, keys in LATER_KEYS.items():
+        made += [(section, key, value, "not in this version") for key in keys for value in ("x", 2)]
+    for section, words in NEIGHBOURS.items():
+        pairs = [word.split(">") for word in words.split()]
+        made += [(section, word, "x", f'"{key}"') for word, key in pairs]
+    made += [(section, key, "hunter2", "secret") for section in ("", "local", "remote") for key in SECRETS]
+    return made
+
+
+MUTANTS = mutants()
+
+
+def test_the_corpus_is_large() -> None:
+    assert len(MUTANTS) >= 500
+    for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
+        prefix = f"{section}." if section else ""
+        assert {f"{prefix}{key}" for key in toml_keys(model)} <= set(WRONG), "a key without wrong values"
+
+
+@pytest.mark.parametrize(("section", "key", "value", "named"), MUTANTS)
+def test_mutants_are_refused(
+    tmp_path: Path, base: dict[str, Any], section: str, key: str, value: Any, named: str
+) -> None:
+    target = base if not section else base["local"] if section == "local" else base["remote"][0]
+    if key == "keep_last" and section == "local":
+        target.pop("save_total_limit")
+    target[key] = value
+    path = write(tmp_path, base)
+    error = refusal(path)
+    assert str(path) in error.message
+    assert key in error.message
+    assert named in str(error)
+    if named != "secret" and isinstance(value, str | int | float) and not str(value).startswith("@"):
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        assert shown in error.message
+    if named == "secret":
+        assert "hunter2" not in str(error)
