@@ -1,4 +1,4 @@
-"""The quickstart's trainer: a small GPT under real DeepSpeed on CPU, started by torchrun, that knows no ckptd.
+"""The quickstart's trainer: a small GPT under real DeepSpeed on CPU; it knows nothing of ckptd.
 
 It exists so that ckptd is shown on what DeepSpeed really writes. Data depend only on (seed, step, sample
 index), never on the world size, so a run resumed on another number of ranks must show the same losses.
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=6)
     add("--vocab", type=int, default=2048)
     add("--sequence", type=int, default=32)
-    add("--batch", type=int, default=8, help="of all ranks together")
+    add("--batch", type=int, default=16, help="of all ranks together")
     return parser.parse_args()
 
 
@@ -124,14 +124,16 @@ class Records:
         self._file.write(json.dumps({"at": time.time(), "kind": kind, **fields}) + "\n")
 
 
+def described(path: Path, name: str) -> tuple[str, int, str]:
+    """(name, bytes, SHA-256) of a file."""
+    with path.open("rb") as source:
+        return name, path.stat().st_size, hashlib.file_digest(source, "sha256").hexdigest()
+
+
 def files_with_sha256(folder: Path) -> list[tuple[str, int, str]]:
     """(name, bytes, SHA-256) of every file of a checkpoint folder, sorted."""
-    found = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with path.open("rb") as source:
-            digest = hashlib.file_digest(source, "sha256").hexdigest()
-        found.append((str(path.relative_to(folder)), path.stat().st_size, digest))
-    return found
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return [described(p, str(p.relative_to(folder))) for p in files]
 
 
 def delay_shard(a: argparse.Namespace, records: Records) -> None:
@@ -160,8 +162,15 @@ def save(a: argparse.Namespace, engine: Any, step: int, records: Records) -> Non
     if dist.get_rank() == 0:
         end = time.time()
         files = files_with_sha256(a.save_dir / f"global_step{step}")
+        beside = [p for p in a.save_dir.iterdir() if p.is_file() and not p.name.startswith("latest")]
         records.write(
-            "saved", step=step, tag=f"global_step{step}", begin=begin, seconds=end - begin, files=files
+            "saved",
+            step=step,
+            tag=f"global_step{step}",
+            begin=begin,
+            seconds=end - begin,
+            files=files,
+            beside=[described(p, p.name) for p in sorted(beside)],
         )
 
 
