@@ -1,4 +1,4 @@
-"""Commit by coverage: when the manifests of one save make a COMMIT, and what the pointers name (design.md §5).
+"""Commit by coverage: when manifests of one save make a COMMIT, and what the pointers name (design.md §5).
 
 Pure: every node that sees the same documents decides the same, so no membership and no leader is needed.
 Tests of "one save" only veto; the grid comes from the manifests' proofs, never from the files at hand (H13).
@@ -49,15 +49,29 @@ def newest_revisions(manifests: Iterable[KnownManifest]) -> tuple[KnownManifest,
 def conflict(
     ours: NodeManifest, others: Iterable[KnownManifest], *, save_spread_seconds: float
 ) -> str | None:
-    """Why a generation cannot hold `ours` beside what it holds already; None when nothing speaks against it."""
+    """Why a generation cannot hold `ours` beside what it holds already; None: nothing speaks against it."""
     mark = mark_of_manifest(ours)
     for known in others:
         if known.manifest.job_id != ours.job_id:
             return f"{known.key} is of job {known.manifest.job_id}"
-        reason = differs(mark, mark_of_manifest(known.manifest), save_spread_seconds=save_spread_seconds)
+        if ours.form != "zero":
+            reason = _other_source(ours, known.manifest)
+        else:
+            reason = differs(mark, mark_of_manifest(known.manifest), save_spread_seconds=save_spread_seconds)
         if reason is not None:
             return f"{known.manifest.node} shipped another save: {reason}"
     return None
+
+
+def _other_source(ours: NodeManifest, other: NodeManifest) -> str | None:
+    """Two derived forms of one generation may differ in bytes (layout, alignment), never in their source."""
+    if ours.source is None or other.source is None:
+        return None
+    theirs = dict(other.source.fingerprints)
+    return next(
+        (f"made from another {p}" for p, mark in ours.source.fingerprints if theirs.get(p, mark) != mark),
+        None,
+    )
 
 
 def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: float) -> str | None:
@@ -79,9 +93,7 @@ def merged_grid(manifests: Sequence[KnownManifest]) -> Grid:
     grids = [known.manifest.grid for known in manifests]
     layers = sorted({layer for grid in grids for layer in grid.layers})
     width = max(len(grid.experts) for grid in grids)
-    experts = tuple(
-        max((g.experts[i] for g in grids if i < len(g.experts)), default=0) for i in range(width)
-    )
+    experts = tuple(max((g.experts[i] for g in grids if i < len(g.experts)), default=0) for i in range(width))
     return grids[0].model_copy(update={"layers": tuple(layers), "experts": experts})
 
 

@@ -179,6 +179,20 @@ class Tombstone(Document):
     """(path, fingerprint), sorted; empty for derived forms."""
 
 
+class Dispute(Document):
+    """`_ckptd/disputes/…`: a node's committed manifest no longer matched its files when the COMMIT was made;
+    the COMMIT does not exist any more for list, restore, verify and permits (H1). Create-only."""
+
+    tag: str
+    generation: int
+    form: str
+    commit_sha256: str
+    node: str
+    reason: str
+    at: str
+    """RFC 3339, UTC."""
+
+
 class Decision(Document):
     """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
 

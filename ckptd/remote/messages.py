@@ -203,6 +203,8 @@ class Observation(Model):
     latest_universal: str | None = None
     damaged: tuple[str, ...] = ()
     """Documents that could not be read, with the reason."""
+    retiring: tuple[tuple[str, int, str], ...] = ()
+    """(tag, generation, form) with a tombstone whose removal was cut short: `Retire` finishes it."""
     free_bytes: int | None = None
 
 

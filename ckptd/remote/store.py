@@ -52,8 +52,32 @@ class Source(Protocol):
         """Size in bytes."""
         ...
 
-    def read_at(self, offset: int, length: int) -> bytes:
-        """Up to `length` bytes at `offset`; empty at the end."""
+    @property
+    def mode(self) -> int:
+        """Permission bits of the source: the copy never gets more (P15)."""
+        ...
+
+    @property
+    def folder_mode(self) -> int:
+        """Permission bits of the source's folder, for folders that are made for the copy."""
+        ...
+
+    @property
+    def gid(self) -> int | None:
+        """Group of the source; None: leave the store's own."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Read at `offset` into `buffer`; may read less than fits; 0 at the end.
+
+        Raises:
+            DamagedError: the bytes are not those that were saved.
+            SourceChanged: the transfer was cancelled or the source changed.
+        """
+        ...
+
+    def drop(self, offset: int, length: int) -> None:
+        """The range was shipped: its cached pages are no longer needed (P12)."""
         ...
 
 
@@ -70,7 +94,8 @@ class Store(Protocol):
     """One remote root.
 
     Every method raises `RemoteUnreachable` when the remote does not answer, `NotPermitted` for rights or
-    credentials, `NoSpaceError` when it is full; anything else is a bug.
+    credentials, `NoSpaceError` when it is full, `StorageError` when it fails; anything else is a bug. All
+    may be called from several threads.
     """
 
     @property
@@ -111,7 +136,11 @@ class Store(Protocol):
     ) -> int:
         """Move one object; durable when it returns; returns the CRC64NVME of the bytes *as read*.
 
-        Not verified yet: that is `verify`. `on_progress` may raise to stop; what is flushed can be resumed.
+        Not verified yet: that is `verify`. `on_progress` and the source may raise to stop; what is flushed
+        can be resumed, or given up with `discard`.
+
+        Raises:
+            TargetExists: the key appeared meanwhile (another node's replica); nothing was replaced.
         """
         ...
 
@@ -123,6 +152,14 @@ class Store(Protocol):
         """
         ...
 
+    def discard(self, key: str) -> None:
+        """Give up a partial upload of ours of that key; none is fine. Never touches the object itself."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove an object; gone already is fine."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room that the store reports; None where it cannot tell."""
         ...

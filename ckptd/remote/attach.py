@@ -1,0 +1,143 @@
+"""Is it the remote we mean? Identity, place and rights, proved before anything is written (P2, H5, H6).
+
+An unmounted share is an empty directory on the root disk: a checkpoint "uploaded" there would be on the same
+machine. So a directory becomes a remote only on a file system of its own, and only once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd.core.manifest import ROOT, RemoteIdentity, to_bytes
+from ckptd.errors import RemoteNotOurs, RemoteUnreachable, from_os_error
+from ckptd.remote.documents import IDENTITY_KEY, read_identity
+from ckptd.remote.messages import Attached
+from ckptd.remote.open import directory_path
+
+if TYPE_CHECKING:
+    from ckptd.remote.messages import RemoteSettings
+    from ckptd.remote.store import Store
+
+_NOT_MOUNTED = "is it mounted? see `ckptd check`"
+
+
+def attach(store: Store, settings: RemoteSettings) -> Attached:
+    """Prove that the remote is there, ours and writable; create `remote.json` where that is right.
+
+    Raises:
+        RemoteUnreachable: the directory or its mount is not there.
+        RemoteNotOurs: no identity though one is known, another job's, or a place that may not become one.
+        NotPermitted, NoSpaceError, StorageError: it cannot be written.
+    """
+    path = directory_path(settings.url)
+    if path is not None:
+        _prepare_root(path, settings)
+    found = read_identity(store)
+    initialised = False
+    if found is None:
+        _may_initialise(store, settings, path)
+        ours = RemoteIdentity(
+            remote_id=secrets.token_hex(16),
+            job_id=settings.job_id or secrets.token_hex(16),
+            job=settings.job,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        initialised = store.put_if_absent(IDENTITY_KEY, to_bytes(ours))
+        found = read_identity(store)
+    if found is None:
+        msg = f"{store.url} lost {IDENTITY_KEY} right after it was created"
+        raise RemoteNotOurs(msg)
+    _check_owner(found, store, settings)
+    abilities = store.probe()
+    return Attached(
+        identity=found,
+        create_only=abilities.create_only,
+        checksum=abilities.checksum,
+        notes=abilities.notes,
+        initialised=initialised,
+        free_bytes=store.free_bytes(),
+    )
+
+
+def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:
+    owner = f"job {found.job} ({found.job_id})"
+    if settings.job_id is not None and found.job_id != settings.job_id:
+        msg = f"{store.url} belongs to {owner}, this is job {settings.job} ({settings.job_id})"
+        raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover`")
+    if settings.job_id is None and found.job != settings.job:
+        msg = f"{store.url} belongs to {owner}, this is job {settings.job}"
+        raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover`")
+    if settings.remote_id is not None and found.remote_id != settings.remote_id:
+        msg = f"{store.url} is remote {found.remote_id} of {owner}, known was {settings.remote_id}"
+        raise RemoteNotOurs(
+            msg, hint="another share is mounted there, or it was re-created; see `ckptd check`"
+        )
+
+
+def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -> None:
+    """Raise unless a root without identity may become this job's remote."""
+    if settings.remote_id is not None:
+        msg = f"{store.url} has no {IDENTITY_KEY}, though it had one before"
+        raise RemoteNotOurs(msg, hint=_NOT_MOUNTED)
+    if not settings.may_initialise:
+        msg = f"{store.url} has no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
+    if next(iter(store.list(f"{ROOT}/commits/")), None) is not None:
+        msg = f"{store.url} holds commits but no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="restore that file from a backup; nothing was written")
+    if path is not None and not settings.same_filesystem:
+        _check_place(path, settings)
+
+
+def _prepare_root(path: Path, settings: RemoteSettings) -> None:
+    """Create the root where only its last component is missing and that is right."""
+    try:
+        if path.is_dir():
+            return
+        parent = path.parent
+        if settings.remote_id is not None or not parent.is_dir():
+            msg = f"{path} is not there"
+            raise RemoteUnreachable(msg, hint=_NOT_MOUNTED)
+        if not settings.may_initialise:
+            msg = f"{path} is not there"
+            raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
+        if not settings.same_filesystem:
+            _check_place(parent, settings)
+        path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError:
+            # network file systems that cannot: remote.json is read back anyway
+            return
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise from_os_error(error, f"creating {path}") from error
+
+
+def _check_place(path: Path, settings: RemoteSettings) -> None:
+    """Refuse a directory on the file system of save_dir or of `/` (H5)."""
+    device = path.stat().st_dev
+    beside = {"save_dir": _device_of(Path(settings.save_dir)), "the root file system": _device_of(Path("/"))}
+    for name, other in beside.items():
+        if device == other:
+            msg = f"{path} lies on the same file system as {name}"
+            raise RemoteNotOurs(
+                msg,
+                hint="is it mounted? a copy there dies with this disk; else set same_filesystem = true",
+            )
+
+
+def _device_of(path: Path) -> int | None:
+    """Device of the path or of its nearest ancestor that exists."""
+    for candidate in (path, *path.parents):
+        try:
+            return candidate.stat().st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return None

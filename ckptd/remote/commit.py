@@ -1,0 +1,309 @@
+"""Shipping one save and committing it by coverage (docs/design.md §5, docs/adr/0021; P2, P3, P4, P10).
+
+Order of operations, each of which may be the last before a crash: objects → verification of each → every
+source identity again → node manifest → (any node) COMMIT, created once → read back → pointers. A COMMIT is
+never replaced; what cannot join it goes to the next generation.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core import coverage
+from ckptd.core.coverage import KnownManifest
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import (
+    ROOT,
+    Checksums,
+    Dispute,
+    ManifestFile,
+    commit_key,
+    manifest_key,
+    sha256_of,
+    side_key,
+    stem,
+    to_bytes,
+)
+from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
+from ckptd.remote.documents import read_commit, read_generation, stem_of
+from ckptd.remote.messages import CommitView, ShipResult
+from ckptd.remote.observe import point, still_ours
+from ckptd.remote.transfer import Transfer, changed
+
+if TYPE_CHECKING:
+    from ckptd.core.manifest import RemoteIdentity
+    from ckptd.remote.messages import ShipOrder
+    from ckptd.remote.store import Abilities, Store
+    from ckptd.remote.transfer import Carried, Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a remote was seen to be when it was attached."""
+
+    store: Store
+    abilities: Abilities
+    identity: RemoteIdentity
+
+
+def ship(ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+    """Ship one form of one save and commit it if the manifests of its generation cover the grid.
+
+    Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
+    save: choose again). Repeating an order is always right and sends nothing twice.
+
+    Raises:
+        SourceChanged, DamagedError, VerifyError: see `Transfer.run`.
+        RefusedError: another node writes to a store without create-only writes (P10).
+        RemoteError: as the store.
+    """
+    still_ours(ground.store, ground.identity)
+    _one_writer(ground, order)
+    root = _open_root(order.root)
+    try:
+        return _Shipping(ground, order, control, root).run()
+    finally:
+        os.close(root)
+
+
+def _open_root(path: str) -> int:
+    try:
+        return os.open(path, files.DIR_FLAGS)
+    except FileNotFoundError as error:
+        msg = f"{path} is gone"
+        raise SourceChanged(msg, hint="nothing to ship from; the next turn looks again") from error
+    except OSError as error:
+        raise from_os_error(error, f"opening {path}") from error
+
+
+class _Shipping:
+    def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
+        self._store = ground.store
+        self._order = order
+        self._control = control
+        self._root = root
+        self._where = stem_of(order.manifest)
+
+    def run(self) -> ShipResult:
+        listed = read_generation(self._store, self._where)
+        reason = self._conflict(listed)
+        if reason is None and self._store.get(side_key("retired", stem(*self._where))) is not None:
+            reason = f"generation {self._where[1]} of {self._where[0]} was retired"
+        if reason is not None:
+            return ShipResult(outcome="conflict", reason=reason)
+        commit = read_commit(self._store, self._where)
+        if commit is not None:
+            return self._beside(commit, listed)
+        transfer = Transfer(self._store, self._order, self._root, listed, self._control)
+        try:
+            carried = transfer.run()
+        except CommitConflict as error:
+            return ShipResult(outcome="conflict", reason=error.message)
+        # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
+        transfer.recheck()
+        ours = self._put_manifest(carried.files, listed)
+        return self._commit(ours, carried)
+
+    def _conflict(self, listed: tuple[KnownManifest, ...]) -> str | None:
+        return coverage.conflict(
+            self._order.manifest.model_copy(update={"files": self._expected_files()}),
+            listed,
+            save_spread_seconds=self._order.save_spread_seconds,
+        )
+
+    def _expected_files(self) -> tuple[ManifestFile, ...]:
+        """The files as the manifest will list them, as far as comparing saves needs them."""
+        return tuple(
+            ManifestFile(
+                path=file.path,
+                key=file.key,
+                bytes=file.bytes,
+                role=file.role,
+                shard=file.shard,
+                checksums=Checksums(crc64nvme=""),
+                fingerprint=file.fingerprint,
+                tensor_fingerprint=file.tensor_fingerprint,
+                proof="none",
+            )
+            for file in self._order.files
+        )
+
+    # --- a COMMIT is there already ----------------------------------------------------------------------
+
+    def _beside(self, commit: CommitView, listed: tuple[KnownManifest, ...]) -> ShipResult:
+        """The generation is committed: with our manifest, without it, or disputed."""
+        ours = self._own(listed)
+        refs = {ref.sha256 for ref in commit.commit.manifests}
+        mine = next((known for known in ours if known.sha256 in refs), None)
+        if commit.disputed:
+            return ShipResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
+        if mine is None:
+            return self._without_us(commit, listed, refs)
+        if not self._lists_our_files(mine):
+            reason = f"{commit.key} is committed with another save of this node"
+            return ShipResult(outcome="conflict", reason=reason, commit=commit)
+        return self._joined(commit, mine, None)
+
+    def _without_us(
+        self, commit: CommitView, listed: tuple[KnownManifest, ...], refs: set[str]
+    ) -> ShipResult:
+        """Committed by others: our files are listed all the same (replicas), or are not needed for it."""
+        held = {
+            (file.path, file.tensor_fingerprint or file.fingerprint)
+            for known in listed
+            if known.sha256 in refs
+            for file in known.manifest.files
+        }
+        absent = [f for f in self._order.files if (f.path, f.tensor_fingerprint or f.fingerprint) not in held]
+        words = f"committed by other nodes without {', '.join(f.path for f in absent[:3])}"
+        is_conflict = any(file.role not in (Role.SIDE, Role.EXTRA) for file in absent)
+        return ShipResult(
+            outcome="conflict" if is_conflict else "committed",
+            reason=words if absent else None,
+            commit=commit,
+        )
+
+    def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> ShipResult:
+        """Our manifest is in the COMMIT: dispute it if files were written again while other nodes joined."""
+        if len(commit.commit.manifests) > 1:
+            rewritten = self._rewritten()
+            if rewritten is not None:
+                self._dispute(commit, rewritten)
+                return ShipResult(outcome="conflict", reason=rewritten, commit=None)
+        point(self._store)
+        return ShipResult(
+            outcome="committed",
+            commit=commit,
+            manifest_key=mine.key,
+            manifest_sha256=mine.sha256,
+            bytes_sent=carried.bytes_sent if carried else 0,
+            bytes_skipped=carried.bytes_skipped if carried else sum(f.bytes for f in self._order.files),
+        )
+
+    def _rewritten(self) -> str | None:
+        """A file that is there with another identity; one that is gone was deleted, not saved again."""
+        reasons = (changed(self._root, file) for file in self._order.files)
+        return next((reason for reason in reasons if reason and not reason.endswith("vanished")), None)
+
+    def _dispute(self, commit: CommitView, reason: str) -> None:
+        tag, generation, form = self._where
+        dispute = Dispute(
+            tag=tag,
+            generation=generation,
+            form=form,
+            commit_sha256=commit.sha256,
+            node=self._order.manifest.node,
+            reason=reason,
+            at=_now(),
+        )
+        self._store.put_if_absent(side_key("disputes", stem(*self._where)), to_bytes(dispute))
+        point(self._store)
+
+    # --- manifest and COMMIT ----------------------------------------------------------------------------
+
+    def _own(self, listed: tuple[KnownManifest, ...]) -> list[KnownManifest]:
+        return [known for known in listed if known.manifest.node_id == self._order.manifest.node_id]
+
+    def _lists_our_files(self, known: KnownManifest) -> bool:
+        rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
+        return all(
+            (file.path, file.bytes, file.fingerprint) in rows
+            for file in self._order.files
+            if file.identity is not None
+        )
+
+    def _put_manifest(
+        self, carried: tuple[ManifestFile, ...], listed: tuple[KnownManifest, ...]
+    ) -> KnownManifest:
+        """Create the node manifest; an earlier one that says the same is used again."""
+        own = sorted(self._own(listed), key=lambda known: known.manifest.revision)
+        manifest = self._order.manifest.model_copy(update={"files": carried})
+        if own:
+            last = own[-1]
+            same = {"revision": last.manifest.revision, "attempt": last.manifest.attempt}
+            if manifest.model_copy(update=same) == last.manifest:
+                return last
+            manifest = manifest.model_copy(update={"revision": last.manifest.revision + 1})
+        data = to_bytes(manifest)
+        sha256 = sha256_of(data)
+        key = manifest_key(manifest, sha256)
+        if not self._store.put_if_absent(key, data) and self._store.get(key) != data:
+            msg = f"{self._store.url} holds other bytes under {key}"
+            raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
+        return KnownManifest(key=key, sha256=sha256, manifest=manifest)
+
+    def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
+        listed = read_generation(self._store, self._where)
+        members = self._members(ours, listed)
+        reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
+        if reason is not None:
+            return ShipResult(outcome="conflict", reason=reason)
+        missing = coverage.missing(members, self._where[2])
+        existing = read_commit(self._store, self._where)
+        if missing and existing is None:
+            return ShipResult(
+                outcome="waiting",
+                reason=_missing_words(missing),
+                manifest_key=ours.key,
+                manifest_sha256=ours.sha256,
+                bytes_sent=carried.bytes_sent,
+                bytes_skipped=carried.bytes_skipped,
+            )
+        commit = existing or self._create(members)
+        if any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests) and not commit.disputed:
+            return self._joined(commit, ours, carried)
+        return self._beside(commit, listed)
+
+    def _members(self, ours: KnownManifest, listed: tuple[KnownManifest, ...]) -> tuple[KnownManifest, ...]:
+        """What a COMMIT would rest on; a derived form is whole in one manifest."""
+        if self._where[2] != "zero":
+            return (ours,)
+        return coverage.newest_revisions({known.key: known for known in (*listed, ours)}.values())
+
+    def _create(self, members: tuple[KnownManifest, ...]) -> CommitView:
+        """Create COMMIT, or find that another node did; either way what is read back counts (P3).
+
+        Raises:
+            RemoteError: it is not there although it was created, or holds other bytes.
+        """
+        document = coverage.build_commit(
+            members,
+            committed_by=self._order.manifest.node,
+            committed_at=_now(),
+            config_digest=self._order.manifest.config_digest,
+        )
+        data = to_bytes(document)
+        key = commit_key(*self._where)
+        created = self._store.put_if_absent(key, data)
+        found = read_commit(self._store, self._where)
+        if found is None or (created and found.sha256 != sha256_of(data)):
+            msg = f"{self._store.url} does not give back {key} as it was created"
+            raise RemoteError(
+                msg, hint="the store lies or another writer ignores create-only; see `ckptd check`"
+            )
+        return found
+
+
+def _one_writer(ground: Ground, order: ShipOrder) -> None:
+    """On a store that enforces no create-only write only one node may ever write (P10)."""
+    if ground.abilities.create_only:
+        return
+    node = order.manifest.node
+    for info in ground.store.list(f"{ROOT}/nodes/"):
+        other = info.key.rsplit("/", 1)[1].partition("~")[0]
+        if other != node:
+            msg = f"{ground.store.url} enforces no create-only write and node {other} writes there too"
+            raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
+
+
+def _missing_words(missing: tuple[str, ...]) -> str:
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return f"waiting for {', '.join(missing[:3])}{more}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

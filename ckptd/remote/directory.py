@@ -1,0 +1,358 @@
+"""A directory (usually a NAS mount) as a store: read, hash, write, drop, rename, read back (docs/adr/0020).
+
+Every call opens the root anew and compares it with the one first seen, so that an unmounted share is
+"not there" instead of an empty folder on the local disk (H5); below the root nothing is reached but by
+descriptor, no symlink is followed and no mount crossed (P15). A transfer holds one buffer and at most one
+window of dirty pages (P12), and can go on at the last flushed window (P7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.errors import (
+    CkptdError,
+    RemoteUnreachable,
+    SourceChanged,
+    StorageError,
+    TargetExists,
+    VerifyError,
+    from_os_error,
+)
+from ckptd.remote.checksums import crc64
+from ckptd.remote.folders import copy_rights, make_parents, prune_empty, walk
+from ckptd.remote.store import Abilities, ObjectInfo, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptd.remote.store import Resume, Source
+
+WINDOW_BYTES = 64 << 20
+BUFFER_BYTES = 4 << 20
+PARTIAL_PREFIX = ".ckptd-part-"
+
+_DOCUMENT_MODE = 0o644
+_GONE = {
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ETIMEDOUT,
+    errno.ENETUNREACH,
+    errno.ECONNREFUSED,
+    errno.ENODEV,
+    errno.ESHUTDOWN,
+}
+_NOT_MOUNTED = "is it mounted? see `ckptd check`"
+
+
+class DirectoryStore:
+    """Store on a directory; `owner` keeps the partial files of two nodes apart.
+
+    Raises (everywhere): RemoteUnreachable (root gone or another one), NotPermitted (EACCES, EROFS),
+    NoSpaceError (ENOSPC, EDQUOT), StorageError (EIO, ESTALE and the rest), RefusedError (unsafe names).
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        owner: str = "",
+        read_back: bool = True,
+        window_bytes: int = WINDOW_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self._path = root
+        self._owner = owner
+        self._read_back = read_back
+        self._window_bytes = window_bytes
+        self._buffer_bytes = min(buffer_bytes, window_bytes)
+        self._pinned: tuple[int, int] | None = None
+
+    @property
+    def url(self) -> str:
+        """The path."""
+        return self._path
+
+    def probe(self) -> Abilities:
+        """Create, create again, replace, read and remove a small object: rights and create-only (P19)."""
+        key = f"_ckptd/probe~{secrets.token_hex(8)}"
+        try:
+            created = self.put_if_absent(key, b"1")
+            again = self.put_if_absent(key, b"2")
+            create_only = created and not again and self.get(key) == b"1"
+            self.put(key, b"3")
+            if self.get(key) != b"3":
+                msg = f"{self._path} does not give back what was written to it"
+                raise StorageError(msg, hint="the share lies; do not trust it with checkpoints")
+        finally:
+            self.delete(key)
+        notes = () if self._read_back else ("copies are not read back (verify = none)",)
+        return Abilities(create_only=create_only, checksum=None, resumable=True, rename=True, notes=notes)
+
+    def get(self, key: str) -> bytes | None:
+        """A small object, whole; None when absent."""
+        with self._at_root(f"reading {key}") as root:
+            try:
+                return files.read_beneath(root, key)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace a small object by rename."""
+        with self._folder_of(key, f"writing {key}") as (folder, name):
+            files.write_atomic(folder, name, data, mode=_DOCUMENT_MODE)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create a small object by link of a finished temporary; False when it exists (P3)."""
+        with self._folder_of(key, f"creating {key}") as (folder, name):
+            return files.create_exclusive(folder, name, data, mode=_DOCUMENT_MODE)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects below the folder `prefix` ("" = all), without our temporaries and partial uploads."""
+        with self._at_root(f"listing {prefix or 'the root'}") as root:
+            yield from walk(root, prefix)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Size and mtime of an object; None when absent or no regular file."""
+        with self._at_root(f"looking at {key}") as root:
+            status = files.stat_beneath(root, key)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        return ObjectInfo(key=key, bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """A range, its cached pages dropped first so that it comes from the share where it can."""
+        with self._at_root(f"reading {key}", absent_is_error=True) as root:
+            fd = files.open_beneath(root, key)
+            try:
+                files.drop_pages(fd, offset, length)
+                data = os.pread(fd, length, offset)
+                files.drop_pages(fd, offset, length)
+                return data
+            finally:
+                os.close(fd)
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        """Write beside the target, flush and drop each window, fsync, rename, fsync the folder."""
+        with self._folder_of(key, f"writing {key}", mode=source.folder_mode, gid=source.gid) as (
+            folder,
+            name,
+        ):
+            partial = self._partial(key)
+            fd, start, crc = self._open_partial(folder, partial, resume)
+            try:
+                crc = self._pump(fd, source, start, crc, on_progress)
+                copy_rights(fd, source.mode, source.gid)
+                os.fsync(fd)
+                files.drop_pages(fd)
+            finally:
+                os.close(fd)
+            _publish(folder, partial, name, key)
+            files.fsync_dir(folder)
+        return crc
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        """Drop the pages, read the copy, compare; a bad copy is removed before `VerifyError` is raised."""
+        with self._folder_of(key, f"verifying {key}") as (folder, name):
+            try:
+                fd = files.open_beneath(folder, name)
+            except FileNotFoundError as error:
+                msg = f"{key} vanished from {self._path} after it was written"
+                raise VerifyError(msg) from error
+            try:
+                size = os.fstat(fd).st_size
+                found = self._read_back_crc(fd, on_progress) if self._read_back else crc64
+            finally:
+                os.close(fd)
+            if (size, found) == (size_bytes, crc64):
+                return "read-back" if self._read_back else "none"
+            files.remove_file(folder, name)
+            files.fsync_dir(folder)
+        msg = (
+            f"{key}: the copy in {self._path} has {size} bytes and CRC64 {found:016x}, "
+            f"sent were {size_bytes} and {crc64:016x}"
+        )
+        raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
+
+    def discard(self, key: str) -> None:
+        """Remove our partial file of that key."""
+        with self._at_root(f"discarding the partial upload of {key}") as root:
+            parent, _, _ = key.rpartition("/")
+            with contextlib.suppress(FileNotFoundError):
+                folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
+                try:
+                    files.remove_file(folder, self._partial(key))
+                finally:
+                    os.close(folder)
+                prune_empty(root, key)
+
+    def delete(self, key: str) -> None:
+        """Unlink, then remove the folders that became empty (never those of `_ckptd` itself)."""
+        with self._at_root(f"removing {key}") as root:
+            parent, _, name = key.rpartition("/")
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
+                try:
+                    files.remove_file(folder, name)
+                    files.fsync_dir(folder)
+                finally:
+                    os.close(folder)
+                prune_empty(root, key)
+
+    def free_bytes(self) -> int | None:
+        """Bytes that we may still write there."""
+        with self._at_root("asking for free space") as root:
+            return files.free_bytes(root)
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _at_root(self, doing: str, *, absent_is_error: bool = False) -> Iterator[int]:
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                raise self._mapped(error, doing) from error
+            msg = f"{self._path} is not there"
+            raise RemoteUnreachable(msg, hint=_NOT_MOUNTED) from error
+        try:
+            status = os.fstat(fd)
+            seen = (status.st_dev, status.st_ino)
+            if self._pinned not in (None, seen):
+                msg = f"{self._path} is another directory than before"
+                raise RemoteUnreachable(msg, hint=_NOT_MOUNTED)
+            self._pinned = seen
+            yield fd
+        except FileNotFoundError as error:
+            if absent_is_error:
+                raise
+            raise self._mapped(error, doing) from error
+        except OSError as error:
+            raise self._mapped(error, doing) from error
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _folder_of(
+        self, key: str, doing: str, *, mode: int | None = None, gid: int | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """The folder of a key, made where missing, and the last component."""
+        name = files.check_relative(key)[-1]
+        with self._at_root(doing) as root:
+            folder = make_parents(root, key, mode, gid)
+            try:
+                yield folder, name
+            finally:
+                os.close(folder)
+
+    def _mapped(self, error: OSError, doing: str) -> CkptdError:
+        where = f"{self._path}: {doing}"
+        if error.errno in _GONE:
+            return RemoteUnreachable(f"{where}: {error.strerror}")
+        return from_os_error(error, where)
+
+    def _partial(self, key: str) -> str:
+        digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()
+        return f"{PARTIAL_PREFIX}{digest[:24]}"
+
+    def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
+        """(descriptor, offset to go on at, CRC64 so far). A file that cannot be continued gets a new inode:
+        a hung predecessor may still hold the old one."""
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        if resume is not None and resume.flushed_bytes > 0:
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(name, flags, dir_fd=folder)
+                if _is_free(fd) and os.fstat(fd).st_size >= resume.flushed_bytes:
+                    os.ftruncate(fd, resume.flushed_bytes)
+                    os.lseek(fd, resume.flushed_bytes, os.SEEK_SET)
+                    return fd, resume.flushed_bytes, resume.crc64
+                os.close(fd)
+        files.remove_file(folder, name)
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        _is_free(fd)
+        return fd, 0, 0
+
+    def _pump(
+        self, fd: int, source: Source, start: int, crc: int, on_progress: Callable[[Progress], None]
+    ) -> int:
+        view = memoryview(bytearray(self._buffer_bytes))
+        size = source.size_bytes
+        done, flushed, flushed_crc = start, start, crc
+        while done < size:
+            room = min(len(view), size - done, flushed + self._window_bytes - done)
+            count = source.read_into(done, view[:room])
+            if count == 0:
+                msg = f"the source ended {size - done} bytes early"
+                raise SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
+            files.write_all(fd, view[:count])
+            crc = crc64(view[:count], crc)
+            done += count
+            if done - flushed >= self._window_bytes or done == size:
+                os.fdatasync(fd)
+                files.drop_pages(fd, flushed, done - flushed)
+                source.drop(flushed, done - flushed)
+                flushed, flushed_crc = done, crc
+            on_progress(Progress(done_bytes=done, flushed_bytes=flushed, crc64=flushed_crc))
+        return crc
+
+    def _read_back_crc(self, fd: int, on_progress: Callable[[int], None]) -> int:
+        files.drop_pages(fd)
+        view = memoryview(bytearray(self._buffer_bytes // 2 or 1))
+        done = crc = 0
+        while count := os.preadv(fd, [view], done):
+            crc = crc64(view[:count], crc)
+            files.drop_pages(fd, done, count)
+            done += count
+            on_progress(done)
+        return crc
+
+
+def _is_free(fd: int) -> bool:
+    """Lock a partial file; True also where the file system knows no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _publish(folder: int, partial: str, name: str, key: str) -> None:
+    """Give the finished file its name; what is there already is never replaced."""
+    try:
+        files.rename_noreplace(folder, partial, folder, name)
+    except FileExistsError as error:
+        files.remove_file(folder, partial)
+        msg = f"{key} appeared while it was sent"
+        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        _publish_by_link(folder, partial, name, key)
+
+
+def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
+    try:
+        os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError as error:
+        files.remove_file(folder, partial)
+        msg = f"{key} appeared while it was sent"
+        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        return
+    files.remove_file(folder, partial)

@@ -1,0 +1,193 @@
+"""Reading what lies under `_ckptd/` in a remote: COMMITs, manifests, tombstones, disputes, decisions.
+
+Readers go COMMIT → manifest → objects and check each digest on the way (docs/contract.md). A document that
+cannot be read is named and skipped; one of a higher major stops everything (`RefusedError`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.core.coverage import KnownManifest
+from ckptd.core.manifest import (
+    ROOT,
+    AnyDocument,
+    Commit,
+    Decision,
+    NodeManifest,
+    RemoteIdentity,
+    Tombstone,
+    commit_key,
+    parse,
+    parse_stem,
+    sha256_of,
+    side_key,
+    stem,
+)
+from ckptd.errors import DamagedError
+from ckptd.remote.messages import CommitView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptd.remote.store import Store
+
+IDENTITY_KEY = f"{ROOT}/remote.json"
+Stem = tuple[str, int, str]
+"""(tag, generation, form)."""
+
+
+@dataclass(slots=True)
+class Documents:
+    """What was read; `damaged` names what could not be."""
+
+    commits: list[CommitView] = field(default_factory=list)
+    retired: list[Tombstone] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    def live(self) -> list[CommitView]:
+        """COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
+        gone = {(stone.tag, stone.generation, stone.form) for stone in self.retired}
+        return [view for view in self.commits if not view.disputed and stem_of(view.commit) not in gone]
+
+
+def stem_of(document: Commit | NodeManifest | Tombstone) -> Stem:
+    """(tag, generation, form) of a document."""
+    return document.tag, document.generation, document.form
+
+
+def stem_of_key(key: str) -> Stem | None:
+    """(tag, generation, form) that a key under `_ckptd/` speaks of; None: a supplement, a foreign name."""
+    parts = key.split("/")
+    return parse_stem(parts[2].removesuffix(".json")) if len(parts) > 2 else None
+
+
+def read_identity(store: Store) -> RemoteIdentity | None:
+    """`remote.json`, or None."""
+    data = store.get(IDENTITY_KEY)
+    return None if data is None else parse(RemoteIdentity, data, IDENTITY_KEY)
+
+
+def read_commit(store: Store, where: Stem) -> CommitView | None:
+    """The COMMIT of one generation of one form, fresh, with its dispute; None when there is none."""
+    key = commit_key(*where)
+    data = store.get(key)
+    if data is None:
+        return None
+    commit = parse(Commit, data, key)
+    disputed = store.get(side_key("disputes", stem(*where))) is not None
+    return CommitView(key=key, sha256=sha256_of(data), commit=commit, disputed=disputed)
+
+
+def read_commits(store: Store, only_tag: str | None = None) -> Documents:
+    """Every COMMIT and tombstone (of one tag)."""
+    found = Documents()
+    disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
+    for info in store.list(f"{ROOT}/commits/"):
+        where = stem_of_key(info.key)
+        if where is None or only_tag not in (None, where[0]):
+            continue
+        data = store.get(info.key)
+        if data is None:
+            continue
+        try:
+            commit = parse(Commit, data, info.key)
+        except DamagedError as error:
+            found.damaged.append(error.message)
+            continue
+        found.commits.append(
+            CommitView(key=info.key, sha256=sha256_of(data), commit=commit, disputed=where in disputed)
+        )
+    for info in store.list(f"{ROOT}/retired/"):
+        where = stem_of_key(info.key)
+        if where is not None and only_tag in (None, where[0]):
+            _collect(store, info.key, Tombstone, found.retired, found.damaged)
+    found.commits.sort(key=lambda view: view.key)
+    return found
+
+
+def read_decisions(store: Store, found: Documents) -> None:
+    """Add every decision and pin, in order of serial."""
+    for folder in ("decisions", "pins"):
+        for info in store.list(f"{ROOT}/{folder}/"):
+            _collect(store, info.key, Decision, found.decisions, found.damaged)
+    found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
+
+
+def _collect(
+    store: Store, key: str, kind: type[AnyDocument], into: list[AnyDocument], damaged: list[str]
+) -> None:
+    data = store.get(key)
+    if data is None:
+        return
+    try:
+        into.append(parse(kind, data, key))
+    except DamagedError as error:
+        damaged.append(error.message)
+
+
+def manifest_folder(where: Stem) -> str:
+    """Where the manifests of one generation of one form lie; ends with `/`."""
+    return f"{ROOT}/nodes/{stem(*where)}/"
+
+
+def read_manifest(store: Store, key: str, sha256: str | None = None) -> KnownManifest | None:
+    """One manifest; None when absent.
+
+    Raises:
+        DamagedError: it is not what its name or `sha256` says.
+    """
+    data = store.get(key)
+    if data is None:
+        return None
+    found = sha256_of(data)
+    named = key.rsplit("~", 1)[-1].removesuffix(".json")
+    if (sha256 is not None and found != sha256) or not found.startswith(named):
+        msg = f"{key} is not the manifest that its name and COMMIT promise (SHA-256 {found})"
+        raise DamagedError(
+            msg, hint="it was changed in the remote; restore falls back to an older checkpoint"
+        )
+    return KnownManifest(key=key, sha256=found, manifest=parse(NodeManifest, data, key))
+
+
+def read_generation(store: Store, where: Stem, damaged: list[str] | None = None) -> tuple[KnownManifest, ...]:
+    """Every readable manifest of one generation of one form, all revisions, sorted by key."""
+    found = []
+    for info in store.list(manifest_folder(where)):
+        try:
+            known = read_manifest(store, info.key)
+        except DamagedError as error:
+            if damaged is not None:
+                damaged.append(error.message)
+            continue
+        if known is not None and stem_of(known.manifest) == where:
+            found.append(known)
+    return tuple(sorted(found, key=lambda known: known.key))
+
+
+def manifests_of_commit(store: Store, commit: Commit) -> tuple[KnownManifest, ...]:
+    """The manifests that a COMMIT rests on, digests checked.
+
+    Raises:
+        DamagedError: one is absent or another than the COMMIT quotes.
+    """
+    found = []
+    for ref in commit.manifests:
+        known = read_manifest(store, ref.key, ref.sha256)
+        if known is None:
+            msg = f"{ref.key}, which the COMMIT of {commit.tag} rests on, is gone"
+            raise DamagedError(msg, hint="this checkpoint cannot be restored; use an older one")
+        found.append(known)
+    return tuple(found)
+
+
+def generations_with_manifests(store: Store) -> set[Stem]:
+    """(tag, generation, form) of everything that has a node manifest."""
+    return {where for info in store.list(f"{ROOT}/nodes/") if (where := stem_of_key(info.key)) is not None}
+
+
+def committed_digests(commits: Iterable[CommitView]) -> set[str]:
+    """SHA-256 of every manifest that a COMMIT lists."""
+    return {ref.sha256 for view in commits for ref in view.commit.manifests}

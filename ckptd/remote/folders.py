@@ -1,0 +1,155 @@
+"""Folders of a directory remote by descriptor: made durably, walked without symlinks, pruned when empty.
+
+Apart from directory.py because these rules (rights never wider than the source's, P15; a new folder's name
+flushed before anything lies in it) are the same for objects and documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.errors import RefusedError
+from ckptd.remote.store import ObjectInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_OURS = ".ckptd-"
+
+
+def is_ours(name: str) -> bool:
+    """True for temporaries and partial uploads, which are no objects."""
+    return name.startswith(_OURS)
+
+
+def copy_rights(fd: int, mode: int, gid: int | None) -> None:
+    """Give an open file or folder `mode` and group `gid`; without the group its bits are dropped (P15)."""
+    if gid is not None and os.fstat(fd).st_gid != gid:
+        with contextlib.suppress(PermissionError, OSError):
+            os.fchown(fd, -1, gid)
+        if os.fstat(fd).st_gid != gid:
+            mode &= ~0o070
+    try:
+        os.fchmod(fd, mode & 0o777)
+    except OSError as error:
+        # vfat, some CIFS mounts: rights are the mount's, nobody can change them
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EINVAL):
+            raise
+
+
+def make_parents(root: int, key: str, mode: int | None, gid: int | None) -> int:
+    """Open the folder of `key` below `root`, making what is missing; the caller closes the result.
+
+    `mode` None: as the root itself. A folder's name is flushed before anything is put into it.
+    """
+    parts = files.check_relative(key)[:-1]
+    current = os.dup(root)
+    try:
+        for part in parts:
+            child = _enter(current, part, key)
+            if child is None:
+                child = _make(current, part, mode, gid, key)
+            os.close(current)
+            current = child
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+def _enter(parent: int, name: str, key: str) -> int | None:
+    try:
+        child = os.open(name, files.DIR_FLAGS, dir_fd=parent)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        msg = f"{key}: {name} is a symlink or a file"
+        raise RefusedError(msg, hint="below the remote's root no symlink is followed") from error
+    if os.fstat(child).st_dev != os.fstat(parent).st_dev:
+        os.close(child)
+        msg = f"{key}: {name} is a mount of its own"
+        raise RefusedError(msg, hint="a remote is one file system; let url name the mount")
+    return child
+
+
+def _make(parent: int, name: str, mode: int | None, gid: int | None, key: str) -> int:
+    wanted = stat.S_IMODE(os.fstat(parent).st_mode) & 0o777 if mode is None else mode & 0o777
+    made = True
+    try:
+        os.mkdir(name, (wanted | 0o700) & 0o777, dir_fd=parent)
+    except FileExistsError:
+        made = False
+    files.fsync_dir(parent)
+    child = _enter(parent, name, key)
+    if child is None:
+        msg = f"{key}: {name} was removed while it was made"
+        raise RefusedError(msg, hint="another process cleans the remote up; try again")
+    if made and mode is not None:
+        copy_rights(child, wanted | 0o700, gid)
+    return child
+
+
+def walk(root: int, prefix: str) -> Iterator[ObjectInfo]:
+    """Regular files below `prefix` (a folder, "" or ending with `/`), depth first, unordered."""
+    base = prefix.rstrip("/")
+    try:
+        top = files.open_dir_beneath(root, base) if base else os.dup(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        yield from _walk(top, f"{base}/" if base else "", os.fstat(top).st_dev)
+    finally:
+        os.close(top)
+
+
+def _walk(fd: int, prefix: str, device: int) -> Iterator[ObjectInfo]:
+    with os.scandir(fd) as entries:
+        names = [entry.name for entry in entries if not is_ours(entry.name)]
+    for name in names:
+        try:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield ObjectInfo(key=prefix + name, bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+        elif stat.S_ISDIR(status.st_mode) and status.st_dev == device:
+            try:
+                child = os.open(name, files.DIR_FLAGS, dir_fd=fd)
+            except FileNotFoundError:
+                continue
+            try:
+                yield from _walk(child, f"{prefix}{name}/", device)
+            finally:
+                os.close(child)
+
+
+def prune_empty(root: int, key: str) -> None:
+    """Remove the folders of a removed key that are empty now.
+
+    `_ckptd` and its folders stay: another node may be about to create something there.
+    """
+    parts = files.check_relative(key)[:-1]
+    least = 2 if parts and parts[0] == "_ckptd" else 0
+    for depth in range(len(parts), least, -1):
+        try:
+            parent = files.open_dir_beneath(root, "/".join(parts[: depth - 1])) if depth > 1 else os.dup(root)
+        except FileNotFoundError:
+            continue
+        try:
+            os.rmdir(parts[depth - 1], dir_fd=parent)
+            files.fsync_dir(parent)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                return
+            raise
+        finally:
+            os.close(parent)

@@ -1,0 +1,198 @@
+"""What the deciding thread asks of a remote: observe, describe, confirm, point, record (docs/design.md §5).
+
+Each is one pass of fresh reads; nothing is remembered between two calls, so that a remote that changed
+hands or lost its identity is noticed at the next question (P2).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.core.coverage import choose_pointers
+from ckptd.core.manifest import (
+    ROOT,
+    Decision,
+    RemoteIdentity,
+    encode_name,
+    parse,
+    sha256_of,
+    side_key,
+    stem,
+    to_bytes,
+)
+from ckptd.errors import RemoteNotOurs
+from ckptd.remote.documents import (
+    IDENTITY_KEY,
+    committed_digests,
+    generations_with_manifests,
+    read_commits,
+    read_decisions,
+    read_generation,
+    read_identity,
+    stem_of,
+    stem_of_key,
+)
+from ckptd.remote.messages import Confirmed, ManifestView, Observation, TagView
+
+if TYPE_CHECKING:
+    from ckptd.remote.store import Store
+
+_POINTER_TRIES = 3
+_SERIAL_TRIES = 20
+_PINS = ("pin", "unpin")
+
+
+def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
+    """Read `remote.json` afresh.
+
+    Raises:
+        RemoteNotOurs: it is gone, or another than `identity` (None: any is fine).
+    """
+    found = read_identity(store)
+    if found is None:
+        msg = f"{store.url} has no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="not mounted, or emptied? see `ckptd check`")
+    if identity is not None and (found.remote_id, found.job_id) != (identity.remote_id, identity.job_id):
+        msg = f"{store.url} belongs to job {found.job} ({found.job_id}) now"
+        raise RemoteNotOurs(msg, hint="another share is mounted there, or the job was taken over")
+    return found
+
+
+def observe(store: Store, identity: RemoteIdentity | None = None) -> Observation:
+    """Everything the deciding thread needs to know of a remote, in one dated observation."""
+    found_identity = still_ours(store, identity)
+    found = read_commits(store)
+    read_decisions(store, found)
+    with_manifests = generations_with_manifests(store)
+    committed = {stem_of(view.commit) for view in found.commits}
+    retired = {stem_of(stone) for stone in found.retired}
+    return Observation(
+        identity=found_identity,
+        commits=tuple(found.commits),
+        retired=tuple(found.retired),
+        decisions=tuple(found.decisions),
+        uncommitted=tuple(sorted(with_manifests - committed - retired)),
+        retiring=tuple(sorted(retired & (with_manifests | committed))),
+        latest=_text(store.get("latest")),
+        latest_universal=_text(store.get("latest_universal")),
+        damaged=tuple(found.damaged),
+        free_bytes=store.free_bytes(),
+    )
+
+
+def describe(store: Store, tag: str, identity: RemoteIdentity | None = None) -> TagView:
+    """Every manifest, COMMIT and tombstone of one tag."""
+    still_ours(store, identity)
+    found = read_commits(store, only_tag=tag)
+    digests = committed_digests(found.commits)
+    stems = sorted(where for where in generations_with_manifests(store) if where[0] == tag)
+    manifests = [known for where in stems for known in read_generation(store, where)]
+    return TagView(
+        tag=tag,
+        manifests=tuple(
+            ManifestView(
+                key=known.key,
+                sha256=known.sha256,
+                manifest=known.manifest,
+                committed=known.sha256 in digests,
+            )
+            for known in manifests
+        ),
+        commits=tuple(found.commits),
+        retired=tuple(found.retired),
+    )
+
+
+def confirm(
+    store: Store, commits: tuple[tuple[str, str], ...], identity: RemoteIdentity | None = None
+) -> Confirmed:
+    """Each COMMIT is there, with that digest, undisputed and without a tombstone: read afresh (P1, H10)."""
+    still_ours(store, identity)
+    if not commits:
+        return Confirmed(ok=False, reason="no COMMIT was named")
+    for key, sha256 in commits:
+        data = store.get(key)
+        if data is None:
+            return Confirmed(ok=False, reason=f"{key} is gone")
+        if sha256_of(data) != sha256:
+            return Confirmed(ok=False, reason=f"{key} is another COMMIT now")
+        where = stem_of_key(key)
+        if where is None:
+            continue
+        if store.get(side_key("disputes", stem(*where))) is not None:
+            return Confirmed(ok=False, reason=f"{key} is disputed")
+        if store.get(side_key("retired", stem(*where))) is not None:
+            return Confirmed(ok=False, reason=f"{key} is being retired")
+    return Confirmed(ok=True)
+
+
+def point(store: Store) -> None:
+    """Let the pointers name what they should, re-read until they do (another node may move them too; P6)."""
+    for _ in range(_POINTER_TRIES):
+        wanted = choose_pointers(view.commit for view in read_commits(store).live())
+        changed = _set(store, "latest", wanted.latest)
+        if not _set(store, "latest_universal", wanted.latest_universal) and not changed:
+            return
+
+
+def _set(store: Store, key: str, name: str | None) -> bool:
+    found = store.get(key)
+    if name is None:
+        if found is None:
+            return False
+        store.delete(key)
+        return True
+    if _text(found) == name:
+        return False
+    store.put(key, name.encode())
+    return True
+
+
+def _text(data: bytes | None) -> str | None:
+    return None if data is None else data.decode(errors="replace").strip()
+
+
+def record(store: Store, decision: Decision, identity: RemoteIdentity | None = None) -> Decision:
+    """Put a person's decision in the remote, create-only, as the newest of its subject (P8).
+
+    Returns it as it stands there: its serial is raised above every other of the same subject (pin and unpin
+    are one subject); saying the same thing twice changes nothing.
+    """
+    still_ours(store, identity)
+    folder: Literal["pins", "decisions"] = "pins" if decision.kind in _PINS else "decisions"
+    for _ in range(_SERIAL_TRIES):
+        newest = _newest(store, folder, decision)
+        if newest is not None and newest.model_copy(update=_of(decision)) == decision:
+            return newest
+        if newest is not None and newest.serial >= decision.serial:
+            decision = decision.model_copy(update={"serial": newest.serial + 1})
+        key = side_key(folder, f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}")
+        if store.put_if_absent(key, to_bytes(decision)):
+            return decision
+    msg = f"{store.url} changes faster than a decision on {decision.tag} can be put there"
+    raise RemoteNotOurs(msg, hint="something else writes there; see `ckptd check`")
+
+
+def _of(decision: Decision) -> dict[str, object]:
+    """What may differ between two ways of saying the same."""
+    return {"serial": decision.serial, "at": decision.at, "by": decision.by}
+
+
+def _newest(store: Store, folder: str, decision: Decision) -> Decision | None:
+    kinds = _PINS if folder == "pins" else (decision.kind,)
+    found: Decision | None = None
+    for info in store.list(f"{ROOT}/{folder}/"):
+        kind, _, rest = info.key.rsplit("/", 1)[1].removesuffix(".json").partition("~")
+        if kind not in kinds or rest.rpartition("~")[0] != encode_name(decision.tag):
+            continue
+        data = store.get(info.key)
+        held = None if data is None else parse(Decision, data, info.key)
+        if held is not None and (found is None or held.serial > found.serial):
+            found = held
+    return found
+
+
+def is_pinned(store: Store, tag: str) -> bool:
+    """True when the newest pin or unpin of the tag in the remote is a pin."""
+    newest = _newest(store, "pins", Decision(kind="pin", tag=tag))
+    return newest is not None and newest.kind == "pin"

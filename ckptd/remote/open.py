@@ -1,0 +1,46 @@
+"""From a URL to a store: the one place that knows which kinds of remote this version speaks to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from ckptd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptd.remote.store import Store
+
+WINDOW_BYTES = 64 << 20
+
+
+def directory_path(url: str) -> Path | None:
+    """The path of a directory remote (`/path` or `file:///path`); None for every other kind."""
+    if url.startswith("file://"):
+        parts = urlsplit(url)
+        return Path(unquote(parts.path)) if parts.netloc in ("", "localhost") else None
+    return Path(url) if url.startswith("/") else None
+
+
+def open_store(
+    url: str, *, owner: str = "", read_back: bool = True, window_bytes: int = WINDOW_BYTES
+) -> Store:
+    """The store of a remote; touches nothing yet.
+
+    `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much is written
+    between two flushes.
+
+    Raises:
+        ConfigError: a kind of URL that this version does not support, or a relative path.
+    """
+    path = directory_path(url)
+    if path is not None:
+        from ckptd.remote.directory import DirectoryStore
+
+        return DirectoryStore(str(path), owner=owner, read_back=read_back, window_bytes=window_bytes)
+    scheme = urlsplit(url).scheme
+    if "://" in url:
+        msg = f"url {url!r}: {scheme}:// remotes are not supported in this version"
+        raise ConfigError(msg, hint="supported: an absolute path of a directory, e.g. a NAS mount")
+    msg = f"url {url!r} is no absolute path"
+    raise ConfigError(msg, hint="write the whole path, e.g. /mnt/nas/llama-7b")

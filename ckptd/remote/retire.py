@@ -1,0 +1,150 @@
+"""Remote retention: one committed form goes, in an order that every crash survives (H16, H17, H23; P5, P6).
+
+Tombstone (so that it is never sent again) → pointers → COMMIT → objects that no other manifest lists → its
+manifests. Keys come from manifests, never from a prefix; repeating the order finishes what was cut short.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.coverage import fingerprints_of, objects_of, order_of
+from ckptd.core.manifest import (
+    ROOT,
+    NodeManifest,
+    Tombstone,
+    commit_key,
+    parse,
+    side_key,
+    stem,
+    to_bytes,
+)
+from ckptd.errors import CommitConflict, NotFoundError, RefusedError
+from ckptd.remote.documents import (
+    Stem,
+    generations_with_manifests,
+    read_commit,
+    read_commits,
+    read_generation,
+)
+from ckptd.remote.observe import is_pinned, point, still_ours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.core.coverage import KnownManifest
+    from ckptd.remote.commit import Ground
+    from ckptd.remote.messages import CommitView, Retire
+    from ckptd.remote.store import Store
+
+
+def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
+    """Remove one committed form of one generation; `check` may raise between two removals.
+
+    Raises:
+        CommitConflict: the COMMIT is another one than the order names.
+        RefusedError: it is pinned in the remote, the newest ZeRO commit (P5), or a manifest is unreadable.
+        NotFoundError: no such COMMIT and no tombstone.
+    """
+    store = ground.store
+    still_ours(store, ground.identity)
+    where: Stem = (order.tag, order.generation, order.form)
+    damaged: list[str] = []
+    manifests = read_generation(store, where, damaged)
+    if damaged:
+        msg = f"nothing of {order.tag} is removed: {damaged[0]}"
+        raise RefusedError(msg, hint="what a damaged manifest lists is not known; see `ckptd gc`")
+    needed = _listed_elsewhere(store, where)
+    commit = read_commit(store, where)
+    _entomb(store, order, where, commit, manifests)
+    point(store)
+    store.delete(commit_key(*where))
+    for key in _supplements(store, where):
+        store.delete(key)
+    for object_key in objects_of(known.manifest for known in manifests):
+        if object_key not in needed:
+            check()
+            store.discard(object_key)
+            store.delete(object_key)
+    for known in manifests:
+        check()
+        store.delete(known.key)
+    point(store)
+
+
+def _entomb(
+    store: Store,
+    order: Retire,
+    where: Stem,
+    commit: CommitView | None,
+    manifests: tuple[KnownManifest, ...],
+) -> None:
+    """Create the tombstone, or find the one that an earlier attempt left."""
+    key = side_key("retired", stem(*where))
+    data = store.get(key)
+    if data is not None:
+        stone = parse(Tombstone, data, key)
+        if stone.commit_sha256 != order.commit_sha256:
+            msg = f"{key} speaks of COMMIT {stone.commit_sha256[:12]}, not {order.commit_sha256[:12]}"
+            raise CommitConflict(msg, hint="look again; nothing was removed")
+        return
+    if commit is None:
+        msg = f"{store.url} has no COMMIT of {order.tag}, generation {order.generation}, form {order.form}"
+        raise NotFoundError(msg, hint="it was retired elsewhere, or never committed")
+    if commit.sha256 != order.commit_sha256:
+        msg = f"{commit.key} is {commit.sha256[:12]}, not {order.commit_sha256[:12]}"
+        raise CommitConflict(msg, hint="look again; nothing was removed")
+    _protected(store, order, commit)
+    members = [known.manifest for known in manifests if _is_listed(known, commit)]
+    stone = Tombstone(
+        tag=order.tag,
+        generation=order.generation,
+        form=order.form,
+        branch=commit.commit.branch,
+        step=commit.commit.step,
+        save_seq=commit.commit.save_seq,
+        reason=order.reason,
+        commit_sha256=commit.sha256,
+        fingerprints=fingerprints_of(members) if order.form == "zero" else (),
+    )
+    if not store.put_if_absent(key, to_bytes(stone)):
+        _entomb(store, order, where, commit, manifests)
+
+
+def _protected(store: Store, order: Retire, commit: CommitView) -> None:
+    """Refuse what retention may never touch, judged by the remote alone (P5)."""
+    if is_pinned(store, order.tag):
+        msg = f"{order.tag} is pinned"
+        raise RefusedError(msg, hint="`ckptd unpin` first")
+    if order.form != "zero" or commit.disputed:
+        return
+    live = [view.commit for view in read_commits(store).live() if view.commit.form == "zero"]
+    if live and max(order_of(other) for other in live) <= order_of(commit.commit):
+        msg = f"{order.tag} is the newest commit of {store.url}"
+        raise RefusedError(msg, hint="the newest one always stays")
+
+
+def _is_listed(known: KnownManifest, commit: CommitView) -> bool:
+    return any(ref.sha256 == known.sha256 for ref in commit.commit.manifests)
+
+
+def _supplements(store: Store, where: Stem) -> list[str]:
+    begin = f"{ROOT}/commits/{stem(*where)}~x"
+    return [info.key for info in store.list(f"{ROOT}/commits/") if info.key.startswith(begin)]
+
+
+def _listed_elsewhere(store: Store, where: Stem) -> set[str]:
+    """Keys that any other manifest lists, committed or not: they stay (H17)."""
+    needed: set[str] = set()
+    for other in generations_with_manifests(store) - {where}:
+        needed |= objects_of(_readable(store, other)).keys()
+    return needed
+
+
+def _readable(store: Store, where: Stem) -> list[NodeManifest]:
+    damaged: list[str] = []
+    found = [known.manifest for known in read_generation(store, where, damaged)]
+    if damaged:
+        msg = f"nothing is removed: {damaged[0]}"
+        raise RefusedError(msg, hint="it may list objects that are about to go; see `ckptd gc`")
+    return found

@@ -1,0 +1,313 @@
+"""The byte part of an order: every file read once, sent, verified, its identity watched (P2, P4).
+
+What an earlier attempt finished is skipped, what it left half done goes on, what lies in the remote already
+is compared instead of sent; nothing that any manifest lists is ever replaced. Verifying runs behind the next
+upload.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
+from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError, from_os_error
+from ckptd.remote.checksums import crc64, from_hex, to_hex
+from ckptd.remote.messages import Shipped
+from ckptd.remote.pacing import Cancelled
+from ckptd.remote.source import CheckedSource, FileSource, MemorySource, PacedSource, records_of
+from ckptd.remote.store import Progress, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from ckptd.core.coverage import KnownManifest
+    from ckptd.remote.messages import PartlyShipped, ShipFile, ShipOrder
+    from ckptd.remote.pacing import Pacer
+    from ckptd.remote.store import Source, Store
+
+EXTRA_LIMIT_BYTES = 16 << 20
+_SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
+_BESIDE = (Role.SIDE, Role.EXTRA)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """How a transfer is steered and what it reports to.
+
+    `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)` and `on_done(object)` tell.
+    """
+
+    pacer: Pacer
+    check: Callable[[], None]
+    on_moving: Callable[[str, int, Progress], None]
+    on_done: Callable[[Shipped], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """The files as they lie in the remote, verified, in the order given; bytes sent and not sent."""
+
+    files: tuple[ManifestFile, ...]
+    bytes_sent: int
+    bytes_skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    file: ShipFile
+    bytes: int
+    crc: int
+    fingerprint: str
+
+
+class Transfer:
+    """One order's objects on one store; `listed` are the manifests that the generation holds already."""
+
+    def __init__(
+        self, store: Store, order: ShipOrder, root: int, listed: Iterable[KnownManifest], control: Control
+    ) -> None:
+        self._store = store
+        self._order = order
+        self._root = root
+        self._control = control
+        self._shipped = {entry.key: entry for entry in order.shipped}
+        self._partly: dict[str, PartlyShipped] = {entry.key: entry for entry in order.partly}
+        self._listed = {f.key: (known, f) for known in listed for f in known.manifest.files}
+        self._results: dict[str, ManifestFile] = {}
+        self._sent = 0
+        self._skipped = 0
+
+    def run(self) -> Carried:
+        """Ship and verify every file.
+
+        Raises:
+            SourceChanged: a file is not the one that was sealed (P4), or the order was cancelled.
+            DamagedError: a record's CRC32 is not what `torch.save` wrote; nothing of the file was shipped.
+            VerifyError: the remote holds other bytes than were sent.
+            CommitConflict: another save's object lies under that key and a manifest lists it.
+        """
+        with ThreadPoolExecutor(1, "verify") as verifier:
+            waiting: Future[None] | None = None
+            for file in self._order.files:
+                self._control.check()
+                sent = self._ship(file)
+                # one copy is read back while the next is sent; never more, so that memory stays flat
+                if waiting is not None:
+                    waiting.result()
+                waiting = verifier.submit(self._verify, sent) if sent is not None else None
+            if waiting is not None:
+                waiting.result()
+        return Carried(
+            files=tuple(self._results[file.key] for file in self._order.files),
+            bytes_sent=self._sent,
+            bytes_skipped=self._skipped,
+        )
+
+    def recheck(self) -> None:
+        """Every source is still the very file that was sealed.
+
+        Raises:
+            SourceChanged: one is not (P4).
+        """
+        for file in self._order.files:
+            reason = changed(self._root, file)
+            if reason is not None:
+                raise SourceChanged(reason, hint="this attempt is dropped; the next turn looks again")
+
+    # --- one file ---------------------------------------------------------------------------------------
+
+    def _ship(self, file: ShipFile) -> _Sent | None:
+        """Send one file; None when it lies there already, verified."""
+        if file.identity is None:
+            return self._ship_extra(file)
+        if self._take_record(file, None, file.fingerprint):
+            return None
+        with files.reading(self._root, file.source, file.identity) as fd:
+            inner = FileSource(fd, file.path, folder_mode=_folder_mode(self._root, file.source))
+            records = records_of(fd, file.path, is_shard=file.role in _SHARDS) if file.check_zip_crc else []
+            source: Source = CheckedSource(inner, records, file.path) if records else inner
+            sent = self._settle(file, source, file.fingerprint)
+            after = files.identity_of(os.fstat(fd))
+        if after != file.identity or changed(self._root, file) is not None:
+            self._store.discard(file.key)
+            msg = f"{file.path} was written while it was shipped"
+            raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
+        return sent
+
+    def _ship_extra(self, file: ShipFile) -> _Sent | None:
+        data, source = read_whole(self._root, file)
+        fingerprint = sha256_of(data)
+        if self._take_record(file, crc64(data), fingerprint):
+            return None
+        return self._settle(file, source, fingerprint)
+
+    def _take_record(self, file: ShipFile, crc: int | None, fingerprint: str) -> bool:
+        """Use what an earlier attempt finished, if it is still there with that size (and CRC, when known)."""
+        record = self._shipped.get(file.key)
+        if record is None or (crc is not None and from_hex(record.crc64nvme) != crc):
+            return False
+        info = self._store.stat(file.key)
+        if info is None or info.bytes != record.bytes or (crc is None and record.bytes != file.bytes):
+            return False
+        self._keep(file, record.bytes, record.crc64nvme, record.proof, fingerprint)
+        self._skipped += record.bytes
+        return True
+
+    def _settle(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent | None:
+        """Compare what lies under the key, else send."""
+        info = self._store.stat(file.key)
+        if info is not None:
+            if self._compare(file, source, fingerprint, info.bytes):
+                return None
+            self._store.delete(file.key)
+        try:
+            return self._upload(file, source, fingerprint)
+        except TargetExists:
+            info = self._store.stat(file.key)
+            if info is not None and self._compare(file, source, fingerprint, info.bytes):
+                return None
+            raise
+
+    def _compare(self, file: ShipFile, source: Source, fingerprint: str, held_bytes: int) -> bool:
+        """True when the object under the key is this file, or another node's replica of it.
+
+        Raises:
+            CommitConflict: a manifest lists that object and it is neither.
+        """
+        known, entry = self._listed.get(file.key, (None, None))
+        crc: int | None = None
+        if held_bytes == source.size_bytes:
+            crc = self._read_through(source)
+        if known is None or entry is None:
+            if crc is None:
+                return False
+            return self._verified_in_place(file, source, crc, fingerprint)
+        if crc is not None and to_hex(crc) == entry.checksums.crc64nvme:
+            self._keep(file, entry.bytes, entry.checksums.crc64nvme, entry.proof, fingerprint)
+        elif file.role in _BESIDE or _same_tensors(file, entry):
+            owner = known.manifest.node
+            is_own = known.manifest.node_id == self._order.manifest.node_id
+            replica_of = entry.replica_of or (None if is_own else owner)
+            self._results[file.key] = entry.model_copy(update={"replica_of": replica_of})
+        else:
+            msg = f"{file.key} holds another save's bytes, listed by {known.key}"
+            raise CommitConflict(msg, hint="the next attempt takes the next generation")
+        self._skipped += held_bytes
+        return True
+
+    def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
+        try:
+            proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
+        except VerifyError:
+            return False
+        self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)
+        self._skipped += source.size_bytes
+        return True
+
+    def _upload(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent:
+        partly = self._partly.pop(file.key, None)
+        resume = Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64) if partly else None
+        paced = PacedSource(source, self._control.pacer, self._control.check)
+
+        def moving(progress: Progress) -> None:
+            self._control.on_moving(file.key, source.size_bytes, progress)
+
+        try:
+            crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving)
+        except Cancelled:
+            raise
+        except (DamagedError, SourceChanged):
+            self._store.discard(file.key)
+            raise
+        finally:
+            self._sent += paced.read_bytes
+        return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
+
+    def _read_through(self, source: Source) -> int:
+        """CRC64NVME of the source, record CRCs checked on the way."""
+        paced = PacedSource(source, self._control.pacer, self._control.check)
+        view = memoryview(bytearray(1 << 20))
+        done = crc = 0
+        while count := paced.read_into(done, view):
+            crc = crc64(view[:count], crc)
+            source.drop(done, count)
+            done += count
+        return crc
+
+    def _verify(self, sent: _Sent) -> None:
+        file = sent.file
+        proof = self._store.verify(file.key, sent.bytes, sent.crc, self._while_verifying)
+        self._keep(file, sent.bytes, to_hex(sent.crc), proof, sent.fingerprint)
+
+    def _while_verifying(self, _done_bytes: int) -> None:
+        self._control.pacer.breathe(self._control.check)
+
+    def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
+        entry = ManifestFile.model_validate(
+            {
+                "path": file.path,
+                "key": file.key,
+                "bytes": size,
+                "role": file.role,
+                "shard": file.shard,
+                "checksums": Checksums(crc64nvme=crc),
+                "fingerprint": fingerprint,
+                "tensor_fingerprint": file.tensor_fingerprint,
+                "proof": proof,
+                "mode": file.mode,
+                "mtime_ns": file.identity.mtime_ns if file.identity else 0,
+            }
+        )
+        self._results[file.key] = entry
+        self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
+
+
+def changed(root: int, file: ShipFile) -> str | None:
+    """Why the file is not the sealed one any more; None when it is (extras: always)."""
+    if file.identity is None:
+        return None
+    status = files.stat_beneath(root, file.source)
+    if status is None:
+        return f"{file.path} vanished"
+    if files.identity_of(status) != file.identity:
+        return f"{file.path} was written since it was sealed"
+    return None
+
+
+def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
+    """A small file beside the checkpoint, whole, the same before and after it was read.
+
+    Raises:
+        SourceChanged: it is gone or being written.
+        RefusedError: it is larger than 16 MiB.
+    """
+    with files.reading(root, file.source) as fd:
+        before = os.fstat(fd)
+        try:
+            data = files.pread_all(fd, limit_bytes=EXTRA_LIMIT_BYTES)
+        except OSError as error:
+            raise from_os_error(error, f"reading {file.path}") from error
+        after = os.fstat(fd)
+    if files.identity_of(before) != files.identity_of(after) or len(data) != after.st_size:
+        msg = f"{file.path} is being written"
+        raise SourceChanged(msg, hint="the next turn looks again")
+    mode = stat.S_IMODE(after.st_mode)
+    folder_mode = _folder_mode(root, file.source)
+    return data, MemorySource(data, mode=mode, folder_mode=folder_mode, gid=after.st_gid)
+
+
+def _folder_mode(root: int, source: str) -> int:
+    parent = source.rpartition("/")[0]
+    status = files.stat_beneath(root, parent) if parent else os.fstat(root)
+    return stat.S_IMODE(status.st_mode) if status is not None else 0o700
+
+
+def _same_tensors(file: ShipFile, entry: ManifestFile) -> bool:
+    return file.tensor_fingerprint is not None and file.tensor_fingerprint == entry.tensor_fingerprint
