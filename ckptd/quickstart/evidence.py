@@ -94,6 +94,8 @@ class Evidence:
     observed: tuple[dict[str, Any], ...]
     audit: tuple[AuditLine, ...]
     driver: tuple[dict[str, Any], ...]
+    steps: tuple[float, ...]
+    """When each training step of the two runs that were saved ended."""
 
     @property
     def nas(self) -> Path:
@@ -167,6 +169,7 @@ def load(root: Path) -> Evidence:
     saves: list[Save] = []
     losses: dict[str, dict[int, float]] = {}
     starts: dict[str, dict[str, Any]] = {}
+    steps: list[float] = []
     for path in sorted(records.glob("train-*.jsonl")):
         run = path.stem.removeprefix("train-")
         for line in read_lines(path):
@@ -174,6 +177,7 @@ def load(root: Path) -> Evidence:
                 saves.append(_save(run, line))
             elif line["kind"] == "step":
                 losses.setdefault(run, {})[line["step"]] = line["loss"]
+                steps += [line["at"]] if run != "reference" else []
             elif line["kind"] == "start":
                 starts[run] = line
     log = read_lines(observed / "log.jsonl")
@@ -188,6 +192,7 @@ def load(root: Path) -> Evidence:
         observed=tuple(log),
         audit=tuple(sorted(audit, key=lambda line: line.at)),
         driver=tuple(read_lines(records / "driver.jsonl")),
+        steps=tuple(steps),
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.quickstart import checks_nas, checks_node
+from ckptd.quickstart import checks_nas as nas
+from ckptd.quickstart import checks_node as node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,44 +34,29 @@ class Verdict:
 
 
 PROMISES: tuple[tuple[str, str, str, Callable[[Evidence], tuple[int, list[str]]]], ...] = (
-    (
-        "P1",
-        "removed local files: listed by a COMMIT of that moment",
-        "files",
-        checks_node.removals_were_covered,
-    ),
-    (
-        "P1",
-        "nothing left the node without a line in audit.jsonl",
-        "folders",
-        checks_node.nothing_vanished_silently,
-    ),
-    ("P2", "files on the NAS = the trainer's SHA-256", "files", checks_nas.remote_bytes_are_the_trainers),
-    ("P2", "derived files on the NAS = as committed", "files", checks_nas.derived_objects_stayed),
-    ("P3", "COMMITs rest on quoted manifests, none replaced", "commits", checks_nas.commits_are_final),
-    ("P4", "one COMMIT holds one whole save", "commits", checks_nas.one_save_per_commit),
+    ("P1", "removed local files: listed by a COMMIT of that moment", "files", node.removals_were_covered),
+    ("P1", "nothing left the node without a line in audit.jsonl", "folders", node.nothing_vanished_silently),
+    ("P2", "files on the NAS = the trainer's SHA-256", "files", nas.remote_bytes_are_the_trainers),
+    ("P2", "derived files on the NAS = as committed", "files", nas.derived_objects_stayed),
+    ("P3", "COMMITs rest on quoted manifests, none replaced", "commits", nas.commits_are_final),
+    ("P4", "one COMMIT holds one whole save", "commits", nas.one_save_per_commit),
     (
         "P5",
         "the torn save: never committed, never deleted",
         "files",
-        checks_node.torn_was_neither_committed_nor_deleted,
+        node.torn_was_neither_committed_nor_deleted,
     ),
-    ("P5", "the newest stayed at each removal", "removals", checks_node.newest_stayed),
-    ("P5", "save_total_limit is kept at the end", "checkpoints", checks_node.limit_is_kept),
-    ("P6", "`latest` on the NAS named committed ones only", "looks", checks_nas.latest_names_the_committed),
-    ("P7", "SIGKILL in mid-upload: committed afterwards", "kills", checks_nas.kill_lost_nothing),
-    ("P8", "nothing committed was sent again", "files", checks_nas.nothing_was_sent_twice),
-    ("P11", "the trainer's files are as it wrote them", "files", checks_node.trainers_files_are_untouched),
-    ("P12", "daemon and children within memory_budget", "samples", checks_node.memory_stayed_in_budget),
-    (
-        "P18",
-        "resume took the newest COMMIT, on other ranks",
-        "resumes",
-        checks_node.resume_took_the_newest_commit,
-    ),
-    ("§5", "remote retention: tombstone before removal", "commits", checks_nas.tombstone_precedes_removal),
-    ("end", "every save of the resumed run is committed", "saves", checks_nas.everything_came_through),
-    ("end", "losses = uninterrupted run's, within 1e-3", "steps", checks_node.losses_agree),
+    ("P5", "the newest stayed at each removal", "removals", node.newest_stayed),
+    ("P5", "save_total_limit is kept at the end", "checkpoints", node.limit_is_kept),
+    ("P6", "`latest` on the NAS named committed ones only", "looks", nas.latest_names_the_committed),
+    ("P7", "SIGKILL in mid-upload: committed afterwards", "kills", nas.kill_lost_nothing),
+    ("P8", "nothing committed was sent again", "files", nas.nothing_was_sent_twice),
+    ("P11", "the trainer's files are as it wrote them", "files", node.trainers_files_are_untouched),
+    ("P12", "daemon and children within memory_budget", "samples", node.memory_stayed_in_budget),
+    ("P18", "resume took the newest COMMIT, on other ranks", "resumes", node.resume_took_the_newest_commit),
+    ("§5", "remote retention: tombstone before removal", "commits", nas.tombstone_precedes_removal),
+    ("end", "every save of the resumed run is committed", "saves", nas.everything_came_through),
+    ("end", "losses = uninterrupted run's, within 1e-3", "steps", node.losses_agree),
 )
 
 

@@ -1,0 +1,192 @@
+"""The play itself: training under watch, two kills, a lost node, resume on other ranks, the end.
+
+Faults are real: SIGKILL to ckptd in mid-upload, SIGKILL to every rank in mid-save, rm of the node's files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.quickstart.actors import Daemon, Watcher
+from ckptd.quickstart.convert_only import QuickstartFailed, run_ckptd
+from ckptd.quickstart.evidence import folder_files
+from ckptd.quickstart.launch import start_training
+from ckptd.quickstart.scene import LAST_STEP, SAVE_EVERY, STEP_SECONDS, TORN_AT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.quickstart.launch import Training
+    from ckptd.quickstart.progress import Progress
+    from ckptd.quickstart.scene import Scene
+
+COMMITS_BEFORE_KILL = 2
+PART_BYTES_AT_KILL = 2_000_000
+TICK_SECONDS = 0.05
+ACT_SECONDS = 150.0
+SETTLE_SECONDS = 60.0
+
+
+class Play:
+    """One quickstart from the first step to the last COMMIT."""
+
+    def __init__(self, scene: Scene, progress: Progress) -> None:
+        self._scene, self._progress = scene, progress
+        self._daemon = Daemon(scene)
+        self._watcher: Watcher | None = None
+        self._trainings: list[Training] = []
+
+    def run(self) -> None:
+        """All acts; whatever was started is ended, however it goes."""
+        self._scene.prepare()
+        try:
+            self._watcher = Watcher(self._scene)
+            self._daemon.start()
+            self._train_and_kill()
+            self._lose_the_node()
+            self._resume()
+            self._train_to_the_end()
+        finally:
+            for training in self._trainings:
+                training.kill()
+            self._daemon.stop()
+            if self._watcher is not None:
+                self._watcher.stop()
+            self._keep_audit("2")
+
+    def _wait(self, what: str, done: Callable[[], bool], seconds: float, *, must: bool = True) -> bool:
+        deadline = time.monotonic() + seconds
+        while not done():
+            self._daemon.check()
+            self._progress.update()
+            if time.monotonic() > deadline:
+                if must:
+                    msg = f"waited {seconds:.0f} s for {what}"
+                    raise QuickstartFailed(msg, hint=f"see {self._scene.records}")
+                return False
+            time.sleep(TICK_SECONDS)
+        return True
+
+    def _start(self, run: str, save_dir_of: str, world_size: int, options: list[str]) -> Training:
+        save_dir = self._scene.save_dir if save_dir_of == "node" else self._scene.root / save_dir_of
+        training = start_training(
+            run,
+            self._scene.records,
+            save_dir,
+            stage=self._scene.stage,
+            world_size=world_size,
+            options=options,
+        )
+        self._trainings.append(training)
+        self._progress.follow(training)
+        return training
+
+    def _train_and_kill(self) -> None:
+        scene, say = self._scene, self._progress.say
+        say(f"training on {scene.world_size} ranks, ZeRO stage {scene.stage}; ckptd watches")
+        options = ["--last-step", str(LAST_STEP), "--save-every", str(SAVE_EVERY), "--tear-at", str(TORN_AT)]
+        options += ["--step-seconds", str(STEP_SECONDS)]
+        training = self._start("first", "node", scene.world_size, options)
+        hit: list[str] = []
+
+        def uploading() -> bool:
+            training.check()
+            parts = scene.parts_in_flight()
+            hit[:] = [t for t, size in parts.items() if size >= PART_BYTES_AT_KILL]
+            return bool(hit) and len(scene.committed_tags()) >= COMMITS_BEFORE_KILL
+
+        self._wait("an upload to interrupt", uploading, ACT_SECONDS)
+        tag = hit[0]
+        self._daemon.kill()
+        scene.note("kill-daemon", tag=tag, part_bytes=scene.parts_in_flight().get(tag, 0))
+        say(f"SIGKILL to ckptd in the middle of the upload of {tag}; it is started again")
+        self._daemon.start()
+        self._wait(f"a torn save of {scene.torn_tag}", lambda: self._is_torn(training), ACT_SECONDS)
+        self._wait(f"the COMMIT of {tag}", lambda: tag in scene.committed_tags(), SETTLE_SECONDS)
+        training.kill()
+        scene.note("kill-trainer", tag=scene.torn_tag, latest=self._latest())
+        torn = folder_files(scene.save_dir / scene.torn_tag)
+        scene.write_plan([(name, size, digest) for name, (size, digest) in torn.items()])
+        say(
+            f"SIGKILL to the training in the middle of saving {scene.torn_tag}; latest names {self._latest()}"
+        )
+
+    def _is_torn(self, training: Training) -> bool:
+        training.check()
+        if not any(line["kind"] == "tearing" for line in training.rank_lines(1)):
+            return False
+        if self._scene.stage < 3:
+            return self._latest() == self._scene.torn_tag
+        folder = self._scene.save_dir / self._scene.torn_tag
+        before = [p.stat().st_size for p in sorted(folder.iterdir())]
+        time.sleep(1.0)
+        return before == [p.stat().st_size for p in sorted(folder.iterdir())]
+
+    def _latest(self) -> str | None:
+        try:
+            return (self._scene.save_dir / "latest").read_text().strip()
+        except OSError:
+            return None
+
+    def _lose_the_node(self) -> None:
+        scene, begin = self._scene, time.time()
+        self._daemon.kill()
+        self._keep_audit("1")
+        for path in scene.save_dir.iterdir():
+            if path.name in (scene.torn_tag, "latest"):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        scene.note("wipe", begin=begin, left=sorted(p.name for p in scene.save_dir.iterdir()))
+        self._progress.say(
+            "the node is replaced: all but the torn save and `latest` is gone, ckptd's state too"
+        )
+
+    def _keep_audit(self, name: str) -> None:
+        source = self._scene.state_dir / "audit.jsonl"
+        if source.exists():
+            shutil.copyfile(source, self._scene.root / "audit" / f"{name}.jsonl")
+
+    def _resume(self) -> None:
+        scene, begin = self._scene, time.time()
+        ranks = scene.resume_world_size
+        done = run_ckptd(["resume", str(scene.job_file), "--world-size", str(ranks)])
+        scene.note(
+            "resume",
+            begin=begin,
+            exit_code=done.returncode,
+            printed=done.stdout.strip(),
+            stderr=done.stderr,
+            latest=self._latest(),
+        )
+        if done.returncode:
+            msg = f"ckptd resume ended with {done.returncode}: {done.stderr.strip()}"
+            raise QuickstartFailed(msg)
+        seconds = time.time() - begin
+        self._progress.say(f"ckptd resume: latest names {self._latest()} after {seconds:.1f} s")
+
+    def _train_to_the_end(self) -> None:
+        scene, ranks = self._scene, self._scene.resume_world_size
+        self._daemon.start()
+        self._progress.say(f"training resumes from universal on {ranks} {'rank' if ranks == 1 else 'ranks'}")
+        options = ["--last-step", str(LAST_STEP), "--save-every", str(SAVE_EVERY)]
+        options += ["--load", "universal", "--init-seed", "99", "--step-seconds", str(STEP_SECONDS)]
+        resumed = self._start("resumed", "node", ranks, options)
+        self._wait("the resumed training", lambda: not resumed.check(), ACT_SECONDS)
+        self._progress.say("the same training without interruption, for comparison")
+        reference = self._start("reference", "reference", scene.world_size, ["--last-step", str(LAST_STEP)])
+        self._wait("the reference run", lambda: not reference.check(), ACT_SECONDS)
+        tags = {str(line["tag"]) for line in resumed.lines("saved")}
+        self._wait("the last COMMITs", lambda: tags <= scene.committed_tags(), SETTLE_SECONDS, must=False)
+        self._wait("rotation", lambda: self._is_rotated(tags), SETTLE_SECONDS / 3, must=False)
+
+    def _is_rotated(self, tags: set[str]) -> bool:
+        """Rotation is over and the newest universal form is on the NAS."""
+        newest = max(tags, key=lambda tag: int(tag.removeprefix("global_step")))
+        scene = self._scene
+        local = [tag for tag in scene.local_tags() if tag in scene.committed_tags()]
+        return len(local) <= 2 and newest in scene.committed_tags("universal")

@@ -1,0 +1,98 @@
+"""What `ckptd quickstart` does before anything runs: packages, directory, numbers of ranks.
+
+Separate from the command, which only parses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ckptd.errors import NotFoundError, TargetExists, UsageError
+from ckptd.quickstart.scene import Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEEDED = ("torch", "deepspeed", "matplotlib", "ninja")
+COLUMNS = 132
+"""Width of tables when there is no terminal to ask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The command's options; `resume_world_size` 0 = choose."""
+
+    stage: int
+    world_size: int
+    resume_world_size: int
+    keep: Path | None
+    out: Path
+    convert_only: bool
+
+
+def start(request: Request) -> None:
+    """Run the quickstart that was asked for.
+
+    Raises:
+        NotFoundError: a package of the extra `quickstart` is missing.
+        TargetExists: `--keep DIR` is not empty.
+        UsageError: a number of ranks that does not divide the batch.
+        QuickstartFailed: a promise did not hold.
+    """
+    _check_packages()
+    resume_ranks = request.resume_world_size or _other_ranks(request.world_size)
+    for ranks in (request.world_size, resume_ranks):
+        if ranks & (ranks - 1):
+            msg = f"{ranks} ranks do not divide the batch of 16"
+            raise UsageError(msg, hint="use 1, 2, 4 or 8 (2, 4 or 8 for the first training)")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=COLUMNS)
+    with _directory(request.keep) as root:
+        if request.convert_only:
+            from ckptd.quickstart.convert_only import convert_only
+
+            convert_only(
+                root, request.out, stage=request.stage, world_size=request.world_size, console=console
+            )
+        else:
+            from ckptd.quickstart.full import quickstart
+
+            quickstart(Scene(root, request.stage, request.world_size, resume_ranks), request.out, console)
+    if request.keep is not None:
+        console.print(f"kept: {request.keep}", highlight=False, soft_wrap=True)
+        if not request.convert_only:
+            console.print(f"judge again: python -m ckptd.quickstart.judge {request.keep}", soft_wrap=True)
+
+
+def _other_ranks(world_size: int) -> int:
+    more = world_size * 2
+    return more if len(os.sched_getaffinity(0)) >= more <= 8 else world_size // 2
+
+
+def _check_packages() -> None:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        msg = f"the quickstart trains for real and needs {', '.join(missing)}"
+        raise NotFoundError(msg, hint="pip install 'ckptd[quickstart]', or `make run` in a checkout")
+
+
+@contextlib.contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="ckptd-quickstart-", ignore_cleanup_errors=True) as name:
+            yield Path(name).resolve()
+        return
+    if keep.exists() and any(keep.iterdir()):
+        msg = f"{keep} is not empty"
+        raise TargetExists(msg)
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
