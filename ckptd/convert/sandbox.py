@@ -17,6 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
+UNLIMITED = -1
 
 
 def restrict(
@@ -24,8 +25,8 @@ def restrict(
 ) -> tuple[str, ...]:
     """Restrict this process; returns the names of what holds ("rlimits", "no-new-privs", "no-network" …).
 
-    `memory_bytes` bounds the address space, `file_bytes` any file written; `network` True leaves the
-    network alone; `priority` lowers CPU and I/O priority (P11).
+    `memory_bytes` bounds the address space, `file_bytes` any file written (each may be UNLIMITED);
+    `network` True leaves the network alone; `priority` lowers CPU and I/O priority (P11).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     held: list[str] = []
@@ -59,6 +60,8 @@ def lower_priority(libc: ctypes.CDLL | None = None) -> None:
 
 
 def _limit(which: int, value: int) -> bool:
+    if value == UNLIMITED:
+        return False
     hard = resource.getrlimit(which)[1]
     bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
     try:
@@ -76,3 +79,12 @@ def _leave_network(libc: ctypes.CDLL) -> bool:
     if os.geteuid() == 0:
         return bool(libc.unshare(_CLONE_NEWNET) == 0)
     return bool(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0)
+
+
+def peak_rss_bytes() -> int:
+    """High-water mark of this process (VmHWM; ru_maxrss would count the parent before exec)."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0

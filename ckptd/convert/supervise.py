@@ -1,8 +1,255 @@
-"""The API of conversion for the daemon and the command line (docs/design.md §4)."""
+"""The API of conversion for the daemon and the command line (docs/design.md §4).
+
+`convert` starts the restricted planning child, then the executor child, watches both, and publishes the
+result by one rename; `inspect_files` and `probe_restrictions` come from `ckptd.convert.inspection`.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import ckptd
+from ckptd import errors, files
+from ckptd.convert import children
 from ckptd.convert.inspection import inspect_files, probe_restrictions
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
+from ckptd.convert.plan import Header, Trailer, read_trailer
+from ckptd.convert.watch import Watched, watch
+from ckptd.convert.workplace import (
+    PLAN,
+    SourceFolder,
+    Workplace,
+    check_destination,
+    look_at_source,
+    opened_workplace,
+    remove_workplace,
+)
 
-__all__ = ["ConvertOptions", "ConvertProgress", "ConvertReport", "inspect_files", "probe_restrictions"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = [
+    "ConvertOptions",
+    "ConvertProgress",
+    "ConvertReport",
+    "convert",
+    "inspect_files",
+    "probe_restrictions",
+]
+MAX_THREADS = 4
+PLAN_SECONDS = 3600.0
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    options: ConvertOptions | None = None,
+    *,
+    on_progress: Callable[[ConvertProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    should_pause: Callable[[], bool] | None = None,
+    work_dir: Path | None = None,
+) -> ConvertReport:
+    """Convert the checkpoint folder `source` into the new folder `destination`; blocks until published.
+
+    The partial folder lies in `work_dir` (same file system), else beside the destination. It is removed on
+    failure and left on a stop or a kill; the next call with the same source finishes it. `should_pause`
+    halts the executor by SIGSTOP for as long as it is true.
+
+    Raises:
+        RefusedError, DamagedError, TornArchiveError: the source has no universal form, or is damaged.
+        SourceChanged: it was written meanwhile. TargetExists, NoSpaceError, LockHeld, StorageError.
+        BehindError: `should_stop` said so.
+    """
+    chosen = options or ConvertOptions()
+    if chosen.form != "universal":
+        raise errors.UsageError(f"there is no form {chosen.form!r} to convert to", hint="universal is one")
+    started = time.monotonic()
+    folder = look_at_source(source)
+    target = check_destination(folder, destination)
+    parent, name = os.path.split(target)
+    place_parent = os.path.realpath(work_dir) if work_dir is not None else parent
+    conversion = Conversion(folder, chosen, on_progress, should_stop, should_pause)
+    try:
+        with opened_workplace(place_parent, name, parent) as place:
+            report = conversion.run(place, destination, target, started)
+    except errors.LockHeld:
+        raise
+    except (errors.BehindError, KeyboardInterrupt):
+        raise  # stopped: what is finished stays for the next attempt
+    except errors.CkptdError:
+        remove_workplace(place_parent, name)
+        raise
+    remove_workplace(place_parent, name)
+    if chosen.write_latest:
+        with files.opened_dir(parent) as parent_fd:
+            files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
+    return report
+
+
+class Conversion:
+    """One conversion: plan, execute, publish."""
+
+    def __init__(
+        self,
+        folder: SourceFolder,
+        options: ConvertOptions,
+        on_progress: Callable[[ConvertProgress], None] | None,
+        should_stop: Callable[[], bool] | None,
+        should_pause: Callable[[], bool] | None,
+    ) -> None:
+        self.folder = folder
+        self.options = options
+        self.on_progress = on_progress
+        self.should_stop = should_stop
+        self.should_pause = should_pause
+        self.last: dict[str, Any] = {}
+        self.peak_rss_bytes = 0
+
+    def run(self, place: Workplace, destination: Path, target: str, started: float) -> ConvertReport:
+        """Make the output in `place` and publish it as `target`."""
+        clone = place.can_clone(self.folder)
+        trailer = self._plan(place, clone=clone)
+        header = place.plan_reader(PLAN + ".new").header
+        place.adopt_plan(trailer)
+        if not clone:
+            self._check_room(place, trailer)
+        self._execute(place, trailer, clone=clone)
+        place.publish(target)
+        return self._report(destination, header, trailer, time.monotonic() - started)
+
+    def _plan(self, place: Workplace, *, clone: bool) -> Trailer:
+        self._tell(
+            ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0)
+        )
+        request = {
+            "folder": self.folder.path,
+            "files": [[n, s.role.value, s.shard.d, s.shard.mm] for n, s in self.folder.shards],
+            "folders": list(self.folder.folders),
+            "compat": self.options.compat,
+            "block": clone,
+            "strict": self.options.strict,
+        }
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(PLAN + ".new", flags, 0o600, dir_fd=place.fd), "wb") as out:
+            child = children.start("planning_child", stdout=out, stderr=subprocess.PIPE)
+            watched = self._watch(child, request, None, PLAN_SECONDS)
+        if watched.status != 0:
+            raise _failure(watched, "planning the conversion")
+        self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
+        with place.reading_plan(PLAN + ".new") as stream:
+            return read_trailer(stream)
+
+    def _check_room(self, place: Workplace, trailer: Trailer) -> None:
+        """P13 before the first byte; what an earlier attempt wrote is there already."""
+        have = sum(
+            os.stat(os.path.join(root, file)).st_size
+            for root, _, names in os.walk(os.path.join(place.path, "out"))
+            for file in names
+        )
+        left = files.free_bytes(place.fd) - (trailer.bytes - have)
+        if left < self.options.reserve_bytes:
+            raise errors.NoSpaceError(
+                f"the universal form needs {trailer.bytes - have} bytes, which would leave {left} free "
+                f"and {self.options.reserve_bytes} must stay free"
+            )
+
+    def _execute(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
+        folder, options = self.folder, self.options
+        request = {
+            "source": folder.path,
+            "work": place.path,
+            "files": [name for name, _ in folder.shards],
+            "memory_budget_bytes": options.memory_budget_bytes,
+            "reserve_bytes": options.reserve_bytes,
+            "threads": _threads(options.memory_budget_bytes),
+            "clone": clone,
+            "file_mode": folder.file_mode,
+            "folder_mode": folder.folder_mode,
+            "gid": folder.gid,
+            "verify": options.verify,
+            "low_priority": options.low_priority,
+            "manifest": {"format": "1.0", "ckptd_version": ckptd.__version__},
+        }
+
+        def on_line(line: dict[str, Any]) -> None:
+            self.last = line
+            self.peak_rss_bytes = max(self.peak_rss_bytes, line["rss"])
+            self._tell(
+                ConvertProgress(
+                    phase=line["phase"],
+                    bytes_done=line["bytes"],
+                    bytes_total=trailer.bytes,
+                    files_done=line["files"],
+                    files_total=trailer.files,
+                    bytes_cloned=line["cloned"],
+                )
+            )
+
+        child = children.start("executor_child", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        watched = self._watch(child, request, on_line, None)
+        if watched.status != 0:
+            raise _failure(watched, "converting")
+
+    def _watch(
+        self,
+        child: subprocess.Popen[bytes],
+        request: dict[str, Any],
+        on_line: Callable[[dict[str, Any]], None] | None,
+        timeout_seconds: float | None,
+    ) -> Watched:
+        return watch(
+            child,
+            json.dumps(request).encode(),
+            on_line=on_line,
+            should_stop=self.should_stop,
+            should_pause=self.should_pause,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def _tell(self, progress: ConvertProgress) -> None:
+        if self.on_progress is not None:
+            self.on_progress(progress)
+
+    def _report(self, destination: Path, header: Header, trailer: Trailer, seconds: float) -> ConvertReport:
+        return ConvertReport(
+            destination=destination,
+            layout=header.layout,
+            files=trailer.files,
+            bytes=trailer.bytes,
+            bytes_cloned=self.last.get("cloned", 0),
+            bytes_copied=self.last.get("copied", 0),
+            parameters=header.parameters,
+            step=header.step,
+            plan_sha256=trailer.sha256,
+            resumed_files=self.last.get("resumed", 0),
+            seconds=seconds,
+            peak_rss_bytes=self.peak_rss_bytes,
+            verified=self.options.verify,
+        )
+
+
+def _threads(budget_bytes: int) -> int:
+    """Copying threads: more hide latency, but each holds a window of dirty pages."""
+    return max(1, min(MAX_THREADS, os.cpu_count() or 1, (budget_bytes - (48 << 20)) // (32 << 20)))
+
+
+def _failure(watched: Watched, what: str) -> errors.CkptdError:
+    """The child's own words as an error of the tree; else how it died."""
+    if watched.stopped:
+        return errors.BehindError(f"{what} was stopped", hint="the next attempt goes on where it ended")
+    kind = getattr(errors, str(watched.said.get("error", "")), None)
+    if isinstance(kind, type) and issubclass(kind, errors.CkptdError):
+        return kind(str(watched.said.get("message", "")), hint=str(watched.said.get("hint", "")))
+    if watched.status == -signal.SIGKILL and not watched.timed_out:
+        return errors.BehindError(f"{what} was killed", hint="the next attempt goes on where it ended")
+    words = "it took too long" if watched.timed_out else children.died_of(watched.status)
+    if what.startswith("planning"):
+        return errors.RefusedError(f"{what} failed ({words})", hint="the ZeRO form is safe all the same")
+    return errors.StorageError(f"{what} failed ({words})")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptd.torchfile.limits import Limits
 
 _UNKNOWN = Global("", "<call of a non-global>")
-_DICTIONARIES = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("collections", "Counter")}
+_DICTIONARIES = {("collections", "OrderedDict"), ("collections", "defaultdict")}
 _PASS_THROUGH = {"_rebuild_parameter", "_rebuild_parameter_with_state"}
 _MAX_ELEMENTS = 1 << 56
 
@@ -70,10 +70,10 @@ class Rebuilder:
         if not isinstance(arguments, tuple):
             raise RefusedError(f"{self.name}: data.pkl makes an object with no argument tuple")
         if not isinstance(cls, Global):
-            return Inert(_UNKNOWN, (cls, *arguments))
+            return Inert(_UNKNOWN, (cls, *arguments), lossy=True)
         if (cls.module, cls.name) in _DICTIONARIES or (cls.module, cls.name) == ("torch", "Size"):
             return self._known(cls, arguments)
-        return Inert(cls, arguments)
+        return Inert(cls, arguments, made_by_new=True)
 
     def storage(self, pid: Any) -> Any:
         """A persistent id: `('storage', type, key, location, numel)`."""
@@ -99,8 +99,8 @@ class Rebuilder:
         return made
 
     def _dictionary(self, origin: Global, arguments: tuple[Any, ...]) -> InertDict:
-        made = InertDict(origin)
         pairs = arguments[-1] if arguments and isinstance(arguments[-1], list) else []
+        made = InertDict(origin, arguments[:-1] if pairs else arguments)
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str | int):
                 raise RefusedError(

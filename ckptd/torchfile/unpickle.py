@@ -139,6 +139,7 @@ class _Machine:
     def set_items(self, target: Any, items: list[Any]) -> None:
         """Store alternating keys and values."""
         if isinstance(target, Inert):
+            target.lossy = True
             return
         if not isinstance(target, dict) or len(items) % 2:
             raise RefusedError(f"{self.name}: data.pkl sets items of a {type(target).__name__}")
@@ -149,7 +150,9 @@ class _Machine:
         """Append to a list; a stand-in swallows the items."""
         if isinstance(target, list):
             target.extend(items)
-        elif not isinstance(target, Inert):
+        elif isinstance(target, Inert):
+            target.lossy = True
+        else:
             raise RefusedError(f"{self.name}: data.pkl appends to a {type(target).__name__}")
 
     def build(self, target: Any, state: Any) -> None:
@@ -264,18 +267,21 @@ def _new_object(m: _Machine) -> None:
 
 def _new_object_ex(m: _Machine) -> None:
     keywords, arguments, cls = m.stack.pop(), m.stack.pop(), m.stack.pop()
-    m.stack.append(m.rebuild.new(cls, (*arguments, keywords)))
+    made = m.rebuild.new(cls, arguments)
+    if isinstance(made, Inert):
+        made.lossy = bool(keywords)
+    m.stack.append(made)
 
 
 def _object(m: _Machine) -> None:
     items = m.pop_mark()
-    m.stack.append(m.rebuild.new(items[0], tuple(items[1:])))
+    m.stack.append(m.rebuild.call(items[0], tuple(items[1:])))
 
 
 def _instance(m: _Machine) -> None:
     module, name = m.line().decode(), m.line().decode()
     items = m.pop_mark()
-    m.stack.append(m.rebuild.new(Global(module, name), tuple(items)))
+    m.stack.append(m.rebuild.call(Global(module, name), tuple(items)))
 
 
 def _build(m: _Machine) -> None:

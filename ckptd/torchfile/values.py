@@ -62,6 +62,10 @@ class Inert:
     origin: Global
     args: tuple[Any, ...] = ()
     state: Any = None
+    made_by_new: bool = False
+    """NEWOBJ rather than REDUCE: matters only for writing it again."""
+    lossy: bool = False
+    """It swallowed items or keyword arguments: it cannot be written again."""
 
     def field(self, name: str) -> Any:
         """An attribute of the pickled object's `__dict__` state; None when absent."""
@@ -71,11 +75,12 @@ class Inert:
 class InertDict(dict[Any, Any]):
     """A dictionary subclass (OrderedDict, defaultdict); `origin` names the class."""
 
-    __slots__ = ("origin",)
+    __slots__ = ("args", "origin")
 
-    def __init__(self, origin: Global) -> None:
+    def __init__(self, origin: Global, args: tuple[Any, ...] = ()) -> None:
         super().__init__()
         self.origin = origin
+        self.args = args
 
 
 class Size(tuple[int, ...]):

@@ -1,0 +1,254 @@
+"""Making the files of a plan: clone extents where the file system can, else copy in bounded windows.
+
+Never unpickles. Each file is written under a temporary name in a folder of its own, flushed, and renamed;
+so a final name in the output folder is a finished, durable file, and a restart skips it (P7). Dirty pages
+are written back and dropped window by window, so that the page cache counted to us stays small (P12).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from ckptd import files
+from ckptd.convert.casts import widen
+from ckptd.convert.plan import SOURCE_ITEM_BYTES, Literal, OutputFile, Part, Range, Widen
+from ckptd.errors import NoSpaceError, RefusedError
+from ckptd.torchfile.skeleton import BLOCK_BYTES
+
+MIB = 1 << 20
+MIN_CLONE_BYTES = 16 << 10
+_BATCH_FILES = 48
+
+
+class Stopped(Exception):
+    """SIGTERM: what is finished stays, the rest is done by the next attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to write: window and batch bound what is dirty per thread; reserve is P13's."""
+
+    window_bytes: int
+    batch_bytes: int
+    threads: int
+    clone: bool
+    reserve_bytes: int
+    file_mode: int
+    folder_mode: int
+    gid: int
+
+    @staticmethod
+    def within(
+        budget_bytes: int, *, threads: int, clone: bool, reserve_bytes: int, modes: tuple[int, int, int]
+    ) -> Settings:
+        """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
+        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads))
+        window = min(64 * MIB, share)
+        return Settings(
+            window_bytes=window,
+            batch_bytes=window,
+            threads=threads,
+            clone=clone,
+            reserve_bytes=reserve_bytes,
+            file_mode=modes[0],
+            folder_mode=modes[1],
+            gid=modes[2],
+        )
+
+
+class Counters:
+    """What was done, shared by the threads and the progress line."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.files = self.bytes = self.cloned = self.copied = self.resumed = 0
+
+    def add(
+        self, *, files: int = 0, nbytes: int = 0, cloned: int = 0, copied: int = 0, resumed: int = 0
+    ) -> None:
+        """Add to the counts; bytes are of output files."""
+        with self._lock:
+            self.files += files
+            self.bytes += nbytes
+            self.cloned += cloned
+            self.copied += copied
+            self.resumed += resumed
+
+
+class Folders:
+    """Directory descriptors below the output folder, made on demand; the last few stay open."""
+
+    def __init__(self, out_fd: int, settings: Settings) -> None:
+        self._out_fd = out_fd
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._made: set[str] = set()
+
+    def ensure(self, path: str) -> None:
+        """Make the parent folder of an output."""
+        parents = path.split("/")[:-1]
+        with self._lock:
+            for depth in range(1, len(parents) + 1):
+                parent = "/".join(parents[:depth])
+                if parent in self._made:
+                    continue
+                fd = files.open_dir_beneath(self._out_fd, parent, create_mode=self._settings.folder_mode)
+                try:
+                    own(fd, self._settings.gid, self._settings.folder_mode)
+                finally:
+                    os.close(fd)
+                self._made.add(parent)
+
+    def made(self) -> list[str]:
+        """Folders that hold outputs, for the last fsync."""
+        return sorted(self._made)
+
+
+def own(fd: int, gid: int, mode: int) -> None:
+    """Give a file or folder the checkpoint's group, never a wider mode (P15)."""
+    if os.fstat(fd).st_gid != gid:
+        try:
+            os.fchown(fd, -1, gid)
+        except OSError:
+            mode &= ~0o070
+    os.fchmod(fd, mode)
+
+
+class Worker:
+    """One copying thread's state: its batch of files that are written but not yet flushed and renamed."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        out_fd: int,
+        temporary_fd: int,
+        sources: list[int],
+        folders: Folders,
+        settings: Settings,
+        counters: Counters,
+        stop: threading.Event,
+    ) -> None:
+        self.number = number
+        self.out_fd = out_fd
+        self.temporary_fd = temporary_fd
+        self.sources = sources
+        self.folders = folders
+        self.settings = settings
+        self.counters = counters
+        self.stop = stop
+        self.clone = settings.clone
+        self.batch: list[tuple[int, str, OutputFile]] = []
+        self.batched_bytes = 0
+        self.serial = 0
+
+    def make(self, output: OutputFile) -> None:
+        """Write one output, or skip it when an earlier attempt finished it."""
+        self.folders.ensure(output.path)
+        done = files.stat_beneath(self.out_fd, output.path)
+        if done is not None and done.st_size == output.nbytes:
+            self.counters.add(files=1, nbytes=output.nbytes, resumed=1)
+            return
+        self.serial += 1
+        name = f"{self.number}-{self.serial}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self.temporary_fd)
+        self.batch.append((fd, name, output))
+        at = 0
+        for part in output.parts:
+            self._check_stop()
+            self._part(fd, at, part)
+            at += part.nbytes
+        own(fd, self.settings.gid, self.settings.file_mode)
+        files.start_flush(fd)
+        self.batched_bytes += output.nbytes
+        if self.batched_bytes >= self.settings.batch_bytes or len(self.batch) >= _BATCH_FILES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Flush the batch, then give its files their final names: a final name means durable."""
+        for fd, _, _ in self.batch:
+            os.fsync(fd)
+        for fd, name, output in self.batch:
+            files.drop_pages(fd)
+            os.close(fd)
+            os.rename(name, output.path, src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+            self.counters.add(files=1)
+        self.batch.clear()
+        self.batched_bytes = 0
+
+    def abandon(self) -> None:
+        """Close what is open; temporaries are removed by whoever resumes or gives up."""
+        for fd, _, _ in self.batch:
+            os.close(fd)
+        self.batch.clear()
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
+
+    def _check_room(self, length: int) -> None:
+        """P13: writing `length` bytes must leave the reserve free."""
+        if (
+            self.settings.reserve_bytes
+            and files.free_bytes(self.out_fd) - length < self.settings.reserve_bytes
+        ):
+            raise NoSpaceError(
+                f"writing on would leave less than {self.settings.reserve_bytes} bytes free for the next save"
+            )
+
+    def _part(self, fd: int, at: int, part: Part) -> None:
+        if isinstance(part, Literal):
+            os.pwrite(fd, part.data, at)
+            self.counters.add(nbytes=part.nbytes)
+        elif isinstance(part, Range):
+            self._range(fd, at, part)
+        else:
+            self._widen(fd, at, part)
+
+    def _range(self, fd: int, at: int, part: Range) -> None:
+        """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
+        source = self.sources[part.source]
+        begin = part.offset + (-part.offset) % BLOCK_BYTES
+        end = (part.offset + part.nbytes) // BLOCK_BYTES * BLOCK_BYTES
+        aligned = (part.offset - at) % BLOCK_BYTES == 0 and end - begin >= MIN_CLONE_BYTES
+        if self.clone and aligned:
+            shift = at - part.offset
+            self._copy(source, part.offset, fd, at, begin - part.offset)
+            if files.clone_range(source, begin, fd, begin + shift, end - begin):
+                self.counters.add(nbytes=end - begin, cloned=end - begin)
+                self._copy(source, end, fd, end + shift, part.offset + part.nbytes - end)
+                return
+            self.clone = False
+            self._copy(source, begin, fd, begin + shift, part.offset + part.nbytes - begin)
+            return
+        self._copy(source, part.offset, fd, at, part.nbytes)
+
+    def _copy(self, source: int, offset: int, fd: int, at: int, length: int) -> None:
+        """Copy in windows; each window's pages are on their way to disk before the next one begins."""
+        done = 0
+        while done < length:
+            self._check_stop()
+            step = min(self.settings.window_bytes, length - done)
+            self._check_room(step)
+            files.copy_range(source, offset + done, fd, at + done, step)
+            self.counters.add(nbytes=step, copied=step)
+            if done or step < length:
+                files.flush_range(fd, at + done, step)
+                files.drop_pages(fd, at + done, step)
+            done += step
+
+    def _widen(self, fd: int, at: int, part: Widen) -> None:
+        item = SOURCE_ITEM_BYTES[part.dtype]
+        block = MIB // 4
+        for first in range(0, part.count, block):
+            self._check_stop()
+            count = min(block, part.count - first)
+            self._check_room(4 * count)
+            data = os.pread(self.sources[part.source], count * item, part.offset + first * item)
+            if len(data) != count * item:
+                raise RefusedError("a source ended early while it was read")
+            os.pwrite(fd, widen(data, part.dtype), at + 4 * first)
+            self.counters.add(nbytes=4 * count, copied=4 * count)

@@ -1,0 +1,294 @@
+"""`python -m ckptd.convert.executor_child`: makes the files of a plan (docs/design.md §4).
+
+Request on stdin: see `Request`. Progress goes to stdout as JSON lines, a failure to stderr as one line.
+SIGTERM stops it between windows; SIGSTOP and SIGCONT pause it; kill -9 leaves a folder that the next
+attempt finishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd import files
+from ckptd.convert.execute import Counters, Folders, Settings, Stopped, Worker, own
+from ckptd.convert.plan import OutputFile, OutputLink, PlanReader
+from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
+from ckptd.convert.verify import verify_outputs, verify_sources
+from ckptd.errors import CkptdError, SourceChanged, from_os_error
+
+PROGRESS_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`source`: folder read; `work`: our folder (plan.jsonl, tmp/, out/); `files`: names that may be read."""
+
+    source: str
+    work: str
+    files: list[str]
+    memory_budget_bytes: int
+    reserve_bytes: int
+    threads: int
+    clone: bool
+    file_mode: int
+    folder_mode: int
+    gid: int
+    verify: bool
+    low_priority: bool
+    manifest: dict[str, Any]
+
+
+def main() -> int:
+    """Serve one request; exit status 0 = every file is in place and durable."""
+    request = Request(**json.loads(sys.stdin.buffer.read()))
+    restrict(
+        memory_bytes=UNLIMITED, cpu_seconds=UNLIMITED, file_bytes=UNLIMITED, priority=request.low_priority
+    )
+    os.umask(0)  # modes are given explicitly, those of the checkpoint (P15)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        with files.opened_dir(request.work) as work_fd, files.opened_dir(request.source) as source_fd:
+            Execution(request, work_fd, source_fd, stop).run()
+    except Stopped:
+        return 128 + signal.SIGTERM
+    except CkptdError as error:
+        return _fail(error)
+    except OSError as error:
+        return _fail(from_os_error(error, f"converting into {request.work}"))
+    return 0
+
+
+def _fail(error: CkptdError) -> int:
+    line = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    sys.stderr.write(json.dumps(line) + "\n")
+    return error.exit_code
+
+
+class Execution:
+    """One run over one plan."""
+
+    def __init__(self, request: Request, work_fd: int, source_fd: int, stop: threading.Event) -> None:
+        self.request = request
+        self.work_fd = work_fd
+        self.source_fd = source_fd
+        self.stop = stop
+        self.counters = Counters()
+        self.phase = "copying"
+        self.out_fd = files.open_dir_beneath(work_fd, "out")
+        self.temporary_fd = files.open_dir_beneath(work_fd, "tmp")
+        self.sources: list[int] = []
+        self.settings = Settings.within(
+            request.memory_budget_bytes,
+            threads=request.threads,
+            clone=request.clone,
+            reserve_bytes=request.reserve_bytes,
+            modes=(request.file_mode, request.folder_mode, request.gid),
+        )
+        self.folders = Folders(self.out_fd, self.settings)
+        self.failures: list[BaseException] = []
+
+    def run(self) -> None:
+        """Verify sources if asked, make all files, prove the sources unchanged, flush folders."""
+        plan_fd = files.open_beneath(self.work_fd, "plan.jsonl")
+        with open(plan_fd, "rb") as stream:
+            plan = PlanReader(stream)
+            self._open_sources(plan)
+            with Ticker(self):
+                if self.request.verify:
+                    self.phase = "verifying"
+                    verify_sources(plan.header, self.sources, self._check_stop)
+                    self.phase = "copying"
+                links = self._copy_all(plan)
+                for link in links:
+                    self._link(link)
+                if self.request.verify:
+                    self.phase = "verifying"
+                    stream.seek(0)
+                    verify_outputs(PlanReader(stream), self.sources, self.out_fd, self._check_stop)
+                self._recheck_sources(plan)
+                self.phase = "publishing"
+                self._finish(plan)
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
+
+    def _open_sources(self, plan: PlanReader) -> None:
+        """Only names that the parent listed; each still the file that was planned (P4)."""
+        allowed = set(self.request.files)
+        for source, identity in zip(plan.header.sources, plan.identities, strict=True):
+            if source.path not in allowed:
+                raise SourceChanged(f"the plan names {source.path}, which was not listed")
+            fd = files.open_beneath(self.source_fd, source.path)
+            self.sources.append(fd)
+            if _identity(os.fstat(fd)) != identity:
+                raise SourceChanged(f"{source.path} was written since it was read")
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def _recheck_sources(self, plan: PlanReader) -> None:
+        for source, identity in zip(plan.header.sources, plan.identities, strict=True):
+            status = files.stat_beneath(self.source_fd, source.path)
+            if status is None or _identity(status) != identity:
+                raise SourceChanged(
+                    f"{source.path} was written or removed while it was converted",
+                    hint="nothing was published; convert again when the save is complete",
+                )
+
+    def _copy_all(self, plan: PlanReader) -> list[OutputLink]:
+        """Hand outputs to the threads in plan order; returns the links."""
+        work: queue.Queue[OutputFile | None] = queue.Queue(maxsize=2 * self.settings.threads)
+        threads = [
+            threading.Thread(target=self._serve, args=(number, work), daemon=True)
+            for number in range(self.settings.threads)
+        ]
+        for thread in threads:
+            thread.start()
+        links: list[OutputLink] = []
+        try:
+            for output in plan:
+                if isinstance(output, OutputLink):
+                    links.append(output)
+                elif not self._offer(work, output):
+                    break
+        finally:
+            for _ in threads:
+                while not self._offer(work, None) and any(t.is_alive() for t in threads):
+                    pass
+            for thread in threads:
+                thread.join()
+        if self.failures:
+            raise self.failures[0]
+        self._check_stop()
+        return links
+
+    def _offer(self, work: queue.Queue[OutputFile | None], item: OutputFile | None) -> bool:
+        """Queue an item; False when the run is over because of a failure or a stop."""
+        while True:
+            if item is not None and (self.failures or self.stop.is_set()):
+                return False
+            try:
+                work.put(item, timeout=0.2)
+            except queue.Full:
+                if item is None:
+                    return False
+                continue
+            return True
+
+    def _serve(self, number: int, work: queue.Queue[OutputFile | None]) -> None:
+        worker = Worker(
+            number,
+            out_fd=self.out_fd,
+            temporary_fd=self.temporary_fd,
+            sources=self.sources,
+            folders=self.folders,
+            settings=self.settings,
+            counters=self.counters,
+            stop=self.stop,
+        )
+        while (output := work.get()) is not None:
+            if self.failures or self.stop.is_set():
+                continue
+            try:
+                worker.make(output)
+            except (CkptdError, OSError, Stopped) as error:
+                self.failures.append(error)
+        try:
+            if not self.failures and not self.stop.is_set():
+                worker.settle()
+        except (CkptdError, OSError) as error:
+            self.failures.append(error)
+        finally:
+            worker.abandon()
+
+    def _link(self, link: OutputLink) -> None:
+        """A second name for a file of ours (never for a trainer's)."""
+        if files.stat_beneath(self.out_fd, link.path) is None:
+            os.link(
+                link.target, link.path, src_dir_fd=self.out_fd, dst_dir_fd=self.out_fd, follow_symlinks=False
+            )
+        self.counters.add(files=1)
+
+    def _finish(self, plan: PlanReader) -> None:
+        """ckptd.json at the root, then every folder durable."""
+        assert plan.trailer is not None
+        header = plan.header
+        text = {
+            **self.request.manifest,
+            "form": header.form,
+            "layout": header.layout,
+            "alignment": header.block_bytes,
+            "plan_sha256": plan.trailer.sha256,
+            "source": {
+                "step": header.step,
+                "zero_stage": header.stage,
+                "ds_version": header.ds_version,
+                "dp": header.dp,
+                "fingerprints": {s.path: s.fingerprint for s in header.sources},
+            },
+        }
+        data = json.dumps(text, indent=1, sort_keys=True).encode() + b"\n"
+        files.write_atomic(self.out_fd, "ckptd.json", data, mode=self.request.file_mode)
+        with files.reading(self.out_fd, "ckptd.json") as fd:
+            own(fd, self.request.gid, self.request.file_mode)
+        own(self.out_fd, self.request.gid, self.request.folder_mode)
+        for folder in self.folders.made():
+            fd = files.open_dir_beneath(self.out_fd, folder)
+            try:
+                files.fsync_dir(fd)
+            finally:
+                os.close(fd)
+        files.fsync_dir(self.out_fd)
+
+
+class Ticker:
+    """Prints a progress line every quarter of a second, and one at the end."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._print()
+
+    def _run(self) -> None:
+        while not self._done.wait(PROGRESS_SECONDS):
+            self._print()
+
+    def _print(self) -> None:
+        c = self._execution.counters
+        line = {
+            "phase": self._execution.phase,
+            "files": c.files,
+            "bytes": c.bytes,
+            "cloned": c.cloned,
+            "copied": c.copied,
+            "resumed": c.resumed,
+            "at": time.monotonic(),
+            "rss": peak_rss_bytes(),
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

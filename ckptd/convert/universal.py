@@ -1,0 +1,237 @@
+"""The universal layout as output files: strict as the stock converter writes, or the superset.
+
+docs/formats.md §5, §6 (strict) and §7.2 (superset, loads in stages 1, 2 and 3). Every file is a header of
+ours and ranges of the source; nothing of ours lies in a parameter folder.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptd.convert.plan import SOURCE_ITEM_BYTES, Literal, OutputFile, OutputLink, Part, Range, Widen
+from ckptd.errors import RefusedError
+from ckptd.torchfile.repickle import repickle
+from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
+from ckptd.torchfile.values import ITEM_BYTES, Storage, Tensor
+from ckptd.zero import stage3, stage12
+from ckptd.zero.facts import as_dict
+from ckptd.zero.patterns import Patterns, Rule
+from ckptd.zero.survey import is_folder_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptd.zero.parameters import Parameter, StateRanges
+    from ckptd.zero.survey import Save
+
+CLONE_WORTH_BYTES = 64 << 10
+FP32_COPIES_SINCE = (0, 19, 8)
+"""First version whose converter writes fp32.pt for buffers, frozen parameters and aliases."""
+SUPERSET_SINCE = (0, 19, 4)
+"""First version whose stage 3 loader reads dictionaries (DeepSpeed PR 8168)."""
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """ "0.19.8+abc" → (0, 19, 8); empty when unreadable."""
+    numbers: list[int] = []
+    for word in text.split("+")[0].split(".")[:3]:
+        digits = word[: len(word) - len(word.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def choose_layout(compat: str, ds_version: str) -> str:
+    """ "auto" follows the version recorded in the shards: superset where its stage 3 loader reads it."""
+    if compat != "auto":
+        return compat
+    return "superset" if version_tuple(ds_version) >= SUPERSET_SINCE else "strict"
+
+
+class UniversalLayout:
+    """Yields the outputs of one save."""
+
+    def __init__(self, save: Save, layout: str, *, block: bool, strict: bool) -> None:
+        self.save = save
+        self.superset = layout == "superset"
+        self.block = block
+        self.strict = strict
+        self.patterns = Patterns(save.universal_info if save.stage < 3 else None)
+        self.written: set[str] = set()
+
+    def outputs(self) -> Iterator[OutputFile | OutputLink]:
+        """All files, state by state in source order, so that a cold source is read forwards."""
+        source = stage3.parameters if self.save.stage >= 3 else stage12.parameters
+        names = stage12.state_names(self.save.shards)
+        for name in (*names[1:], names[0]):
+            for parameter in source(self.save.shards, self.save.shapes, name):
+                for state in parameter.states:
+                    yield self._state_file(parameter, state)
+        if self.superset or self.save.stage < 3:
+            for parameter in source(self.save.shards, self.save.shapes, names[0]):
+                if "step" in parameter.scalars:
+                    yield self._step_file(parameter)
+        unmatched = self.patterns.unmatched()
+        if self.strict and unmatched:
+            raise RefusedError(
+                f"patterns of universal_checkpoint_info match no parameter: {unmatched[:5]}",
+                hint="convert with --no-strict if that is meant",
+            )
+        yield self._optimizer_file()
+        yield from self._model_files()
+        if not self.superset and self.save.stage < 3:
+            yield from self._fp32_copies()
+
+    def _state_file(self, parameter: Parameter, state: StateRanges) -> OutputFile:
+        rule = self.patterns.rule(parameter.name, parameter.shape)
+        shape = parameter.shape if rule.rows is None else (rule.rows, *parameter.shape[1:])
+        parts = _first_bytes(state, _numel(shape) * state.item_bytes)
+        if state.name == "fp32":
+            self.written.add(parameter.name)
+        if self.save.stage >= 3 and not self.superset:
+            value: Any = _placeholder(state.dtype, (_numel(shape),))
+        else:
+            value = _entry(rule, _placeholder(state.dtype, shape))
+        path = f"zero/{parameter.name}/{state.name}.pt"
+        return self._archive(path, value, lambda _: parts)
+
+    def _step_file(self, parameter: Parameter) -> OutputFile:
+        path = f"zero/{parameter.name}/step.pt"
+        return self._archive(path, parameter.scalars["step"], _from(parameter.scalar_source))
+
+    def _optimizer_file(self) -> OutputFile:
+        inner = as_dict(self.save.rank0_optim.root["optimizer_state_dict"])
+        stage_3 = self.save.stage >= 3
+        base = as_dict(inner["optimizer_state_dict" if stage_3 else "base_optimizer_state"])
+        groups = base.get("param_groups")
+        if not isinstance(groups, list):
+            raise RefusedError(f"{self.save.rank0_optim.source.path} has no param_groups")
+        sharded = {"fp32_flat_groups"} if stage_3 else set(stage12.SHARDED_KEYS)
+        if stage_3 and not self.superset:
+            value = {**inner, "param_groups": groups}
+        else:
+            value = {k: v for k, v in inner.items() if k not in sharded}
+            value["param_groups"] = groups
+        if self.superset:
+            first = as_dict(next(iter(as_dict(base.get("state")).values()), None))
+            step = {"step": first["step"]} if "step" in first else {}
+            value["ds_version"] = inner.get("ds_version") or self.save.ds_version
+            value["optimizer_state_dict"] = {"state": {0: step}, "param_groups": groups}
+        return self._archive("zero/optimizer_state.pt", value, _from(self.save.rank0_optim.source.index))
+
+    def _model_files(self) -> Iterator[OutputFile | OutputLink]:
+        """Byte copies of the trainer's model states; never a link to a trainer's file."""
+        for source in self.save.model_sources:
+            size = self.save.reads[source.index].size_bytes
+            yield OutputFile(source.path, (Range(source.index, 0, size),))
+        if self.superset:
+            other = "mp_rank_00" if self.save.stage >= 3 else "zero_pp_rank_0_mp_rank_00"
+            yield OutputLink(f"{other}_model_states.pt", self.save.model_sources[0].path)
+
+    def _fp32_copies(self) -> Iterator[OutputFile]:
+        """What 0.19.8 writes for names of `module` that no optimizer holds; no loader reads them."""
+        if version_tuple(self.save.ds_version) < FP32_COPIES_SINCE:
+            return
+        source = self.save.rank0_model.source
+        for name, tensor in as_dict(self.save.rank0_model.root.get("module")).items():
+            if name in self.written or not isinstance(tensor, Tensor):
+                continue
+            if not is_folder_name(name):
+                raise RefusedError(f"{source.path} names a tensor {name!r}")
+            if tensor.dtype != "float32" and tensor.dtype not in SOURCE_ITEM_BYTES:
+                raise RefusedError(
+                    f"{source.path}: {name} of type {tensor.dtype} has no float32 copy here",
+                    hint="convert with --compat superset, which needs none",
+                )
+            yield self._fp32_copy(name, tensor, source.index)
+
+    def _fp32_copy(self, name: str, tensor: Tensor, source: int) -> OutputFile:
+        span = _span(tensor)
+        part: Part = Range(source, tensor.byte_offset, 4 * span)
+        if tensor.dtype != "float32":
+            part = Widen(source, tensor.byte_offset, span, tensor.dtype)
+        shown = Tensor(Storage("float32", "0", 0, 4 * span, span), "float32", 0, tensor.shape, tensor.stride)
+        return self._archive(f"zero/{name}/fp32.pt", {"param": shown}, lambda _: (part,), span=span)
+
+    def _archive(
+        self, path: str, value: Any, ranges: Callable[[Tensor], tuple[Part, ...]], *, span: int | None = None
+    ) -> OutputFile:
+        """An archive whose storages are filled by `ranges(tensor)`; `span`: elements of a strided one."""
+        pickled = repickle(value, path, spans={0: span} if span is not None else None)
+        filled = [ranges(tensor) for tensor in pickled.tensors]
+        slots = [
+            Slot(str(i), sum(p.nbytes for p in parts), self._congruence(parts))
+            for i, parts in enumerate(filled)
+        ]
+        laid = skeleton(pickled.data, slots)
+        parts: list[Part] = []
+        for chunk, payload in zip(laid.chunks, [*filled, ()], strict=True):
+            parts.append(Literal(chunk))
+            parts.extend(payload)
+        return OutputFile(path, tuple(parts))
+
+    def _congruence(self, parts: tuple[Part, ...]) -> int | None:
+        """Where a storage should begin, modulo the block, so that its largest range can be cloned."""
+        if not self.block:
+            return None
+        at, best, wanted = 0, CLONE_WORTH_BYTES, None
+        for part in parts:
+            if isinstance(part, Range) and part.nbytes >= best:
+                best, wanted = part.nbytes, (part.offset - at) % BLOCK_BYTES
+            at += part.nbytes
+        return wanted
+
+
+def _entry(rule: Rule, tensor: Tensor) -> dict[str, Any]:
+    """The dictionary of a state file, keys in the stock converter's order."""
+    entry: dict[str, Any] = {}
+    if rule.cat_dim is not None:
+        entry["cat_dim"] = rule.cat_dim
+    if rule.sub_params is not None:
+        entry["param_n_sub_params"] = rule.sub_params
+    if rule.vocabulary:
+        entry["vocab_tensor"] = True
+    return {**entry, "param": tensor}
+
+
+def _from(source: int) -> Callable[[Tensor], tuple[Part, ...]]:
+    return lambda tensor: (Range(source, tensor.byte_offset, tensor.nbytes),)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _first_bytes(state: StateRanges, nbytes: int) -> tuple[Part, ...]:
+    """The pieces of a state, cut to `nbytes` (padded vocabulary rows lie at the end)."""
+    parts: list[Part] = []
+    left = nbytes
+    for piece in state.pieces:
+        if left <= 0:
+            break
+        parts.append(Range(piece.source, piece.offset, min(left, piece.nbytes)))
+        left -= piece.nbytes
+    return tuple(parts)
+
+
+def _placeholder(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor value that only the header needs."""
+    stride: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    numel = _numel(shape)
+    storage = Storage(dtype, "0", 0, numel * ITEM_BYTES[dtype], numel)
+    return Tensor(storage, dtype, 0, shape, tuple(reversed(stride)))
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last of a strided tensor."""
+    if tensor.numel == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True))

@@ -1,0 +1,75 @@
+"""Proof on request: the source's own CRCs before, the output against the plan after (docs/design.md §4).
+
+Cloning reads no byte and copying trusts the kernel; `--verify` and the daemon's rule that a cloned
+conversion is named only after its source passed its CRCs both come here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.convert.casts import widen
+from ckptd.convert.plan import SOURCE_ITEM_BYTES, Header, Literal, OutputFile, Part, PlanReader, Range
+from ckptd.errors import VerifyError
+from ckptd.torchfile.archive import read_directory
+from ckptd.torchfile.fingerprint import check_crcs, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BLOCK_BYTES = 1 << 20
+
+
+def verify_sources(header: Header, sources: list[int], check_stop: Callable[[], None]) -> None:
+    """Compare every record of every source with its CRC32, and its fingerprint with the plan's.
+
+    Raises:
+        DamagedError: a bit flipped since `torch.save`.
+    """
+    for source, fd in zip(header.sources, sources, strict=True):
+        check_stop()
+        directory = read_directory(fd, source.path)
+        check_crcs(fd, directory, source.path)
+        if fingerprint(fd, directory) != source.fingerprint:
+            raise VerifyError(f"{source.path} is not the file that was planned")
+
+
+def verify_outputs(plan: PlanReader, sources: list[int], out_fd: int, check_stop: Callable[[], None]) -> None:
+    """Read every output back from disk and compare it with what the plan says.
+
+    Raises:
+        VerifyError: a byte differs.
+    """
+    for output in plan:
+        check_stop()
+        if not isinstance(output, OutputFile):
+            continue
+        with files.reading(out_fd, output.path) as fd:
+            files.drop_pages(fd)
+            size = os.fstat(fd).st_size
+            if size != output.nbytes:
+                raise VerifyError(f"{output.path} holds {size} bytes instead of {output.nbytes}")
+            at = 0
+            for part in output.parts:
+                for expected in _expected(part, sources):
+                    if os.pread(fd, len(expected), at) != expected:
+                        raise VerifyError(f"{output.path} differs from its source near byte {at}")
+                    at += len(expected)
+            files.drop_pages(fd)
+
+
+def _expected(part: Part, sources: list[int]) -> Iterator[bytes]:
+    """The bytes of a part in blocks; a source that ends early gives a short block, which then differs."""
+    if isinstance(part, Literal):
+        yield part.data
+        return
+    item = 1 if isinstance(part, Range) else SOURCE_ITEM_BYTES[part.dtype]
+    length = part.nbytes if isinstance(part, Range) else part.count * item
+    for first in range(0, length, _BLOCK_BYTES):
+        count = min(_BLOCK_BYTES, length - first)
+        data = os.pread(sources[part.source], count, part.offset + first)
+        if len(data) != count:
+            raise VerifyError("a source ended early while it was read")
+        yield data if isinstance(part, Range) else widen(data, part.dtype)

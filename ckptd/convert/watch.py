@@ -1,0 +1,128 @@
+"""Watching one child: its progress lines, its last words, stop, pause and time-out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptd.convert import children
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 10.0
+_MAX_WORDS_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Watched:
+    """How a child ended; `said` is the last JSON line of its stderr."""
+
+    status: int = 0
+    stopped: bool = False
+    timed_out: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
+
+
+def watch(
+    child: subprocess.Popen[bytes],
+    request: bytes,
+    *,
+    on_line: Callable[[dict[str, Any]], None] | None,
+    should_stop: Callable[[], bool] | None,
+    should_pause: Callable[[], bool] | None,
+    timeout_seconds: float | None,
+) -> Watched:
+    """Serve a child until it ends; it is dead and reaped when this returns or raises."""
+    watcher = _Watcher(child, on_line)
+    try:
+        watcher.register()
+        children.give(child, request)
+        return watcher.loop(should_stop, should_pause, timeout_seconds)
+    finally:
+        watcher.selector.close()
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGCONT)  # a stopped process would not see what follows
+        children.end(child)
+
+
+class _Watcher:
+    """Buffers of one child's pipes, and whether it is paused."""
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], on_line: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        self.child = child
+        self.on_line = on_line
+        self.selector = selectors.DefaultSelector()
+        self.buffers: dict[int, bytes] = {}
+        self.words = b""
+        self.paused = False
+        self.result = Watched()
+
+    def register(self) -> None:
+        for pipe in (self.child.stdout, self.child.stderr):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self.selector.register(pipe, selectors.EVENT_READ)
+                self.buffers[pipe.fileno()] = b""
+
+    def loop(
+        self,
+        should_stop: Callable[[], bool] | None,
+        should_pause: Callable[[], bool] | None,
+        timeout_seconds: float | None,
+    ) -> Watched:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        killed_at: float | None = None
+        while self.selector.get_map():
+            self._read(POLL_SECONDS)
+            now = time.monotonic()
+            if killed_at is None and should_stop is not None and should_stop():
+                self.result.stopped = True
+                self._pause(paused=False)
+                self.child.send_signal(signal.SIGTERM)
+                killed_at = now + STOP_SECONDS
+            if deadline is not None and now > deadline:
+                self.result.timed_out = True
+                killed_at = now
+            if killed_at is not None and now >= killed_at:
+                self.child.kill()
+            elif killed_at is None and should_pause is not None:
+                self._pause(paused=should_pause())
+        self.result.status = self.child.wait()
+        self._last_words()
+        return self.result
+
+    def _pause(self, *, paused: bool) -> None:
+        if paused != self.paused:
+            self.paused = paused
+            self.child.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
+    def _read(self, seconds: float) -> None:
+        for key, _ in self.selector.select(seconds):
+            chunk = os.read(key.fd, 1 << 16)
+            if not chunk:
+                self.selector.unregister(key.fileobj)
+            elif self.child.stderr is not None and key.fd == self.child.stderr.fileno():
+                self.words = (self.words + chunk)[-_MAX_WORDS_BYTES:]
+            else:
+                *lines, self.buffers[key.fd] = (self.buffers[key.fd] + chunk).split(b"\n")
+                for line in lines:
+                    if self.on_line is not None:
+                        self.on_line(json.loads(line))
+
+    def _last_words(self) -> None:
+        for line in reversed(self.words.splitlines()):
+            if line.startswith(b"{"):
+                with contextlib.suppress(ValueError):
+                    self.result.said = json.loads(line)
+                    return

@@ -1,0 +1,183 @@
+"""The folder beside the destination in which a conversion is built, and what is known of source and target.
+
+`.<name>.ckptd-partial/` holds plan.jsonl, tmp/ and out/; `out` becomes the destination by one rename. It is
+locked while a conversion runs and survives a kill, so that the next attempt finishes it (P7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+from ckptd import files
+from ckptd.convert.plan import PlanReader, Trailer, read_trailer
+from ckptd.core.layouts import NamedShard, parse_shard_name
+from ckptd.errors import CkptdError, LockHeld, NotFoundError, TargetExists, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TEMPORARIES = "tmp"
+OUTPUT = "out"
+PLAN = "plan.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFolder:
+    """What a source folder lists: shards, sub-folders, and the rights that outputs take over (P15)."""
+
+    path: str
+    shards: tuple[tuple[str, NamedShard], ...]
+    folders: tuple[str, ...]
+    file_mode: int
+    folder_mode: int
+    gid: int
+
+
+def look_at_source(folder: Path) -> SourceFolder:
+    """List a checkpoint folder.
+
+    Raises:
+        NotFoundError: it is not there or no folder.
+    """
+    path = os.path.realpath(folder)
+    if not os.path.isdir(path):
+        raise NotFoundError(
+            f"{folder} is no folder", hint="give a checkpoint folder or a save_dir with `latest`"
+        )
+    shards: list[tuple[str, NamedShard]] = []
+    folders: list[str] = []
+    mode = 0o666
+    with files.opened_dir(path) as fd:
+        own = os.fstat(fd)
+        for entry in sorted(os.scandir(fd), key=lambda e: e.name):
+            status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(entry.name)
+            elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(entry.name)):
+                shards.append((entry.name, shard))
+                mode &= status.st_mode
+    return SourceFolder(path, tuple(shards), tuple(folders), mode & 0o666, own.st_mode & 0o777, own.st_gid)
+
+
+def check_destination(source: SourceFolder, destination: Path) -> str:
+    """The absolute path of the destination, when a conversion may create it.
+
+    Raises:
+        TargetExists, UsageError, NotFoundError.
+    """
+    absolute = os.path.abspath(destination)
+    parent, name = os.path.split(absolute)
+    if not name:
+        raise UsageError(f"{destination} cannot be made")
+    if not os.path.isdir(parent):
+        raise NotFoundError(f"{parent} is no folder", hint="make it first")
+    target = os.path.join(os.path.realpath(parent), name)
+    if target == source.path or target.startswith(source.path + os.sep):
+        raise UsageError(f"{destination} lies inside the source folder", hint="choose a place beside it")
+    if os.path.lexists(target):
+        raise TargetExists(f"{destination} is there already")
+    return target
+
+
+class Workplace:
+    """The partial folder, open and locked."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+
+    def adopt_plan(self, trailer: Trailer) -> None:
+        """Make the new plan current: keep finished files of the same plan, else drop them."""
+        if self._current_digest() != trailer.sha256:
+            files.remove_tree(self.fd, OUTPUT)
+        files.remove_tree(self.fd, TEMPORARIES)
+        os.rename(PLAN + ".new", PLAN, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        for name in (OUTPUT, TEMPORARIES):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+
+    def _current_digest(self) -> str:
+        try:
+            with self.reading_plan() as stream:
+                return read_trailer(stream).sha256
+        except (OSError, CkptdError, ValueError):
+            return ""
+
+    @contextlib.contextmanager
+    def reading_plan(self, name: str = PLAN) -> Iterator[IO[bytes]]:
+        """The plan file, open for reading."""
+        with open(files.open_beneath(self.fd, name), "rb") as stream:
+            yield stream
+
+    def plan_reader(self, name: str) -> PlanReader:
+        """Header of a plan (the stream is closed: outputs are not read here)."""
+        with self.reading_plan(name) as stream:
+            return PlanReader(stream)
+
+    def can_clone(self, source: SourceFolder) -> bool:
+        """True when extents of the source can be shared with files made here."""
+        with files.opened_dir(source.path) as source_fd:
+            for name, _ in source.shards:
+                with contextlib.suppress(CkptdError, OSError), files.reading(source_fd, name) as fd:
+                    if os.fstat(fd).st_size >= 4096:
+                        return self._try_clone(fd)
+        return False
+
+    def _try_clone(self, source_fd: int) -> bool:
+        if os.fstat(source_fd).st_dev != os.fstat(self.fd).st_dev:
+            return False
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open("probe", flags, 0o600, dir_fd=self.fd)
+        try:
+            return files.clone_range(source_fd, 0, fd, 0, 4096)
+        finally:
+            os.close(fd)
+            files.remove_file(self.fd, "probe")
+
+    def publish(self, target: str) -> None:
+        """One rename makes the destination."""
+        parent, name = os.path.split(target)
+        with files.opened_dir(parent) as parent_fd:
+            try:
+                files.rename_noreplace(self.fd, OUTPUT, parent_fd, name)
+            except FileExistsError as error:
+                raise TargetExists(f"{target} appeared while it was converted") from error
+            files.fsync_dir(parent_fd)
+
+
+@contextlib.contextmanager
+def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Workplace]:
+    """Make or reopen `.<name>.ckptd-partial` in `parent`, locked.
+
+    Raises:
+        LockHeld: another conversion works on it.
+        UsageError: it lies on another file system than the destination.
+    """
+    folder = f".{name}.ckptd-partial"
+    with files.opened_dir(parent) as parent_fd:
+        if os.fstat(parent_fd).st_dev != os.stat(target_parent).st_dev:
+            raise UsageError(f"{parent} is on another file system than {target_parent}")
+        fd = files.open_dir_beneath(parent_fd, folder, create_mode=0o700)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise LockHeld(
+                    f"another conversion into {name} is running",
+                    hint="wait for it or choose another destination",
+                ) from error
+            yield Workplace(os.path.join(os.path.realpath(parent), folder), fd)
+        finally:
+            os.close(fd)
+
+
+def remove_workplace(parent: str, name: str) -> None:
+    """Remove the partial folder and all in it."""
+    with files.opened_dir(parent) as parent_fd:
+        files.remove_tree(parent_fd, f".{name}.ckptd-partial")

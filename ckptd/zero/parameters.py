@@ -1,0 +1,45 @@
+"""A parameter as ranges of source files: what stage 1/2 and stage 3 both yield (docs/formats.md §4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` bytes at `offset` of source file `source`."""
+
+    source: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRanges:
+    """One state of one parameter: its pieces in order make the flattened full tensor."""
+
+    name: str
+    dtype: str
+    item_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A full parameter: name, real shape, states (fp32 first), scalar states (the step) as they are.
+
+    `scalar_source` is the index of the file that scalar tensors lie in.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    states: tuple[StateRanges, ...]
+    scalars: dict[str, Any]
+    scalar_source: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return prod(self.shape)

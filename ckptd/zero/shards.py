@@ -1,0 +1,154 @@
+"""Shards of one save, opened by the restricted unpickler and cut down to what conversion needs.
+
+A shard's pickle is dropped as soon as its offsets are known, so that memory follows the number of
+fragments and not the number of ranks times the size of a pickle (docs/formats.md §2, P12).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd import files
+from ckptd.errors import RefusedError
+from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
+from ckptd.torchfile.fingerprint import fingerprint, tensor_fingerprint
+from ckptd.torchfile.unpickle import unpickle
+from ckptd.torchfile.values import Tensor
+from ckptd.zero.facts import RawFacts, shard_facts
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file to read from; `index` is its number in the plan."""
+
+    index: int
+    path: str
+    role: str
+    d: int | None
+    mm: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A shard as read: `root` is the unpickled value."""
+
+    source: Source
+    size_bytes: int
+    identity: tuple[int, int, int, int, int]
+    fingerprint: str
+    tensor_fingerprint: str
+    directory: Directory
+    facts: RawFacts
+    root: dict[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flat, contiguous 1-D buffer in a source file: byte offset, elements, dtype name."""
+
+    source: int
+    offset: int
+    numel: int
+    dtype: str
+    item_bytes: int
+
+
+@dataclass(slots=True)
+class ShardGroup:
+    """One optimizer group (stage ≤ 2) or sub-group (stage 3) of one rank.
+
+    `states` maps "fp32" and the optimizer's own names to buffers; `scalars` its other state (the step);
+    `mapping` is (name, start, numel) in elements, stage ≤ 2 only; paddings in elements.
+    """
+
+    states: dict[str, Flat]
+    scalars: dict[str, Any]
+    mapping: list[tuple[str, int, int]] = field(default_factory=list)
+    padding: int = 0
+    alignment_padding: int = 0
+
+
+@dataclass(slots=True)
+class OptimShard:
+    """One rank's optimizer shard, without its pickle."""
+
+    source: Source
+    groups: list[ShardGroup]
+
+
+def open_shard(dir_fd: int, source: Source) -> Opened:
+    """Read one shard's directory, fingerprint and pickle.
+
+    Raises:
+        RefusedError: a pre-zip archive, or one that is no DeepSpeed shard.
+        TornArchiveError: truncated or garbled.
+        SourceChanged: it vanished.
+    """
+    with files.reading(dir_fd, source.path) as fd:
+        status = os.fstat(fd)
+        if frame(fd, expected=True) is Framing.LEGACY:
+            raise RefusedError(
+                f"{source.path} is a pre-zip torch.save file",
+                hint="set checkpoint.checkpoint_serialization to true; the ZeRO form is safe all the same",
+            )
+        directory = read_directory(fd, source.path)
+        record = directory.records["data.pkl"]
+        root = unpickle(os.pread(fd, record.size, record.offset), source.path, directory)
+        if not isinstance(root, dict):
+            raise RefusedError(f"{source.path} is no DeepSpeed shard (its pickle is a {type(root).__name__})")
+        return Opened(
+            source=source,
+            size_bytes=status.st_size,
+            identity=(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
+            fingerprint=fingerprint(fd, directory),
+            tensor_fingerprint=tensor_fingerprint(fd, directory),
+            directory=directory,
+            facts=shard_facts(root, fd),
+            root=root,
+        )
+
+
+def flat(value: Any, source: Source, what: str) -> Flat:
+    """`value` as a flat buffer.
+
+    Raises:
+        RefusedError: it is no tensor, or not contiguous.
+    """
+    if not isinstance(value, Tensor) or not value.contiguous:
+        raise RefusedError(
+            f"{source.path}: {what} is no flat tensor",
+            hint="NVMe-offloaded or swapped state is not in the shard; the ZeRO form is safe all the same",
+        )
+    return Flat(source.index, value.byte_offset, value.numel, value.dtype, value.item_bytes)
+
+
+def split_state(
+    state: dict[Any, Any], fp32: Flat, source: Source, where: str
+) -> tuple[dict[str, Flat], dict[str, Any]]:
+    """Sort one group's optimizer state into flat buffers and scalars (a step is 0-d or a number).
+
+    Raises:
+        RefusedError: a state that is neither (factored moments, for example).
+    """
+    buffers: dict[str, Flat] = {"fp32": fp32}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        name = str(key)
+        if isinstance(value, Tensor) and value.shape != () and value.numel >= fp32.numel:
+            if not name.isidentifier() or name in ("fp32", "step"):
+                raise RefusedError(f"{source.path}: an optimizer state is called {name!r}")
+            buffers[name] = flat(value, source, f"{where} state {name}")
+        elif value is None or (isinstance(value, bool | int | float | str | Tensor) and _is_scalar(value)):
+            scalars[name] = value
+        else:
+            raise RefusedError(
+                f"{source.path}: {where} optimizer state {name} is not one value per parameter element",
+                hint="this optimizer's state has no universal form; the ZeRO form is safe all the same",
+            )
+    return buffers, scalars
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.numel == 1

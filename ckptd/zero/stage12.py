@@ -1,0 +1,176 @@
+"""Stages 1 and 2 and BF16_Optimizer: fragments by `param_slice_mappings` (docs/formats.md §2.1, §4).
+
+A rank holds one flat slice per optimizer group; the mapping says where each parameter's piece starts
+in it. A parameter is the concatenation of its pieces in ascending rank, whatever the order of addresses
+inside a rank (round_robin_gradients shuffles those).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import DamagedError, RefusedError
+from ckptd.torchfile.values import Inert
+from ckptd.zero.facts import as_dict, as_int, numel
+from ckptd.zero.parameters import Parameter, Piece, StateRanges
+from ckptd.zero.shards import Flat, Opened, OptimShard, ShardGroup, Source, flat, split_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Shapes = list[dict[str, tuple[int, ...]]]
+SHARDED_KEYS = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+
+
+def cut(opened: Opened) -> OptimShard:
+    """Keep of an opened optimizer shard only offsets and mappings.
+
+    Raises:
+        RefusedError: elastic checkpoints, missing mappings, state that is no flat buffer.
+    """
+    source, inner = opened.source, as_dict(opened.root.get("optimizer_state_dict"))
+    base = inner.get("base_optimizer_state")
+    if isinstance(base, list):
+        raise RefusedError(
+            f"{source.path} is an elastic checkpoint, which has no universal form",
+            hint="save with elastic_checkpoint false; the ZeRO form is safe all the same",
+        )
+    fp32_groups, mappings = inner.get("single_partition_of_fp32_groups"), inner.get("param_slice_mappings")
+    if not isinstance(fp32_groups, list) or not isinstance(mappings, list) or not isinstance(base, dict):
+        raise RefusedError(f"{source.path} lacks its fp32 partitions or its param_slice_mappings")
+    if len(fp32_groups) != len(mappings):
+        raise RefusedError(f"{source.path} has {len(fp32_groups)} fp32 groups and {len(mappings)} mappings")
+    states = as_dict(base.get("state"))
+    paddings = _paddings(inner.get("group_paddings"), len(mappings))
+    aligned = inner.get("param_alignment_paddings")
+    groups: list[ShardGroup] = []
+    for g, (tensor, mapping) in enumerate(zip(fp32_groups, mappings, strict=True)):
+        fp32 = flat(tensor, source, f"fp32 partition of group {g}")
+        buffers, scalars = split_state(as_dict(states.get(g)), fp32, source, f"group {g}")
+        alignment = sum(_integers(aligned[g])) if isinstance(aligned, list) and g < len(aligned) else 0
+        groups.append(ShardGroup(buffers, scalars, _mapping(mapping, source, g), paddings[g], alignment))
+    return OptimShard(source, groups)
+
+
+def _integers(values: Any) -> list[int]:
+    return [as_int(v) or 0 for v in values] if isinstance(values, list | tuple) else []
+
+
+def _paddings(value: Any, count: int) -> list[int]:
+    found = _integers(value)
+    return found + [0] * (count - len(found))
+
+
+def _mapping(value: Any, source: Source, group: int) -> list[tuple[str, int, int]]:
+    fragments: list[tuple[str, int, int]] = []
+    for name, address in as_dict(value).items():
+        start = length = None
+        if isinstance(address, Inert):
+            start, length = as_int(address.field("start")), as_int(address.field("numel"))
+        if not isinstance(name, str) or start is None or length is None or start < 0 or length < 0:
+            raise RefusedError(f"{source.path}: group {group} has an unreadable slice mapping for {name!r}")
+        fragments.append((name, start, length))
+    return fragments
+
+
+def state_names(shards: list[OptimShard]) -> list[str]:
+    """Names of all states, "fp32" first, in the order of the first shard that has them."""
+    names = {name: None for group in shards[0].groups for name in group.states}
+    return list(names | {name: None for s in shards for group in s.groups for name in group.states})
+
+
+def parameters(shards: list[OptimShard], shapes: Shapes, only: str | None = None) -> Iterator[Parameter]:
+    """Parameters in the order of `shapes`; `shards` in ascending rank; `only`: just that state's ranges.
+
+    Raises:
+        DamagedError: pieces that overlap, leave their buffer, miss elements, or leave unknown gaps.
+        RefusedError: groups that differ between the ranks.
+    """
+    count = len(shards[0].groups)
+    if any(len(shard.groups) != count for shard in shards) or len(shapes) != count:
+        raise RefusedError("the shards do not agree on the number of optimizer groups")
+    for g, group_shapes in enumerate(shapes):
+        names = [n for n in _same_states(shards, g) if only in (None, n)]
+        for shard in shards:
+            check_coverage(shard, g)
+        fragments = _by_parameter(shards, g, group_shapes)
+        for name, shape in group_shapes.items():
+            yield _parameter(name, shape, fragments.pop(name, []), shards, g, names)
+
+
+def _same_states(shards: list[OptimShard], g: int) -> list[str]:
+    """State names of a group; all ranks that hold elements must have the same."""
+    holding = [s for s in shards if s.groups[g].states["fp32"].numel] or shards[:1]
+    names = list(holding[0].groups[g].states)
+    for shard in holding:
+        if set(shard.groups[g].states) != set(names) or any(
+            shard.groups[g].states[n].dtype != holding[0].groups[g].states[n].dtype for n in names
+        ):
+            raise RefusedError(
+                f"{shard.source.path} has other optimizer states than {holding[0].source.path} in group {g}"
+            )
+    return names
+
+
+def check_coverage(shard: OptimShard, g: int) -> None:
+    """Every element of a rank's group is used once or is known padding (docs/design.md §4).
+
+    Raises:
+        DamagedError: otherwise.
+    """
+    group, path = shard.groups[g], shard.source.path
+    at = used = 0
+    for start, length, name in sorted((s, n, name) for name, s, n in group.mapping):
+        if length and start < at:
+            raise DamagedError(f"{path}: {name} overlaps another parameter in group {g}")
+        at = max(at, start + length)
+        used += length
+    for key, buffer in group.states.items():
+        gap = buffer.numel - used
+        if at > buffer.numel:
+            raise DamagedError(
+                f"{path}: the mappings of group {g} leave the {key} buffer of {buffer.numel} elements"
+            )
+        if gap > group.padding + group.alignment_padding:
+            raise DamagedError(
+                f"{path}: {gap} elements of {key} in group {g} belong to no parameter "
+                f"and only {group.padding + group.alignment_padding} are padding"
+            )
+
+
+def _by_parameter(
+    shards: list[OptimShard], g: int, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, list[tuple[int, int, int]]]:
+    """Name → [(position of the shard, start, numel)] in ascending rank."""
+    fragments: dict[str, list[tuple[int, int, int]]] = {}
+    for position, shard in enumerate(shards):
+        for name, start, length in shard.groups[g].mapping:
+            if name not in shapes:
+                raise DamagedError(f"{shard.source.path} maps {name}, which param_shapes does not know")
+            if length:
+                fragments.setdefault(name, []).append((position, start, length))
+    return fragments
+
+
+def _parameter(
+    name: str,
+    shape: tuple[int, ...],
+    fragments: list[tuple[int, int, int]],
+    shards: list[OptimShard],
+    g: int,
+    names: list[str],
+) -> Parameter:
+    wanted, found = numel(shape), sum(length for _, _, length in fragments)
+    if wanted != found:
+        raise DamagedError(f"{name} has {wanted} elements, the shards hold {found} of them")
+    states: list[StateRanges] = []
+    for key in names:
+        pieces: list[Piece] = []
+        dtype, item = "float32", 4
+        for position, start, length in fragments:
+            buffer: Flat = shards[position].groups[g].states[key]
+            dtype, item = buffer.dtype, buffer.item_bytes
+            pieces.append(Piece(buffer.source, buffer.offset + start * item, length * item))
+        states.append(StateRanges(key, dtype, item, tuple(pieces)))
+    first = shards[fragments[0][0]] if fragments else shards[0]
+    return Parameter(name, tuple(shape), tuple(states), first.groups[g].scalars, first.source.index)
