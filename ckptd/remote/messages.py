@@ -297,3 +297,14 @@ class AnswerLine(Model):
 
 ORDER_LINE: TypeAdapter[OrderLine] = TypeAdapter(OrderLine)
 ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)
+
+
+def known(settings: RemoteSettings, found: Attached) -> RemoteSettings:
+    """The settings for the next time: only this very remote is meant from now on (P2)."""
+    return settings.model_copy(
+        update={
+            "remote_id": found.identity.remote_id,
+            "job_id": found.identity.job_id,
+            "may_initialise": False,
+        }
+    )

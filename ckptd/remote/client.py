@@ -1,0 +1,264 @@
+"""The daemon's end of a remote's child process: submit orders, get answers by callback, never wait.
+
+Whatever the child does — hang on a dead mount, die, talk nonsense — the caller's thread goes on: writing,
+reading and starting happen in threads of this module, and an order that cannot be carried out any more ends
+with `Failed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import ValidationError
+
+import ckptd
+from ckptd.remote.messages import (
+    ANSWER_LINE,
+    ORDER_LINE,
+    Attach,
+    Attached,
+    Cancel,
+    Failed,
+    Moving,
+    ObjectDone,
+    OrderLine,
+    Pace,
+    known,
+)
+from ckptd.remote.open import WINDOW_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.remote.messages import Answer, Order, RemoteSettings
+
+_ATTACH_ID = 0
+_PASSED_ON = ("PATH", "LANG")
+
+
+class _Child(NamedTuple):
+    """One incarnation of the child process."""
+
+    process: subprocess.Popen[bytes]
+    to_write: queue.SimpleQueue[bytes | None]
+
+
+class RemoteClient:
+    """Orders to one remote. `on_answer(order id, answer)` is called from a thread of this object.
+
+    `Moving` and `ObjectDone` are events of an open order, any other answer ends it. A child that died is
+    started again by the next `submit`, attached with what was learned of the remote's identity before.
+    """
+
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        on_answer: Callable[[int, Answer], None],
+        *,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self._settings = settings
+        self._window_bytes = window_bytes
+        self._on_answer = on_answer
+        self._lock = threading.RLock()
+        self._child: _Child | None = None
+        self._next_id = _ATTACH_ID
+        self._open: dict[int, Order] = {}
+        self._fraction = 1.0
+        self._sign_at = time.monotonic()
+        self._is_closed = False
+
+    @property
+    def alive(self) -> bool:
+        """A child process is running."""
+        with self._lock:
+            return self._child is not None and self._child.process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, for the memory account; None when there is none."""
+        with self._lock:
+            return self._child.process.pid if self._child is not None else None
+
+    @property
+    def open_orders(self) -> tuple[int, ...]:
+        """Ids of orders without a final answer."""
+        with self._lock:
+            return tuple(self._open)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long an order has been open without any sign of the child; 0 while none is open."""
+        with self._lock:
+            return time.monotonic() - self._sign_at if self._open else 0.0
+
+    def submit(self, order: Order) -> int:
+        """Queue an order; returns its id at once. Starts the child when there is none."""
+        if isinstance(order, Attach):
+            order = Attach(settings=self._remember(order.settings))
+        with self._lock:
+            self._next_id += 1
+            order_id = self._next_id
+            if not self._open:
+                self._sign_at = time.monotonic()
+            self._open[order_id] = order
+            try:
+                child = self._running(is_attaching=isinstance(order, Attach))
+            except OSError as error:
+                reason = str(error)
+                threading.Thread(target=self._end, args=([order_id], reason), daemon=True).start()
+                return order_id
+            child.to_write.put(_line(order_id, order))
+        return order_id
+
+    def pace(self, fraction: float) -> None:
+        """Move at this fraction of the configured speed from now on; 0 pauses."""
+        with self._lock:
+            self._fraction = fraction
+            if self._child is not None:
+                self._child.to_write.put(_line(_ATTACH_ID, Pace(fraction=fraction)))
+
+    def cancel(self, order_id: int) -> None:
+        """End an order at its next buffer; its answer is `Failed` with `SourceChanged`."""
+        with self._lock:
+            if self._child is not None and order_id in self._open:
+                self._child.to_write.put(_line(_ATTACH_ID, Cancel(order_id=order_id)))
+
+    def abandon(self, reason: str = "it gave no sign of life") -> None:
+        """Kill the child and fail its orders at once, even when a dead mount keeps it from dying."""
+        with self._lock:
+            child, self._child = self._child, None
+            ended = list(self._open)
+        if child is not None:
+            child.to_write.put(None)
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+        self._end(ended, reason)
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """End the child; open orders get no answer any more."""
+        with self._lock:
+            self._is_closed = True
+            self._open.clear()
+            child, self._child = self._child, None
+        if child is None:
+            return
+        child.to_write.put(None)
+        try:
+            child.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _remember(self, settings: RemoteSettings) -> RemoteSettings:
+        """Settings to attach with; what was learned of the identity stays unless the caller knows better."""
+        with self._lock:
+            held = self._settings
+            if settings.url == held.url and settings.remote_id is None and held.remote_id is not None:
+                learned = {"remote_id": held.remote_id, "job_id": held.job_id, "may_initialise": False}
+                settings = settings.model_copy(update=learned)
+            self._settings = settings
+            return settings
+
+    def _running(self, *, is_attaching: bool) -> _Child:
+        """The child, started if needed; the lock is held."""
+        if self._child is not None and self._child.process.poll() is None:
+            return self._child
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ckptd.remote.child", str(self._window_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=clean_environment(),
+            cwd="/",
+            close_fds=True,
+        )
+        child = _Child(process, queue.SimpleQueue())
+        self._child = child
+        self._sign_at = time.monotonic()
+        for target in (self._write, self._read):
+            threading.Thread(
+                target=target, args=(child,), name=f"remote-{target.__name__}", daemon=True
+            ).start()
+        if not is_attaching:
+            child.to_write.put(_line(_ATTACH_ID, Attach(settings=self._settings)))
+        if self._fraction != 1.0:
+            child.to_write.put(_line(_ATTACH_ID, Pace(fraction=self._fraction)))
+        return child
+
+    def _write(self, child: _Child) -> None:
+        stream = child.process.stdin
+        assert stream is not None
+        with contextlib.suppress(OSError, ValueError):
+            while (data := child.to_write.get()) is not None:
+                stream.write(data)
+                stream.flush()
+        with contextlib.suppress(OSError):
+            stream.close()
+
+    def _read(self, child: _Child) -> None:
+        stream = child.process.stdout
+        assert stream is not None
+        for raw in stream:
+            try:
+                line = ANSWER_LINE.validate_json(raw)
+            except ValidationError:
+                break
+            if not self._deliver(child, line.id, line.answer):
+                break
+        stream.close()
+        child.to_write.put(None)
+        with contextlib.suppress(ProcessLookupError):
+            child.process.kill()
+        code = child.process.wait()
+        with self._lock:
+            if self._child is not child:
+                return
+            self._child = None
+            ended = list(self._open)
+        self._end(ended, f"its process ended ({code})")
+
+    def _deliver(self, child: _Child, order_id: int, answer: Answer) -> bool:
+        """Pass an answer on; False when this incarnation was abandoned."""
+        with self._lock:
+            if self._child is not child:
+                return False
+            self._sign_at = time.monotonic()
+            if isinstance(answer, Attached):
+                self._settings = known(self._settings, answer)
+            is_open = order_id in self._open
+            if is_open and not isinstance(answer, Moving | ObjectDone):
+                del self._open[order_id]
+        if is_open:
+            self._on_answer(order_id, answer)
+        return True
+
+    def _end(self, order_ids: list[int], reason: str) -> None:
+        for order_id in order_ids:
+            with self._lock:
+                if self._is_closed or self._open.pop(order_id, None) is None:
+                    continue
+                message = f"remote {self._settings.name} ({self._settings.url}): {reason}"
+            hint = "ckptd tries again by itself; check the mount or the network"
+            self._on_answer(order_id, Failed(error="RemoteUnreachable", message=message, hint=hint))
+
+
+def clean_environment() -> dict[str, str]:
+    """What the child may know: where programs and this package lie, and nothing secret (P15)."""
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    package = str(Path(ckptd.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([package, inherited] if inherited else [package])
+    return environment
+
+
+def _line(order_id: int, order: Order) -> bytes:
+    return ORDER_LINE.dump_json(OrderLine(id=order_id, order=order)) + b"\n"

@@ -1,0 +1,188 @@
+"""What a remote's child process does with an order, apart from the process around it (docs/design.md §3).
+
+It holds no state that matters: the attached remote, found again when lost; the pace; which orders were
+cancelled. Every failure of the tree becomes a `Failed` answer, anything else is a bug and ends the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import errors
+from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
+from ckptd.remote.attach import attach
+from ckptd.remote.commit import Ground, ship
+from ckptd.remote.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Confirm,
+    Describe,
+    Done,
+    Failed,
+    Moving,
+    ObjectDone,
+    Observe,
+    Pace,
+    Point,
+    Record,
+    RemoteSettings,
+    Retire,
+    ShipOrder,
+    Shipped,
+    known,
+)
+from ckptd.remote.observe import confirm, describe, observe, point, record, still_ours
+from ckptd.remote.open import WINDOW_BYTES, open_store
+from ckptd.remote.pacing import Cancelled, Pacer
+from ckptd.remote.retire import retire
+from ckptd.remote.store import Abilities, Progress
+from ckptd.remote.transfer import Control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.remote.messages import Answer, Order
+
+LONG_ORDERS = (ShipOrder, Retire)
+"""Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
+
+_EVENT_SECONDS = 0.2
+_SIGN_SECONDS = 1.0
+
+
+class Service:
+    """Carries out orders on one remote; `emit(order id, answer)` is called from several threads."""
+
+    def __init__(self, emit: Callable[[int, Answer], None], *, window_bytes: int = WINDOW_BYTES) -> None:
+        self._emit = emit
+        self._window_bytes = window_bytes
+        self._pacer = Pacer()
+        self._settings: RemoteSettings | None = None
+        self._ground: Ground | None = None
+        self._lock = threading.Lock()
+        self._cancelled: set[int] = set()
+
+    def steer(self, order: Pace | Cancel) -> None:
+        """Change the pace, or cancel an order that runs or waits; at once, from the reading thread."""
+        if isinstance(order, Pace):
+            self._pacer.set_fraction(order.fraction)
+        else:
+            self._cancelled.add(order.order_id)
+
+    def carry_out(self, order_id: int, order: Order) -> None:
+        """Do it and emit the answer that ends it."""
+        try:
+            answer = self._answer(order_id, order)
+        except CkptdError as error:
+            if isinstance(error, RemoteError):
+                # the mount may be another one by now: the next order proves it again
+                self._ground = None
+            answer = _failed(error)
+        except OSError as error:
+            answer = _failed(from_os_error(error, f"remote {self._settings.url if self._settings else '?'}"))
+        self._cancelled.discard(order_id)
+        self._emit(order_id, answer)
+
+    def _answer(self, order_id: int, order: Order) -> Answer:
+        if isinstance(order, Attach):
+            return self._attach(order.settings)
+        ground = self._attached()
+        if isinstance(order, Observe):
+            return observe(ground.store, ground.identity)
+        if isinstance(order, Describe):
+            return describe(ground.store, order.tag, ground.identity)
+        if isinstance(order, Confirm):
+            return confirm(ground.store, order.commits, ground.identity)
+        reporter = _Reporter(order_id, self._emit, self._cancelled)
+        if isinstance(order, ShipOrder):
+            return ship(ground, order, reporter.control(self._pacer))
+        if isinstance(order, Retire):
+            retire(ground, order, reporter.check)
+        elif isinstance(order, Record):
+            record(ground.store, order.decision, ground.identity)
+        elif isinstance(order, Point):
+            still_ours(ground.store, ground.identity)
+            point(ground.store)
+        return Done()
+
+    def _attach(self, settings: RemoteSettings) -> Attached:
+        store = open_store(
+            settings.url,
+            owner=settings.node_id,
+            read_back=settings.verify == "read-back",
+            window_bytes=self._window_bytes,
+        )
+        with self._lock:
+            self._settings, self._ground = settings, None
+            found = attach(store, settings)
+            abilities = Abilities(
+                create_only=found.create_only, checksum=found.checksum, resumable=True, notes=found.notes
+            )
+            self._pacer.set_rate(settings.bytes_per_second)
+            self._settings = known(settings, found)
+            self._ground = Ground(store=store, abilities=abilities, identity=found.identity)
+        return found
+
+    def _attached(self) -> Ground:
+        ground, settings = self._ground, self._settings
+        if ground is not None:
+            return ground
+        if settings is None:
+            msg = "the remote was not attached"
+            raise RemoteNotOurs(msg, hint="attach comes first")
+        self._attach(settings)
+        return self._attached()
+
+
+class _Reporter:
+    """Events of one order: each flushed window, else one every 0.2 s, and a sign of life every second."""
+
+    def __init__(self, order_id: int, emit: Callable[[int, Answer], None], cancelled: set[int]) -> None:
+        self._id = order_id
+        self._emit = emit
+        self._cancelled = cancelled
+        self._at = time.monotonic()
+        self._flushed: tuple[str, int] = ("", 0)
+        self._last: Moving | None = None
+
+    def control(self, pacer: Pacer) -> Control:
+        """What a transfer needs."""
+        return Control(pacer=pacer, check=self.check, on_moving=self._on_moving, on_done=self._on_done)
+
+    def check(self) -> None:
+        """Raise `Cancelled` when the daemon wants that; repeat the last event when it has been quiet."""
+        if self._id in self._cancelled:
+            msg = "the transfer was cancelled"
+            raise Cancelled(msg, hint="it goes on where it stopped when it is ordered again")
+        last = self._last
+        if last is not None and time.monotonic() - self._at >= _SIGN_SECONDS:
+            self._send(last)
+
+    def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
+        self._last = Moving(
+            key=key,
+            done_bytes=progress.done_bytes,
+            total_bytes=total_bytes,
+            flushed_bytes=progress.flushed_bytes,
+            crc64=progress.crc64,
+        )
+        flushed = (key, progress.flushed_bytes)
+        if flushed != self._flushed or time.monotonic() - self._at >= _EVENT_SECONDS:
+            self._flushed = flushed
+            self._send(self._last)
+
+    def _on_done(self, shipped: Shipped) -> None:
+        self._send(ObjectDone(object=shipped))
+
+    def _send(self, event: Moving | ObjectDone) -> None:
+        self._at = time.monotonic()
+        self._emit(self._id, event)
+
+
+def _failed(error: CkptdError) -> Failed:
+    """The answer to an order that failed, named by the nearest class of the public tree."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+    return Failed(error=name, message=error.message, hint=error.hint)
