@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 _ATTACH_ID = 0
 _PASSED_ON = ("PATH", "LANG")
+_ADDED = {
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""No third-party code at start; one heap: both spare memory (P12)."""
 
 
 class _Child(NamedTuple):
@@ -253,7 +258,7 @@ class RemoteClient:
 
 def clean_environment() -> dict[str, str]:
     """What the child may know: where programs and this package lie, and nothing secret (P15)."""
-    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment = _ADDED | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     package = str(Path(ckptd.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([package, inherited] if inherited else [package])
