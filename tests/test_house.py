@@ -1,0 +1,255 @@
+"""The house rules of docs/design.md §7, read from the syntax trees and from real processes.
+
+Import directions, sizes, purity of core, who may remove anything, and what status and daemon never load.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ckptd"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULE_LINES, FUNCTION_LINES = 350, 60
+
+RANK = {
+    "errors": 0,
+    "core": 1,
+    "config": 2,
+    "observe": 2,
+    "budget": 2,
+    "torchfile": 3,
+    "zero": 4,
+    "files": 5,
+    "convert": 6,
+    "local": 6,
+    "remote": 6,
+    "journal": 6,
+    "recover": 7,
+    "daemon": 8,
+    "cli": 9,
+    "__main__": 10,
+}
+"""A module imports what stands lower, and its own part. The quickstart runs ckptd from outside."""
+
+IMPURE = {
+    "os", "io", "time", "threading", "socket", "random", "secrets", "subprocess", "shutil", "tempfile",
+    "asyncio", "multiprocessing", "logging", "glob", "sqlite3", "urllib.request", "uuid",
+}  # fmt: skip
+
+HEAVY = ("torch", "deepspeed", "numpy", "matplotlib")
+CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
+
+REMOVERS = {
+    "remove", "unlink", "rmdir", "removedirs", "rename", "renames", "replace", "rmtree", "move", "link",
+    "remove_file", "remove_tree", "rename_noreplace",
+}  # fmt: skip
+
+MAY_REMOVE = {
+    "files.py": "defines the descriptor-relative primitives",
+    "local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
+    "local/probe.py": "proves rights on its own temporaries (P19)",
+    "remote/directory.py": "remote retention, its own parts",
+    "remote/folders.py": "empty folders of the remote after retention",
+    "journal.py": "sets a journal of another schema aside (P8)",
+    "convert/workplace.py": "its own plan and partial folders",
+    "convert/execute.py": "publishes its own temporary files",
+    "convert/executor_child.py": "links and publishes its own files",
+    "quickstart/play.py": "plays the replaced node",
+}
+"""Every module that removes or renames, and why it may."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "config" if first.startswith("config_") else first
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imported(path: Path) -> list[tuple[str, int]]:
+    """Absolute names imported anywhere in a module, with the line; `from a import b` gives a and a.b."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} relative import"
+            found.append((str(node.module), node.lineno))
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def ckptd_parts(path: Path) -> list[tuple[str, int]]:
+    parts = []
+    for name, line in imported(path):
+        pieces = name.split(".")
+        if pieces[0] == "ckptd" and len(pieces) > 1:
+            part = "config" if pieces[1].startswith("config_") else pieces[1]
+            if (PACKAGE / pieces[1]).is_dir() or (PACKAGE / f"{pieces[1]}.py").is_file():
+                parts.append((part, line))
+    return parts
+
+
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for path in MODULES:
+        part = part_of(path)
+        if part in ("quickstart", "__init__"):
+            continue
+        for other, line in ckptd_parts(path):
+            from_the_command = other == "quickstart" and name_of(path) == "cli/quickstart_cmd.py"
+            if other != part and not from_the_command and RANK.get(other, 99) >= RANK[part]:
+                wrong.append(f"{name_of(path)}:{line} {part} imports {other}")
+    assert not wrong
+
+
+def test_the_quickstart_uses_ckptd_from_outside() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports {other}"
+        for path in MODULES
+        if part_of(path) == "quickstart"
+        for other, line in ckptd_parts(path)
+        if other not in ("quickstart", "errors")
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ["judge", "promises", "checks_nas", "checks_node", "evidence", "observer"])
+def test_judge_and_observer_are_not_ckptd(module: str) -> None:
+    path = PACKAGE / "quickstart" / f"{module}.py"
+    judges = {"ckptd.quickstart"} | {
+        f"ckptd.quickstart.{name}" for name in ("judge", "promises", "checks_nas", "checks_node", "evidence")
+    }
+    names = {name for name, _ in imported(path) if name.split(".")[0] not in sys.stdlib_module_names}
+    own = {name for name in names if any(name == j or name.startswith(f"{j}.") for j in judges)}
+    assert names == own
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_sizes(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MODULE_LINES
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path)) or not path.read_text().strip()
+
+
+def test_core_is_pure() -> None:
+    wrong = []
+    for path in MODULES:
+        if part_of(path) != "core":
+            continue
+        wrong += [f"{name_of(path)}:{line} imports {n}" for n, line in imported(path) if n in IMPURE]
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call):
+                called = node.func
+                if isinstance(called, ast.Name) and called.id in ("open", "print", "input"):
+                    wrong.append(f"{name_of(path)}:{node.lineno} calls {called.id}")
+                if isinstance(called, ast.Attribute) and called.attr in ("now", "utcnow", "today"):
+                    wrong.append(f"{name_of(path)}:{node.lineno} reads the clock")
+    assert not wrong
+
+
+def test_only_these_remove_or_rename() -> None:
+    callers: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in REMOVERS and not _is_text_or_data(name, node):
+                callers.setdefault(name_of(path), []).append(f"{name} at line {node.lineno}")
+    assert {k: v for k, v in callers.items() if k not in MAY_REMOVE} == {}
+    assert set(MAY_REMOVE) <= set(callers) | {"files.py"}, "a module that removes nothing any more is listed"
+
+
+def _is_text_or_data(name: str, node: ast.Call) -> bool:
+    """str.replace, datetime.replace, dataclasses.replace, list.remove: no file is touched."""
+    if name == "replace":
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return not (isinstance(owner, ast.Name) and owner.id == "os")
+    if name in ("remove", "move"):
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return not (isinstance(owner, ast.Name) and owner.id in ("os", "files", "shutil"))
+    return False
+
+
+def test_no_training_stack_outside_the_quickstart() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports {name}"
+        for path in MODULES
+        if part_of(path) != "quickstart"
+        for name, line in imported(path)
+        if name.split(".")[0] in HEAVY
+    ]
+    assert not wrong
+
+
+def test_cloud_libraries_only_where_a_store_asks_for_them() -> None:
+    wrong = []
+    for path in MODULES:
+        top = {id(node) for node in tree_of(path).body}
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+                if any(n.split(".")[0] in CLOUD for n in names) and (
+                    id(node) in top or part_of(path) != "remote"
+                ):
+                    wrong.append(f"{name_of(path)}:{node.lineno} imports {names}")
+    assert not wrong
+
+
+def loaded_by(program: str) -> set[str]:
+    """Top-level packages in sys.modules after a program ran in a fresh interpreter."""
+    code = f"import sys\n{program}\nprint('\\n'.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+        timeout=60,
+    )
+    return set(done.stdout.split())
+
+
+def test_status_loads_neither_the_training_stack_nor_the_cloud() -> None:
+    program = (
+        "from ckptd.cli.main import main\n"
+        "try:\n    main(['status', '/nowhere/at/all'])\nexcept SystemExit:\n    pass"
+    )
+    assert not loaded_by(program) & {*HEAVY, *CLOUD}
+
+
+def test_daemon_loads_neither_the_training_stack_nor_the_cloud() -> None:
+    names = [
+        "ckptd." + name_of(p).removesuffix(".py").replace("/", ".")
+        for p in MODULES
+        if part_of(p) in ("daemon", "recover", "convert", "local", "remote", "core", "observe", "journal")
+        and p.name not in ("__init__.py", "__main__.py")
+    ]
+    program = "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)
+    assert not loaded_by(program) & {*HEAVY, *CLOUD}
