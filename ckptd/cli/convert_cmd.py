@@ -1,0 +1,162 @@
+"""`ckptd convert SRC DST`: a ZeRO checkpoint into the universal form, by byte ranges (docs/design.md §4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import typer
+
+if TYPE_CHECKING:
+    import threading
+    from pathlib import Path
+
+    from ckptd.convert.options import Compat, ConvertOptions, ConvertReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help="Convert a DeepSpeed checkpoint into a universal one (any number of GPUs).")
+    def convert(
+        source: str = typer.Argument(..., metavar="SRC", help="A tag folder, or a save_dir with `latest`."),
+        destination: str = typer.Argument(..., metavar="DST", help="Folder to make; must not exist."),
+        form: str = typer.Option("universal", help="universal."),
+        compat: str = typer.Option(
+            "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
+        ),
+        memory_budget: str = typer.Option(
+            "512MiB", "--memory-budget", "--memory_budget", help="E.g. 256MiB."
+        ),
+        verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
+        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
+        inject_missing_state: bool = typer.Option(
+            False,
+            "--inject-missing-state",
+            "--inject_missing_state",
+            help="Accepted for the stock converter's sake; ckptd never needs that state.",
+        ),
+        as_json: bool = typer.Option(False, "--json", help="Result as JSON on stdout."),
+    ) -> None:
+        from pathlib import Path
+
+        options = _options(form, compat, memory_budget, verify, not no_strict, inject_missing_state)
+        report = run(Path(source), Path(destination), options, quiet=as_json)
+        _print_json(report) if as_json else _print_table(report)
+
+
+def _options(form: str, compat: str, budget: str, verify: bool, strict: bool, inject: bool) -> ConvertOptions:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    from ckptd.convert.options import ConvertOptions
+    from ckptd.errors import UsageError
+
+    if compat not in ("auto", "strict", "superset"):
+        raise UsageError(f"--compat {compat!r} is none of auto, strict, superset")
+    try:
+        size = TypeAdapter(ByteSize).validate_python(budget)
+    except ValidationError as error:
+        raise UsageError(f"--memory-budget {budget!r} is no size", hint="for example 512MiB") from error
+    if size < 64 << 20:
+        raise UsageError(f"--memory-budget {budget} is too small", hint="at least 64MiB")
+    return ConvertOptions(
+        form=form,
+        compat=cast("Compat", compat),
+        memory_budget_bytes=int(size),
+        verify=verify,
+        strict=strict,
+        inject_missing_state=inject,
+        write_latest=True,
+    )
+
+
+def resolve_source(source: Path) -> Path:
+    """The checkpoint folder that SRC means: itself, or what `latest` in it names.
+
+    Raises:
+        NotFoundError: neither.
+    """
+    from ckptd import files
+    from ckptd.convert.workplace import look_at_source
+    from ckptd.errors import NotFoundError
+    from ckptd.local.scan import read_pointer
+
+    folder = look_at_source(source)
+    if folder.shards:
+        return source
+    with files.opened_dir(folder.path) as fd:
+        tag = read_pointer(fd, "latest")
+    if tag is None:
+        raise NotFoundError(
+            f"{source} holds no shards and no `latest`",
+            hint=f"name a checkpoint folder: {', '.join(folder.folders[:5])}",
+        )
+    files.check_relative(tag)
+    return source / tag
+
+
+def run(source: Path, destination: Path, options: ConvertOptions, *, quiet: bool) -> ConvertReport:
+    """Convert with a progress bar on a terminal; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
+    import signal
+    import sys
+    import threading
+
+    from ckptd.convert.supervise import convert as convert_folder
+
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    folder = resolve_source(source)
+    if quiet or not sys.stderr.isatty():
+        return convert_folder(folder, destination, options, should_stop=stop.is_set)
+    return _with_progress(folder, destination, options, stop)
+
+
+def _with_progress(
+    folder: Path, destination: Path, options: ConvertOptions, stop: threading.Event
+) -> ConvertReport:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ckptd.convert.options import ConvertProgress
+    from ckptd.convert.supervise import convert as convert_folder
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+
+        def show(p: ConvertProgress) -> None:
+            progress.update(task, description=p.phase, completed=p.bytes_done, total=p.bytes_total or None)
+
+        return convert_folder(folder, destination, options, on_progress=show, should_stop=stop.is_set)
+
+
+def _print_json(report: ConvertReport) -> None:
+    import json
+    from dataclasses import asdict
+
+    print(json.dumps({**asdict(report), "destination": str(report.destination)}, indent=1))
+
+
+def _print_table(report: ConvertReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e6
+    for name, value in (
+        ("universal checkpoint", str(report.destination)),
+        ("layout", report.layout),
+        ("step", str(report.step)),
+        ("parameters", str(report.parameters)),
+        (
+            "files",
+            f"{report.files}" + (f" ({report.resumed_files} from before)" if report.resumed_files else ""),
+        ),
+        ("bytes", f"{report.bytes:,} ({report.bytes_cloned:,} cloned, {report.bytes_copied:,} copied)"),
+        ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
+        ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
+        ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
+    ):
+        table.add_row(name, value)
+    Console().print(table)

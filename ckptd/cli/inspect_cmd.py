@@ -1,0 +1,119 @@
+"""`ckptd inspect DIR`: what a folder is, whether it is whole, and why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckptd.cli.inspect_look import Seen, SeenCheckpoint
+
+_MANY_FILES = 40
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help="Say what a checkpoint folder, save_dir or universal folder holds. 65: not whole.")
+    def inspect(
+        folder: str = typer.Argument(..., metavar="DIR", help="A tag folder, save_dir or universal folder."),
+        as_json: bool = typer.Option(False, "--json", help="Everything as JSON on stdout."),
+        all_files: bool = typer.Option(False, "--all-files", help="List every file of large folders."),
+    ) -> None:
+        from pathlib import Path
+
+        from ckptd.cli.inspect_look import look
+        from ckptd.errors import DamagedError
+
+        seen = look(Path(folder))
+        if as_json:
+            print(seen.model_dump_json(indent=1))
+        else:
+            _print(seen, all_files=all_files)
+        if not seen.is_sound:
+            raise typer.Exit(DamagedError.exit_code)
+
+
+def _print(seen: Seen, *, all_files: bool) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if seen.kind == "save_dir":
+        _print_overview(console, seen)
+        for checkpoint in seen.checkpoints:
+            if not checkpoint.is_complete:
+                console.print(f"{checkpoint.tag}: {checkpoint.reason}", markup=False, highlight=False)
+        return
+    checkpoint = seen.checkpoints[0]
+    _print_facts(console, checkpoint)
+    _print_files(console, checkpoint, all_files=all_files)
+
+
+def _print_overview(console: Console, seen: Seen) -> None:
+    from rich.table import Table
+
+    table = Table("tag", "kind", "state", "step", "stage", "dtype", "ranks", "bytes", "", box=None)
+    for c in seen.checkpoints:
+        marks = [
+            n
+            for n, tag in (("latest", seen.latest), ("latest_universal", seen.latest_universal))
+            if tag == c.tag
+        ]
+        ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
+        stage = "" if c.zero_stage is None else str(c.zero_stage)
+        step = "" if c.step is None else str(c.step)
+        table.add_row(
+            c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks)
+        )
+    console.print(table)
+
+
+def _print_facts(console: Console, c: SeenCheckpoint) -> None:
+    from rich.table import Table
+
+    grid = None
+    if c.grid is not None:
+        grid = f"{c.grid.dp} data-parallel × {c.grid.mm_count} model-parallel ({c.grid.proof})"
+    table = Table(show_header=False, box=None)
+    for name, value in (
+        ("checkpoint", c.tag),
+        ("kind", c.kind),
+        ("state", c.state),
+        ("reason", c.reason),
+        ("step", c.step),
+        ("ZeRO stage", c.zero_stage),
+        ("dtype", c.dtype),
+        ("optimizer", c.optimizer),
+        ("DeepSpeed", c.ds_version),
+        ("ranks", grid),
+        ("layout", c.layout),
+        ("parameters", f"{c.parameters:,}" if c.parameters is not None else None),
+        ("bytes", f"{c.bytes:,}"),
+    ):
+        if value is not None:
+            table.add_row(name, str(value))
+    for note in c.notes:
+        table.add_row("note", note)
+    console.print(table)
+
+
+def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> None:
+    from rich.table import Table
+
+    shown = (
+        c.files
+        if all_files or len(c.files) <= _MANY_FILES
+        else [f for f in c.files if f.reason][:_MANY_FILES]
+    )
+    table = Table(box=None)
+    for column in ("file", "role", "bytes", "archive", "fingerprint", "problem"):
+        table.add_column(column, overflow="fold")
+    for f in shown:
+        table.add_row(f.path, f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12], f.reason or "")
+    if shown:
+        console.print(table)
+    if len(shown) < len(c.files):
+        console.print(f"{len(c.files)} files (--all-files lists them)", highlight=False)

@@ -1,0 +1,229 @@
+"""What `ckptd inspect` sees: the kind of a folder, the verdict on each checkpoint, every file in it.
+
+The verdict is the daemon's own (`ckptd.core.lifecycle.judge`), so that both say the same of a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Literal
+
+from ckptd import files
+from ckptd.convert.supervise import inspect_files
+from ckptd.core.facts import Archive, FileFacts
+from ckptd.core.identity import Model
+from ckptd.core.layouts import Grid
+from ckptd.core.lifecycle import Context, State, judge
+from ckptd.core.listing import FolderListing
+from ckptd.errors import CkptdError, NotFoundError
+from ckptd.local.scan import read_pointer, scan_folder
+
+_MODEL_STATES = re.compile(r"^(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
+_MANIFEST_LIMIT_BYTES = 16 << 20
+
+
+class SeenFile(Model):
+    """One file of a checkpoint."""
+
+    path: str
+    bytes: int
+    role: str
+    archive: str
+    fingerprint: str
+    reason: str | None = None
+    """What is wrong with it; None when nothing is."""
+
+
+class SeenCheckpoint(Model):
+    """One folder and the verdict on it."""
+
+    tag: str
+    kind: Literal["zero", "universal"]
+    state: str
+    reason: str | None = None
+    is_complete: bool
+    step: int | None = None
+    optimizer_step: int | None = None
+    zero_stage: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    ds_version: str | None = None
+    grid: Grid | None = None
+    parameters: int | None = None
+    """Elements (zero) or tensors (universal)."""
+    layout: str | None = None
+    bytes: int
+    saved_seconds_apart: float | None = None
+    notes: tuple[str, ...] = ()
+    files: tuple[SeenFile, ...]
+
+
+class Seen(Model):
+    """A folder given to `ckptd inspect`."""
+
+    path: str
+    kind: Literal["zero", "universal", "save_dir"]
+    latest: str | None = None
+    latest_universal: str | None = None
+    checkpoints: tuple[SeenCheckpoint, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """True when every checkpoint is complete and undamaged."""
+        return all(c.is_complete for c in self.checkpoints)
+
+
+def look(path: Path) -> Seen:
+    """Inspect a tag folder, a save_dir, or a universal folder.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+    """
+    absolute = os.path.realpath(path)
+    if not os.path.isdir(absolute):
+        raise NotFoundError(f"{path} is no folder")
+    parent, name = os.path.split(absolute)
+    with files.opened_dir(parent) as parent_fd:
+        listing = scan_folder(parent_fd, name)
+    if listing is None:
+        raise NotFoundError(f"{path} vanished")
+    if _is_universal(listing):
+        return Seen(path=str(path), kind="universal", checkpoints=(_universal(listing, Path(parent)),))
+    if listing.shards:
+        return Seen(path=str(path), kind="zero", checkpoints=(_zero(listing, Path(parent)),))
+    return _save_dir(path, absolute)
+
+
+def _save_dir(path: Path, absolute: str) -> Seen:
+    found: list[SeenCheckpoint] = []
+    with files.opened_dir(absolute) as fd:
+        latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
+        for name in sorted(os.listdir(fd), key=_natural):
+            try:
+                listing = scan_folder(fd, name) if not name.startswith("_ckptd") else None
+            except (NotADirectoryError, CkptdError):
+                continue
+            if listing is None:
+                continue
+            if _is_universal(listing):
+                found.append(_universal(listing, Path(absolute)))
+            elif listing.shards:
+                found.append(_zero(listing, Path(absolute)))
+    if not found:
+        raise NotFoundError(f"{path} holds no DeepSpeed checkpoint")
+    return Seen(
+        path=str(path), kind="save_dir", latest=latest, latest_universal=universal, checkpoints=tuple(found)
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(w), "") if w.isdigit() else (0, w) for w in re.split(r"(\d+)", name)]
+
+
+def _is_universal(listing: FolderListing) -> bool:
+    return any(f.path.startswith("zero/") for f in listing.files)
+
+
+def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
+    facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
+    now = time.time()
+    newest = max((f.identity.mtime_ns / 1e9 for f in listing.shards), default=0.0)
+    context = Context(
+        settle_seconds=0.0,
+        quiet_seconds=float("inf"),
+        is_in_flight=now - newest < 5.0,
+        save_spread_seconds=60.0,
+    )
+    verdict = judge(listing, facts, None, context)
+    damaged = _damage(facts)
+    reason = verdict.reason or damaged
+    whole = verdict.state is State.COMPLETE and damaged is None
+    shards = [facts[f.path].facts for f in listing.shards]
+    return SeenCheckpoint(
+        tag=listing.tag,
+        kind="zero",
+        state=verdict.state.value if whole or verdict.state is not State.COMPLETE else "damaged",
+        reason=None if whole else reason,
+        is_complete=whole,
+        step=verdict.step,
+        optimizer_step=verdict.optimizer_step,
+        zero_stage=verdict.writer.zero_stage,
+        dtype=verdict.writer.dtype,
+        optimizer=verdict.writer.optimizer,
+        ds_version=verdict.writer.ds_version,
+        grid=verdict.grid,
+        parameters=next((s.parameters for s in shards if s is not None and s.parameters), None),
+        bytes=listing.total_bytes,
+        saved_seconds_apart=(verdict.window.last - verdict.window.first) / 1e9 if verdict.window else None,
+        notes=verdict.notes,
+        files=_seen_files(facts),
+    )
+
+
+def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
+    facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
+    names = {p.split("/")[1] for p in facts if p.startswith("zero/") and p.count("/") == 2}
+    reason = _damage(facts)
+    if "zero/optimizer_state.pt" not in facts:
+        reason = reason or "zero/optimizer_state.pt is missing"
+    if not any(_MODEL_STATES.match(p) for p in facts):
+        reason = reason or "no *_model_states.pt: no loader finds its start here"
+    lacking = sorted(n for n in names if f"zero/{n}/fp32.pt" not in facts)
+    if lacking:
+        reason = reason or f"zero/{lacking[0]}/fp32.pt is missing"
+    ours = _manifest(parent / listing.tag) if "ckptd.json" in facts else {}
+    source = ours.get("source") if isinstance(ours.get("source"), dict) else {}
+    assert isinstance(source, dict)
+    step = source.get("step")
+    model = next((f.facts for p, f in facts.items() if _MODEL_STATES.match(p) and f.facts), None)
+    return SeenCheckpoint(
+        tag=listing.tag,
+        kind="universal",
+        state="complete" if reason is None else "damaged",
+        reason=reason,
+        is_complete=reason is None,
+        step=step if isinstance(step, int) else model.global_steps if model else None,
+        dtype=model.dtype if model else None,
+        optimizer=model.optimizer if model else None,
+        ds_version=model.ds_version if model else None,
+        zero_stage=model.zero_stage if model else None,
+        parameters=len(names),
+        layout=str(ours["layout"]) if "layout" in ours else None,
+        bytes=listing.total_bytes,
+        files=_seen_files(facts),
+    )
+
+
+def _manifest(folder: Path) -> dict[str, object]:
+    try:
+        with files.opened_dir(os.path.realpath(folder)) as fd:
+            value = json.loads(files.read_beneath(fd, "ckptd.json", limit_bytes=_MANIFEST_LIMIT_BYTES))
+    except (OSError, ValueError, CkptdError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _damage(facts: dict[str, FileFacts]) -> str | None:
+    """The first thing wrong with a file that ought to be an archive."""
+    for path, fact in facts.items():
+        if fact.archive in (Archive.TORN, Archive.EMPTY) and (fact.reason or path.endswith(".pt")):
+            return fact.reason or f"{path} is empty"
+    return next((f.reason for f in facts.values() if f.reason), None)
+
+
+def _seen_files(facts: dict[str, FileFacts]) -> tuple[SeenFile, ...]:
+    return tuple(
+        SeenFile(
+            path=f.path,
+            bytes=f.bytes,
+            role=f.role.value,
+            archive=f.archive.value,
+            fingerprint=f.fingerprint,
+            reason=f.reason,
+        )
+        for f in facts.values()
+    )
