@@ -1,0 +1,136 @@
+"""`ckptd pin | unpin | accept | adopt`: what a person decides about a checkpoint (P8).
+
+A decision is a file in the state directory *and* an object in the remote before the command returns 0; the
+daemon, running or not, reads both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.manifest import Decision
+
+Kind = Literal["pin", "unpin", "accept", "adopt"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+
+    @app.command("pin", help="Never delete this checkpoint, here or in a remote.")
+    def pin(job: str = typer.Argument(..., help="JOB"), tag: str = typer.Argument(..., help="TAG")) -> None:
+        _decide(job, "pin", [tag])
+
+    @app.command("unpin", help="Take a pin back.")
+    def unpin(job: str = typer.Argument(..., help="JOB"), tag: str = typer.Argument(..., help="TAG")) -> None:
+        _decide(job, "unpin", [tag])
+
+    @app.command("accept", help="A suspect checkpoint is one save after all: ship and commit it.")
+    def accept(
+        job: str = typer.Argument(..., help="JOB"), tag: str = typer.Argument(..., help="TAG")
+    ) -> None:
+        _decide(job, "accept", [tag])
+
+    @app.command("adopt", help="Checkpoints found at the first start may be deleted like any other.")
+    def adopt(
+        job: str = typer.Argument(..., help="JOB"),
+        tags: list[str] = typer.Argument(None, help="Some of them; default: all."),
+    ) -> None:
+        _decide(job, "adopt", tags or ["*"])
+
+
+def _decide(job: str, kind: Kind, tags: list[str]) -> None:
+    import getpass
+    import os
+    import time
+    from datetime import UTC, datetime
+
+    from ckptd.config import resolve_job
+    from ckptd.core.manifest import Decision
+    from ckptd.daemon.knowledge import write_decision
+
+    config = resolve_job(job, os.environ)
+    state_dir = _state_dir(config)
+    for tag in tags:
+        fingerprints = _fingerprints(config, tag) if kind == "accept" else ()
+        if kind == "pin":
+            _must_exist(config, tag)
+        decision = Decision(
+            kind=kind,
+            tag=tag,
+            fingerprints=fingerprints,
+            by=getpass.getuser(),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            serial=time.time_ns(),
+        )
+        write_decision(state_dir, _record_remotely(config, decision))
+        print(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
+
+
+def _state_dir(config: JobConfig) -> Path:
+    import os
+
+    from ckptd.config import default_config_dir, load_daemon
+    from ckptd.errors import NotFoundError
+    from ckptd.local.state_dir import state_dir_of
+
+    daemon = load_daemon(default_config_dir(os.environ) / "ckptd.toml", os.environ)
+    path = state_dir_of(config.save_dir, config.name, daemon.state_dir, os.environ)
+    if not path.is_dir():
+        msg = f"job {config.name} has no state in {path}"
+        raise NotFoundError(msg, hint="run the daemon once first")
+    return path
+
+
+def _remotes_of(config: JobConfig) -> JobConfig:
+    from ckptd.errors import UsageError
+
+    if not config.remotes:
+        msg = f"{config.save_dir} is not known with its remote"
+        raise UsageError(msg, hint="name the job file, or a job of the configuration directory")
+    return config
+
+
+def _record_remotely(config: JobConfig, decision: Decision) -> Decision:
+    """The decision as the remotes hold it: a serial above every earlier one of its subject."""
+    from ckptd.remote.observe import record
+    from ckptd.remote.open import open_store
+
+    for remote in _remotes_of(config).remotes:
+        decision = record(open_store(remote.url), decision)
+    return decision
+
+
+def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
+    """Fingerprints of the shards of a suspect folder, as the daemon compares them."""
+    from ckptd import files
+    from ckptd.convert.supervise import inspect_files
+    from ckptd.errors import NotFoundError
+    from ckptd.local.scan import scan_folder
+
+    with files.opened_dir(config.save_dir) as fd:
+        listing = scan_folder(fd, tag)
+    if listing is None or not listing.is_checkpoint:
+        msg = f"no checkpoint {tag} in {config.save_dir}"
+        raise NotFoundError(msg, hint="ckptd status shows the suspect ones")
+    facts = inspect_files(config.save_dir / tag, [f.path for f in listing.shards])
+    return tuple(sorted((f.path, f.fingerprint) for f in facts))
+
+
+def _must_exist(config: JobConfig, tag: str) -> None:
+    from ckptd.errors import NotFoundError
+    from ckptd.remote.open import open_store
+    from ckptd.remote.reader import read_remote
+
+    if (config.save_dir / tag).is_dir():
+        return
+    for remote in _remotes_of(config).remotes:
+        if any(c.commit.tag == tag for c in read_remote(open_store(remote.url)).commits):
+            return
+    msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"
+    raise NotFoundError(msg, hint=f"ckptd list {config.name}")

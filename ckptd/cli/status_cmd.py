@@ -1,0 +1,249 @@
+"""`ckptd status`: is my run safe? Reads status.json alone: with the daemon down, and for any user (H33).
+
+Fast by importing little: the file is JSON, the table is rich's; no journal, no remote, no pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ckptd.errors import NotFoundError
+
+STALE_SECONDS = 60.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("status", help="Is my run safe? What is under way, what needs a person.")
+    def status(
+        job: str | None = typer.Argument(None, help="SAVE_DIR, job file or job name; default: every job."),
+        tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
+        as_json: bool = typer.Option(False, "--json", help="The published document."),
+        retention: bool = typer.Option(False, "--retention", help="Why each checkpoint is kept."),
+        live: bool = typer.Option(False, "--live", help="Exit 0 only if the daemon lives."),
+        state_dir: Path | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+    ) -> None:
+        document = _find(job, state_dir)
+        alive = _is_alive(document)
+        jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
+        if as_json:
+            document["daemon"]["alive"] = alive
+            print(json.dumps(document | {"jobs": jobs}, indent=2))
+        elif tag is not None:
+            _story(jobs, tag)
+        else:
+            _show(document, jobs, alive, retention)
+        if live:
+            raise typer.Exit(0 if alive else 1)
+        raise typer.Exit(_exit_code(jobs, alive))
+
+
+def _find(job: str | None, state_dir: Path | None) -> dict[str, Any]:
+    places = [state_dir] if state_dir else _places(job)
+    for place in places:
+        path = place / "status.json"
+        try:
+            document: dict[str, Any] = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            msg = f"{path} cannot be read: {error}"
+            raise NotFoundError(msg, hint="the daemon writes it again within 10 s") from error
+        return document
+    looked = ", ".join(str(p / "status.json") for p in places) or "nowhere"
+    msg = f"no daemon has published a status (looked at {looked})"
+    raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
+
+
+def _places(job: str | None) -> list[Path]:
+    """Where a state directory may be; configuration is only read for a job that is no directory."""
+    if job is not None and ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
+        save_dir = Path(os.path.normpath(os.path.abspath(job)))
+        return [*_state_dirs(save_dir), *_base_dirs(save_dir.name)]
+    if job is None:
+        return _all_known()
+    from ckptd.config import resolve_job
+
+    config = resolve_job(job, os.environ)
+    return [*_state_dirs(config.save_dir), *_base_dirs(config.name)]
+
+
+def _state_dirs(save_dir: Path) -> list[Path]:
+    import hashlib
+
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+    return [
+        save_dir / "_ckptd" / "state",
+        Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest,  # noqa: S108 — read only
+    ]
+
+
+def _base_dirs(name: str) -> list[Path]:
+    bases = [os.environ.get("CKPTD_STATE_DIR"), os.environ.get("STATE_DIRECTORY")]
+    return [Path(base.split(":")[0]) / name for base in bases if base]
+
+
+def _all_known() -> list[Path]:
+    from ckptd.config import default_config_dir, load_all
+
+    loaded = load_all(default_config_dir(os.environ), os.environ)
+    found: list[Path] = []
+    for config in loaded.jobs:
+        if loaded.daemon.state_dir is not None:
+            found.append(loaded.daemon.state_dir / config.name)
+        found += [*_base_dirs(config.name), *_state_dirs(config.save_dir)]
+    return found
+
+
+def _is_meant(status: dict[str, Any], job: str) -> bool:
+    path = os.path.normpath(os.path.abspath(job))
+    return status["name"] in (job, Path(job).stem) or status["save_dir"] == path
+
+
+def _is_alive(document: dict[str, Any]) -> bool:
+    daemon = document["daemon"]
+    if not daemon["alive"]:
+        return False
+    try:
+        os.kill(int(daemon["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _age_seconds(at: str) -> float:
+    return max(0.0, time.time() - datetime.fromisoformat(at).timestamp())
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _headline(job: dict[str, Any], age_seconds: float) -> str:
+    """The first line: is my run safe?"""
+    safe = job.get("safe")
+    if safe is None:
+        words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
+        return f"NOT SAFE: {words.get(job['state'], 'nothing is committed yet')}"
+    risk = (job.get("seconds_at_risk") or 0) + age_seconds
+    text = f"step {safe['step']} ({safe['tag']}) committed {_ago(safe['age_seconds'] + age_seconds)} ago"
+    steps = job.get("steps_at_risk") or 0
+    behind = f"; {steps} saved steps not committed yet" if steps else ""
+    return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {_ago(risk)} of training at risk"
+
+
+def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, retention: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None)
+    age = _age_seconds(document["generated_at"])
+    for job in jobs:
+        console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, age))}")
+        for text in job["opt_outs"]:
+            console.print(f"  opt-out: {escape(text)}")
+        if not alive:
+            console.print(f"  [red]the daemon is not running[/red]; this is what it saw {_ago(age)} ago")
+        elif age > STALE_SECONDS:
+            console.print(f"  [yellow]the daemon has not published for {_ago(age)}[/yellow]")
+        _disk(console, job)
+        for problem in job["problems"]:
+            mark = {"attention": "[red]![/red]", "behind": "[yellow]~[/yellow]"}.get(problem["severity"], "·")
+            console.print(f"  {mark} {escape(problem['text'])} ({_ago(_age_seconds(problem['since']))})")
+            if problem["next_step"]:
+                console.print(f"    → {escape(problem['next_step'])}")
+        if job["checkpoints"]:
+            console.print(_table(job, retention))
+
+
+def _disk(console: Any, job: dict[str, Any]) -> None:
+    disk = job.get("disk")
+    if not disk:
+        return
+    parts = [f"{_size(disk['free_bytes'])} free"]
+    if disk.get("full_in_saves") is not None:
+        parts.append(f"room for {disk['full_in_saves']} saves")
+    if job.get("production_bytes_per_second"):
+        parts.append(f"production {_size(job['production_bytes_per_second'])}/s")
+    if job.get("link_bytes_per_second"):
+        parts.append(f"link {_size(job['link_bytes_per_second'])}/s")
+    console.print("  " + ", ".join(parts), style="dim")
+
+
+def _table(job: dict[str, Any], retention: bool) -> Any:
+    from rich.table import Table
+
+    remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("tag", "step", "state", "size", "local", *remotes, "kept because" if retention else "note"):
+        table.add_column(title, justify="right" if title in ("step", "size") else "left")
+    for checkpoint in job["checkpoints"]:
+        local = checkpoint["local"]
+        here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
+        here += " +hold" if local["held"] else ""
+        cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
+        note = "; ".join(checkpoint["keep"]) if retention else (checkpoint["reason"] or "")
+        if checkpoint["pinned"] and not retention:
+            note = f"pinned {note}".strip()
+        step = f"{checkpoint['step']}" if checkpoint["step"] is not None else "?"
+        if checkpoint["branch"] and checkpoint["branch"] > 1:
+            step = f"{step} (branch {checkpoint['branch']})"
+        size = _size(checkpoint["bytes"])
+        table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
+    return table
+
+
+def _forms(forms: dict[str, Any]) -> str:
+    parts = []
+    for form, state in forms.items():
+        if state["state"] == "none":
+            continue
+        text = state["state"]
+        if text == "shipping" and state["bytes_total"]:
+            text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
+            if state.get("eta_seconds") is not None:
+                text += f" (in {_ago(state['eta_seconds'])})"
+        parts.append(text if form == "zero" else f"{form} {text}")
+    return ", ".join(parts)
+
+
+def _story(jobs: list[dict[str, Any]], tag: str) -> None:
+    for job in jobs:
+        for checkpoint in job["checkpoints"]:
+            if checkpoint["tag"] == tag:
+                print(json.dumps(checkpoint, indent=2))
+                return
+    msg = f"no checkpoint {tag!r} in the published status"
+    raise NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
+
+
+def _exit_code(jobs: list[dict[str, Any]], alive: bool) -> int:
+    """0 safe · 1 a person is needed · 3 behind (docs/contract.md)."""
+    states = {job["state"] for job in jobs}
+    if not jobs or not alive or states & {"attention", "invalid"}:
+        return 1
+    return 3 if "behind" in states or any(job.get("steps_at_risk") for job in jobs) else 0

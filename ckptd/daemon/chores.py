@@ -1,0 +1,347 @@
+"""Hold, convert, prune, point: what a plan does on this node, in workers (docs/design.md §3, §4, P13).
+
+A prune is journalled before the folder is renamed aside, and audited before it is called done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.convert import supervise
+from ckptd.core.listing import OURS
+from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.daemon.shipping import hold_name
+from ckptd.daemon.state import Converting, JobState
+from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged
+from ckptd.journal import DeletionIntent
+from ckptd.local import fs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, Prune, ReleaseHold
+    from ckptd.daemon.workers import Workers
+    from ckptd.observe.audit import Audit
+
+log = logging.getLogger("ckptd.local")
+
+
+class Chores:
+    """The local half of executing a plan, for one job."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: JobState,
+        workers: Workers,
+        audit: Audit,
+        memory_budget_bytes: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._workers = workers
+        self._audit = audit
+        self._memory_budget_bytes = memory_budget_bytes
+        self._wake = wake
+        self._pause = threading.Event()
+        self._stop = threading.Event()
+        self._pruning: set[int] = set()
+        self._dropping: set[int] = set()
+
+    def pace(self, *, is_save_in_flight: bool) -> None:
+        """Pause conversions while a save is in flight (P11)."""
+        if is_save_in_flight:
+            self._pause.set()
+        else:
+            self._pause.clear()
+
+    def stop(self) -> None:
+        """Tell conversions to end; what they finished is taken up again after a restart."""
+        self._stop.set()
+        self._pause.clear()
+
+    # --- holds -----------------------------------------------------------------------------------------
+
+    def hold(self, action: Hold, save_dir_fd: int) -> None:
+        """Clone a complete save."""
+        state = self._state
+        row = state.rows[action.save_id]
+        state.busy[row.id] += 1
+
+        def done(_: None) -> None:
+            state.busy[row.id] -= 1
+            state.journal.set_held(row.id, held=True)
+            state.load()
+            self._wake()
+
+        def failed(error: CkptdError) -> None:
+            state.busy[row.id] -= 1
+            if isinstance(error, RefusedError):
+                state.can_clone = False
+            log.warning("holding %s: %s", row.save.tag, error)
+
+        self._in_worker(
+            f"holding {row.save.tag}",
+            save_dir_fd,
+            lambda fd: fs.hold(fd, row.save.tag, hold_name(row), row.save.files),
+            done,
+            failed,
+        )
+
+    def release_hold(self, action: ReleaseHold, save_dir_fd: int) -> None:
+        """Remove the clones; under disk pressure say which checkpoint lost its hold (P13)."""
+        state = self._state
+        row = state.rows[action.save_id]
+        tag = row.save.tag
+        if action.reason != "committed":
+            text = f"{tag} lost its hold: {action.reason}; the trainer may delete it before it is uploaded"
+            state.problems.put("hold-released", tag, text, "free space, or save less often")
+        self._audit.write("release-hold", tag=tag, generation=0, form="hold", reason=action.reason)
+        state.journal.set_held(row.id, held=False)
+        state.load()
+        self._in_worker(
+            f"releasing the hold of {tag}",
+            save_dir_fd,
+            lambda fd: fs.remove_ours(fd, fs.HOLD, hold_name(row)),
+            lambda _: self._wake(),
+            lambda error: log.warning("releasing the hold of %s: %s", tag, error),
+        )
+
+    # --- derived forms ---------------------------------------------------------------------------------
+
+    def convert(self, action: Convert, save_dir_fd: int, reserve_bytes: int) -> None:
+        """Make the universal form below `_ckptd/derived/universal/<tag>`."""
+        state = self._state
+        row = state.rows[action.save_id]
+        tag = row.save.tag
+        others = [r for r in state.rows.values() if r.save.tag == tag and r.id != row.id]
+        if any(r.derived.state is DerivedState.READY for r in others) or row.id in self._dropping:
+            return
+        state.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.CONVERTING}))
+        state.converting = Converting(save_id=row.id, total_bytes=row.save.total_bytes)
+        state.busy[row.id] += 1
+        converting = state.converting
+
+        def progress(p: supervise.ConvertProgress) -> None:
+            converting.done_bytes, converting.total_bytes = p.bytes_done, p.bytes_total
+
+        options = supervise.ConvertOptions(
+            memory_budget_bytes=self._memory_budget_bytes, reserve_bytes=reserve_bytes
+        )
+
+        def work(fd: int) -> supervise.ConvertReport:
+            os.close(fs.ensure_ours(fd, f"{fs.DERIVED}/{UNIVERSAL}"))
+            os.close(fs.ensure_ours(fd, fs.STAGING))
+            source = self._config.save_dir / tag
+            target = self._config.save_dir / fs.DERIVED / UNIVERSAL / tag
+            report = supervise.convert(
+                source,
+                target,
+                options,
+                on_progress=progress,
+                should_stop=self._stop.is_set,
+                should_pause=self._pause.is_set,
+                work_dir=self._config.save_dir / fs.STAGING,
+            )
+            if not fs.folder_is_intact(fd, tag, row.save.files):
+                fs.remove_ours(fd, f"{fs.DERIVED}/{UNIVERSAL}", tag)
+                msg = f"{tag} was saved again while it was converted"
+                raise SourceChanged(msg)
+            return report
+
+        self._in_worker(
+            f"converting {tag}",
+            save_dir_fd,
+            work,
+            lambda report: self._converted(row.id, report),
+            lambda error: self._not_converted(row.id, error),
+        )
+
+    def _converted(self, save_id: int, report: supervise.ConvertReport) -> None:
+        state = self._state
+        tag = state.rows[save_id].save.tag
+        state.busy[save_id] -= 1
+        state.converting = None
+        record = DerivedRecord(
+            state=DerivedState.READY,
+            plan_sha256=report.plan_sha256,
+            layout=report.layout,
+            alignment=64,
+            is_cloned=report.bytes_cloned > 0,
+            is_source_verified=report.verified,
+            bytes=report.bytes,
+        )
+        state.put_derived(save_id, record)
+        state.problems.clear("conversion-failed", tag)
+        log.info("%s converted to universal in %.1f s", tag, report.seconds)
+        self._wake()
+
+    def _not_converted(self, save_id: int, error: CkptdError) -> None:
+        state = self._state
+        row = state.rows[save_id]
+        tag = row.save.tag
+        state.busy[save_id] -= 1
+        state.converting = None
+        update: dict[str, object] = {"state": DerivedState.FAILED, "reason": error.message}
+        if self._stop.is_set() or isinstance(error, NoSpaceError):
+            update = {"state": DerivedState.NONE}
+        elif isinstance(error, RefusedError):
+            update["state"] = DerivedState.REFUSED
+            text = f"{tag} has no universal form: {error.message}"
+            state.problems.put(
+                "conversion-refused", tag, text, error.hint or "the ZeRO form is safe all the same"
+            )
+        elif not isinstance(error, SourceChanged):
+            update["tries"] = row.derived.tries + 1
+            text = f"converting {tag}: {error.message}"
+            state.problems.put("conversion-failed", tag, text, error.hint or "tried again; see the log")
+        state.put_derived(save_id, row.derived.model_copy(update=update))
+        log.warning("converting %s: %s", tag, error)
+        self._wake()
+
+    def drop_derived(self, action: DropDerived, save_dir_fd: int) -> None:
+        """Remove the universal form of a save."""
+        state = self._state
+        if action.save_id in self._dropping:
+            return
+        self._dropping.add(action.save_id)
+        row = state.rows[action.save_id]
+        tag = row.save.tag
+        self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=action.reason)
+
+        def done(_: None) -> None:
+            self._dropping.discard(row.id)
+            state.put_derived(row.id, DerivedRecord(reason=action.reason))
+            self._wake()
+
+        def failed(error: CkptdError) -> None:
+            self._dropping.discard(row.id)
+            log.warning("dropping the universal form of %s: %s", tag, error)
+
+        self._in_worker(
+            f"dropping the universal form of {tag}",
+            save_dir_fd,
+            lambda fd: fs.remove_ours(fd, f"{fs.DERIVED}/{UNIVERSAL}", tag),
+            done,
+            failed,
+        )
+
+    def point_universal(self, action: PointUniversal, save_dir_fd: int) -> None:
+        """Rewrite `latest_universal` at once: one small atomic file."""
+        target = f"{OURS}/derived/{UNIVERSAL}/{action.tag}" if action.tag else None
+        fs.point_latest_universal(save_dir_fd, target)
+        self._wake()
+
+    # --- prune -----------------------------------------------------------------------------------------
+
+    def prune(self, action: Prune, save_dir_fd: int) -> None:
+        """Remove a committed checkpoint under its permit."""
+        state, permit = self._state, action.permit
+        if action.save_id in self._pruning:
+            return
+        self._pruning.add(action.save_id)
+        intent = DeletionIntent(
+            tag=permit.tag,
+            generation=permit.generation,
+            folder=permit.folder,
+            files=permit.files,
+            commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
+            reason=permit.reason,
+        )
+        name = fs.trash_name(permit.tag)
+        deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
+        state.confirmations.pop(action.save_id, None)
+        state.deleted_at.append(time.monotonic())
+
+        def work(fd: int) -> None:
+            self._audit.write(
+                "prune",
+                tag=permit.tag,
+                generation=permit.generation,
+                form="zero",
+                reason=permit.reason,
+                commits=[(c.key, c.sha256) for c in permit.commits],
+                files=[(f.path, f.identity.size_bytes) for f in permit.files],
+            )
+            fs.prune(fd, permit, name)
+
+        def done(_: None) -> None:
+            self._pruning.discard(action.save_id)
+            state.journal.end_deletion(deletion_id, done=True)
+            state.journal.end_save(action.save_id, "pruned")
+            state.load()
+            state.problems.clear("prune-blocked", permit.tag)
+            log.info("%s pruned: %s", permit.tag, permit.reason)
+            self._wake()
+
+        def failed(error: CkptdError) -> None:
+            self._pruning.discard(action.save_id)
+            state.journal.end_deletion(deletion_id, done=False)
+            state.problems.put(
+                "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
+            )
+            log.warning("pruning %s: %s", permit.tag, error)
+
+        self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
+
+    def _in_worker(
+        self,
+        what: str,
+        save_dir_fd: int,
+        work: Callable[[int], object],
+        done: Callable[..., None],
+        failed: Callable[[CkptdError], None],
+    ) -> None:
+        """Run `work` with a descriptor of its own."""
+        fd = os.dup(save_dir_fd)
+
+        def run() -> object:
+            try:
+                return work(fd)
+            finally:
+                os.close(fd)
+
+        self._workers.submit(what, run, done, failed)
+
+
+def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
+    """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
+
+    A prune whose intent is journalled rested on confirmed COMMITs; the folder in the trash holds the sealed
+    files by identity, so finishing removes exactly those (docs/design.md §5 *Permit*).
+    """
+    names = set(fs.trash_names(save_dir_fd))
+    for deletion in state.journal.open_deletions():
+        if deletion.trash in names:
+            names.discard(deletion.trash)
+            trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
+            try:
+                fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)
+            finally:
+                os.close(trash_fd)
+            state.journal.end_deletion(deletion.id, done=True)
+            state.journal.end_save(deletion.save_id, "pruned")
+            log.info("finished pruning %s", deletion.intent.tag)
+        else:
+            row = state.rows.get(deletion.save_id)
+            gone = row is not None and not fs.folder_is_intact(save_dir_fd, row.save.tag, row.save.files)
+            state.journal.end_deletion(deletion.id, done=gone)
+    fs.empty_our_trash(save_dir_fd)
+    for name in names:
+        if not name.startswith("ours."):
+            tag = name.rsplit(".", 1)[0]
+            if fs.return_from_trash(save_dir_fd, name, tag):
+                audit.write(
+                    "trash", tag=tag, generation=0, form="zero", reason="moved back: no permit on record"
+                )
+                log.warning("%s was in the trash without a permit on record; moved back", tag)
+    for row in list(state.rows.values()):
+        if row.derived.state is DerivedState.CONVERTING:
+            state.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.NONE}))
+    state.load()

@@ -1,0 +1,362 @@
+"""From a listing to sealed saves: quietness, inspection, verdicts, flushing, order (docs/design.md §3).
+
+A folder is judged each turn from what is on disk now; a complete one is flushed by a worker, looked at
+again, and only then sealed: identities, fingerprints, (branch, step, save_seq).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.convert import supervise
+from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
+from ckptd.core.order import next_order
+from ckptd.core.save import Order, SealedFile, SealedSave
+from ckptd.daemon.state import JobState, Quiet
+from ckptd.errors import CkptdError
+from ckptd.local import fs
+from ckptd.local.scan import has_open_writer, scan_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.facts import FileFacts
+    from ckptd.core.layouts import Grid
+    from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
+    from ckptd.core.manifest import SaveWindow
+    from ckptd.daemon.workers import Workers
+
+log = logging.getLogger("ckptd.intake")
+
+IN_FLIGHT_SECONDS = 60.0
+
+
+class Recogniser:
+    """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
+
+    def may_seal(self, tag: str) -> bool:
+        """False while a remote that may know the tag has not been asked."""
+        raise NotImplementedError
+
+    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order that a COMMIT recorded for exactly this content."""
+        raise NotImplementedError
+
+    def highest(self) -> Order | None:
+        """The highest order of any COMMIT."""
+        raise NotImplementedError
+
+    def found_first(self) -> frozenset[str] | None:
+        """Tags found at the first start; None: it is not settled yet whether this is one."""
+        raise NotImplementedError
+
+
+class Intake:
+    """Judges folders and seals saves of one job."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: JobState,
+        workers: Workers,
+        recogniser: Recogniser,
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._workers = workers
+        self._recogniser = recogniser
+        self._wake = wake
+        self._inspecting: set[str] = set()
+        self._flushing: dict[str, str] = {}
+        self._flushed: dict[str, str] = {}
+        self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+
+    def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
+        """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
+        state = self._state
+        state.listing = listing
+        tags = {folder.tag for folder in listing.folders}
+        for gone in set(state.quiet) - tags:
+            del state.quiet[gone]
+            state.verdicts.pop(gone, None)
+            state.facts.pop(gone, None)
+        in_flight: set[str] = set()
+        ready: list[tuple[FolderListing, Verdict]] = []
+        for folder in listing.folders:
+            verdict = self._judge(folder, now_seconds)
+            state.verdicts[folder.tag] = verdict
+            if verdict.needs:
+                self._inspect(folder, verdict.needs)
+            if verdict.state is State.COMPLETE and not self._is_sealed(folder):
+                if self._flushed.get(folder.tag) == folder.digest:
+                    ready.append((folder, verdict))
+                else:
+                    self._flush(folder, save_dir_fd)
+            is_open = verdict.state is not State.COMPLETE or not self._is_sealed(folder)
+            if is_open and self._recently_changed(folder, now_seconds):
+                in_flight.add(folder.tag)
+        state.in_flight = frozenset(in_flight)
+        self._seal(ready)
+
+    def next_due_seconds(self, now_seconds: float) -> float:
+        """How long until a folder may have become quiet."""
+        settle = self._config.settle_seconds
+        waits = [
+            settle - (now_seconds - quiet.since_seconds)
+            for tag, quiet in self._state.quiet.items()
+            if now_seconds - quiet.since_seconds < settle
+        ]
+        return max(0.05, min(waits, default=60.0))
+
+    # --- verdicts --------------------------------------------------------------------------------------
+
+    def _judge(self, folder: FolderListing, now_seconds: float) -> Verdict:
+        quiet = self._state.quiet.get(folder.tag)
+        if quiet is None or quiet.digest != folder.digest:
+            first = quiet.first_seen_unix if quiet else time.time()
+            if quiet is not None and self._is_sealed_digest(folder.tag, quiet.digest):
+                first = time.time()
+            quiet = Quiet(digest=folder.digest, since_seconds=now_seconds, first_seen_unix=first)
+            self._state.quiet[folder.tag] = quiet
+            self._state.facts[folder.tag] = self._known_facts(folder)
+        if self._is_sealed(folder):
+            row = self._state.row_of_tag(folder.tag)
+            assert row is not None
+            return Verdict(
+                state=State.COMPLETE,
+                grid=row.save.grid,
+                step=row.save.step,
+                writer=row.save.writer,
+                window=row.save.window,
+            )
+        facts = self._state.facts.setdefault(folder.tag, {})
+        context = Context(
+            settle_seconds=self._config.settle_seconds,
+            quiet_seconds=now_seconds - quiet.since_seconds,
+            is_in_flight=self._recently_changed(folder, now_seconds),
+            save_spread_seconds=self._config.save_spread_seconds,
+            widest_save_seconds=self._state.widest_save_seconds,
+            accepted=self.accepted,
+            known_grids=frozenset(
+                (r.save.grid.dp, r.save.grid.mm_count, r.save.grid.zero_stage)
+                for r in self._state.rows.values()
+            ),
+        )
+        return judge(folder, facts, self._memory(folder, facts), context)
+
+    def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
+        quiet = self._state.quiet[folder.tag]
+        limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds)
+        if now_seconds - quiet.since_seconds < limit:
+            return True
+        return has_open_writer(str(self._config.save_dir), folder.tag)
+
+    def _is_sealed(self, folder: FolderListing) -> bool:
+        row = self._state.row_of_tag(folder.tag)
+        return row is not None and _same_files(row.save, folder)
+
+    def _is_sealed_digest(self, tag: str, digest: str) -> bool:
+        return self._flushed.get(tag) == digest
+
+    def _memory(self, folder: FolderListing, facts: dict[str, FileFacts]) -> Memory | None:
+        """Identities of the last sealed save; one whose ctime alone changed counts as kept (H50)."""
+        row = self._state.row_of_tag(folder.tag)
+        if row is None:
+            return None
+        now = {f.path: f for f in folder.shards}
+        shards = {}
+        for file in row.save.files:
+            if file.path not in now and not any(f.path == file.path for f in folder.files):
+                shards[file.path] = file.identity
+                continue
+            current = now.get(file.path)
+            if current is None:
+                continue
+            is_same = _only_ctime(file, current) and facts.get(file.path) is not None
+            is_same = is_same and facts[file.path].fingerprint == file.fingerprint
+            shards[file.path] = current.identity if is_same else file.identity
+        return Memory(shards=shards)
+
+    # --- inspection and flushing -----------------------------------------------------------------------
+
+    def _known_facts(self, folder: FolderListing) -> dict[str, FileFacts]:
+        known = {}
+        for file in folder.files:
+            facts = self._state.journal.facts(file.path, file.identity)
+            if facts is not None:
+                known[file.path] = facts
+        return known
+
+    def _inspect(self, folder: FolderListing, paths: Sequence[str]) -> None:
+        if folder.tag in self._inspecting:
+            return
+        self._inspecting.add(folder.tag)
+        root = self._config.save_dir / folder.tag
+        identities = {f.path: f.identity for f in folder.files}
+
+        def then(rows: list[FileFacts]) -> None:
+            self._inspecting.discard(folder.tag)
+            quiet = self._state.quiet.get(folder.tag)
+            if quiet is None or quiet.digest != folder.digest:
+                return
+            self._state.journal.put_facts([(identities[r.path], r) for r in rows])
+            self._state.facts[folder.tag].update({r.path: r for r in rows})
+            self._wake()
+
+        def failed(error: CkptdError) -> None:
+            self._inspecting.discard(folder.tag)
+            log.warning("inspecting %s: %s", folder.tag, error)
+
+        self._workers.submit(
+            f"inspecting {folder.tag}", lambda: supervise.inspect_files(root, paths), then, failed
+        )
+
+    def _flush(self, folder: FolderListing, save_dir_fd: int) -> None:
+        if self._flushing.get(folder.tag) == folder.digest:
+            return
+        self._flushing[folder.tag] = folder.digest
+        paths = [f.path for f in folder.files]
+        fd = os.dup(save_dir_fd)
+
+        def work() -> str | None:
+            try:
+                fs.flush(fd, folder.tag, paths)
+                again = scan_folder(fd, folder.tag)
+            finally:
+                os.close(fd)
+            return again.digest if again else None
+
+        def then(digest: str | None) -> None:
+            self._flushing.pop(folder.tag, None)
+            if digest == folder.digest:
+                self._flushed[folder.tag] = digest
+                self._wake()
+
+        def failed(error: CkptdError) -> None:
+            self._flushing.pop(folder.tag, None)
+            log.warning("flushing %s: %s", folder.tag, error)
+
+        self._workers.submit(f"flushing {folder.tag}", work, then, failed)
+
+    # --- sealing ---------------------------------------------------------------------------------------
+
+    def _seal(self, ready: list[tuple[FolderListing, Verdict]]) -> None:
+        """Seal durable saves in step order, once it is known whether a remote has them already (P8)."""
+        found_first = self._recogniser.found_first()
+        if found_first is None:
+            return
+        for folder, verdict in sorted(ready, key=lambda row: row[1].step or 0):
+            if not self._recogniser.may_seal(folder.tag):
+                continue
+            if self._refresh(folder):
+                continue
+            assert verdict.grid is not None
+            assert verdict.window is not None
+            assert verdict.step is not None
+            self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
+
+    def _seal_one(
+        self,
+        folder: FolderListing,
+        verdict: Verdict,
+        grid: Grid,
+        window: SaveWindow,
+        step: int,
+        found_first: frozenset[str],
+    ) -> None:
+        state = self._state
+        sealed = tuple(_sealed(f, state.facts[folder.tag][f.path]) for f in folder.files)
+        fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
+        order = self._recogniser.known_order(folder.tag, fingerprints)
+        if order is None:
+            known = [row.save.order for row in state.rows.values()]
+            remote = self._recogniser.highest()
+            order = next_order(step, max([*known, *([remote] if remote else [])], default=None))
+        listing = state.listing
+        extras = tuple(f for f in (listing.extras if listing else ()) if self._is_extra(f.path))
+        save = SealedSave(
+            tag=folder.tag,
+            folder=folder.folder,
+            files=sealed,
+            extras=tuple(_sealed_extra(f) for f in extras),
+            grid=grid,
+            branch=order.branch,
+            step=order.step,
+            save_seq=order.save_seq,
+            window=window,
+            writer=verdict.writer,
+            optimizer_step=verdict.optimizer_step,
+        )
+        is_first = folder.tag in found_first and not any(
+            row.save.tag == folder.tag for row in state.rows.values()
+        )
+        adopted = not is_first or self._config.backfill == "all"
+        state.journal.add_save(
+            save, found_first=is_first, adopted=adopted, seen_at=state.quiet[folder.tag].first_seen_unix
+        )
+        state.load()
+        state.completed_at.append(time.monotonic())
+        log.info(
+            "%s complete: step %d, branch %d, %.1f MB, %s",
+            folder.tag,
+            order.step,
+            order.branch,
+            save.total_bytes / 1e6,
+            grid.proof,
+        )
+
+    def _refresh(self, folder: FolderListing) -> bool:
+        """The same save whose ctimes changed alone: keep the row, take the new identities (H50)."""
+        row = self._state.row_of_tag(folder.tag)
+        if row is None:
+            return False
+        now = {f.path: f for f in folder.files}
+        facts = self._state.facts[folder.tag]
+        if set(now) != {f.path for f in row.save.files} or folder.folder != row.save.folder:
+            return False
+        for file in row.save.files:
+            same = _only_ctime(file, now[file.path]) or file.identity == now[file.path].identity
+            if not same or facts[file.path].fingerprint != file.fingerprint:
+                return False
+        files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in row.save.files)
+        self._state.journal.replace_sealed(row.id, row.save.model_copy(update={"files": files}))
+        self._state.load()
+        return True
+
+    def _is_extra(self, name: str) -> bool:
+        patterns = self._config.extra
+        return patterns is None or any(fnmatch.fnmatch(name, p) for p in patterns)
+
+
+def _same_files(save: SealedSave, folder: FolderListing) -> bool:
+    """Every sealed file is there with its identity (others may have appeared: H8)."""
+    now = {f.path: f.identity for f in folder.files}
+    return save.folder == folder.folder and all(now.get(f.path) == f.identity for f in save.files)
+
+
+def _only_ctime(file: SealedFile, now: ListedFile) -> bool:
+    return file.identity.model_copy(update={"ctime_ns": now.identity.ctime_ns}) == now.identity
+
+
+def _sealed(file: ListedFile, facts: FileFacts) -> SealedFile:
+    return SealedFile(
+        path=file.path,
+        identity=file.identity,
+        fingerprint=facts.fingerprint,
+        tensor_fingerprint=facts.tensor_fingerprint,
+        role=facts.role,
+        shard=facts.shard,
+        mode=file.mode,
+    )
+
+
+def _sealed_extra(file: ListedFile) -> SealedFile:
+    from ckptd.core.layouts import Role
+
+    return SealedFile(path=file.path, identity=file.identity, fingerprint="", role=Role.EXTRA, mode=file.mode)

@@ -1,0 +1,518 @@
+"""One job: lock, state, and the turn — look, judge, seal, view, plan, act, in the deciding thread (§3).
+
+A job is *waiting* until its save_dir exists, *watching* until a checkpoint appears in it (nothing of ours
+is created before, P11), then *active*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.config import config_digest
+from ckptd.core import actions as a
+from ckptd.core.generation import Already, Retired, Use
+from ckptd.core.lifecycle import State
+from ckptd.core.planner import plan
+from ckptd.core.view import ZERO, GenerationAnswer, ShipState
+from ckptd.daemon.chores import Chores, recover
+from ckptd.daemon.intake import Intake
+from ckptd.daemon.knowledge import Knowledge
+from ckptd.daemon.links import RemoteLink
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.shipping import Shipping
+from ckptd.daemon.state import JobState
+from ckptd.daemon.viewing import build_view
+from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
+from ckptd.journal import Journal
+from ckptd.local import fs
+from ckptd.local.scan import scan
+from ckptd.local.state_dir import prepare_state_dir
+from ckptd.local.watch import Watcher
+from ckptd.observe.audit import Audit
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptd.config_model import DaemonConfig, JobConfig
+    from ckptd.core.view import JobView
+    from ckptd.daemon.workers import Workers
+
+log = logging.getLogger("ckptd.job")
+
+RESCAN_SECONDS = 10.0
+HINT_SECONDS = 0.3
+BUSY_FRACTION = 0.1
+"""Transfers move at this fraction while a save is in flight (P11)."""
+
+
+class Job:
+    """See the module's first lines. Every method is called in the deciding thread but `hint`."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        daemon: DaemonConfig,
+        state_dir: Path,
+        memory_budget_bytes: int,
+        workers: Workers,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.config = config
+        self.state_dir = state_dir
+        self.problems = Problems()
+        self.state: JobState | None = None
+        self.links: dict[str, RemoteLink] = {}
+        self.view: JobView | None = None
+        self.job_id: str | None = None
+        self._daemon = daemon
+        self._memory_budget_bytes = memory_budget_bytes
+        self._workers = workers
+        self._post = post
+        self._fd: int | None = None
+        self._watcher: Watcher | None = None
+        self._hinted_at: float | None = None
+        self._needs_turn = True
+        self._turns = 0
+        self._may_delete = False
+
+    # --- opening ---------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """waiting, watching or active."""
+        if self._fd is None:
+            return "waiting"
+        return "watching" if self.state is None else "active"
+
+    @property
+    def node(self) -> str:
+        """Name of this node."""
+        return self.config.node_name or self._daemon.node_name or socket.gethostname()
+
+    def open(self) -> None:
+        """Take the lock when save_dir exists.
+
+        Raises:
+            LockHeld: another daemon owns it (75).
+        """
+        save_dir = str(self.config.save_dir)
+        try:
+            fd = os.open(save_dir, files.DIR_FLAGS)
+        except FileNotFoundError:
+            self.problems.put(
+                "save-dir-missing",
+                save_dir,
+                f"{save_dir} does not exist yet",
+                "it appears when training starts",
+            )
+            return
+        except OSError as error:
+            raise from_os_error(error, f"opening {save_dir}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            msg = f"another daemon owns {save_dir}"
+            raise LockHeld(msg) from error
+        self._fd = fd
+        self.problems.clear("save-dir-missing", save_dir)
+        self._watcher = Watcher(save_dir, self.hint)
+        self._watcher.start()
+
+    def _activate(self, save_dir_fd: int) -> JobState:
+        """Open state, journal and remotes; finish what a crash left."""
+        prepare_state_dir(self.state_dir)
+        journal = Journal(self.state_dir / "journal.db")
+        state = JobState(journal=journal, problems=self.problems)
+        if journal.set_aside:
+            self.problems.put(
+                "journal-set-aside",
+                str(journal.set_aside),
+                f"an unreadable journal lies in {journal.set_aside}",
+                "nothing to do: it was rebuilt from disk and remote",
+            )
+        state.load()
+        self.state = state
+        self._audit = Audit(self.state_dir / "audit.jsonl")
+        node_id = self._node_id()
+        self._check_device(save_dir_fd, state)
+        for remote in self.config.remotes:
+            settings = m.RemoteSettings(
+                name=remote.name,
+                url=remote.url,
+                job=self.config.name,
+                job_id=journal.meta(f"job_id:{remote.name}"),
+                remote_id=journal.meta(f"remote_id:{remote.name}"),
+                same_filesystem=remote.same_filesystem,
+                save_dir=str(self.config.save_dir),
+                verify=remote.verify,
+                bytes_per_second=remote.bandwidth_bytes_per_second or self._daemon.bandwidth_bytes_per_second,
+                node=self.node,
+                node_id=node_id,
+            )
+            self.links[remote.name] = RemoteLink(
+                settings, self.problems, self._post, self._on_attached(remote.name), lambda _: self.wake()
+            )
+        self.knowledge = Knowledge(
+            state, self.state_dir, self.links, self.node, self.config.save_spread_seconds, self.wake
+        )
+        self.intake = Intake(self.config, state, self._workers, self.knowledge, self.wake)
+        self.shipping = Shipping(
+            self.config, config_digest(self.config), state, self.links, self._audit, self.wake
+        )
+        self.chores = Chores(
+            self.config, state, self._workers, self._audit, self._memory_budget_bytes // 2, self.wake
+        )
+        return state
+
+    def _node_id(self) -> str:
+        path = self.state_dir / "node_id"
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text().strip()
+        node_id = secrets.token_hex(8)
+        with files.opened_dir(self.state_dir) as fd:
+            files.write_atomic(fd, "node_id", node_id.encode())
+        return node_id
+
+    def _check_device(self, save_dir_fd: int, state: JobState) -> None:
+        device = str(os.fstat(save_dir_fd).st_dev)
+        known = state.journal.meta("device")
+        if known is None:
+            state.journal.set_meta("device", device)
+        elif known != device:
+            self.problems.put(
+                "device-changed",
+                str(self.config.save_dir),
+                f"{self.config.save_dir} lies on another file system than before; nothing is deleted",
+                "is the NVMe mounted? if this is meant, delete the journal in the state directory",
+            )
+
+    def _on_attached(self, name: str) -> Callable[[m.Attached], None]:
+        def attached(answer: m.Attached) -> None:
+            assert self.state is not None
+            self.job_id = answer.identity.job_id
+            self.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
+            self.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
+            self.wake()
+
+        return attached
+
+    # --- hints -----------------------------------------------------------------------------------------
+
+    def hint(self) -> None:
+        """Something moved (any thread)."""
+        if self._hinted_at is None:
+            self._hinted_at = time.monotonic()
+            self._post(lambda: None)
+
+    def wake(self) -> None:
+        """A result arrived: plan again."""
+        self._needs_turn = True
+
+    def seconds_to_next(self, now_seconds: float) -> float:
+        """How long the loop may sleep for this job's sake."""
+        if self._needs_turn:
+            return 0.0
+        if self.phase == "waiting":
+            return 1.0
+        waits = [RESCAN_SECONDS - (now_seconds - self._scanned_at)]
+        if self._hinted_at is not None:
+            waits.append(self._hinted_at + HINT_SECONDS - now_seconds)
+        if self.state is not None:
+            waits.append(self.intake.next_due_seconds(now_seconds))
+            waits += [link.seconds_to_retry() for link in self.links.values() if link.seconds_to_retry() > 0]
+            waits.append(2.0 if any(link.open_orders for link in self.links.values()) else RESCAN_SECONDS)
+        return max(0.0, min(waits))
+
+    # --- the turn --------------------------------------------------------------------------------------
+
+    _scanned_at = 0.0
+
+    def turn(self, now_seconds: float) -> None:
+        """One pass: scan when due, then plan and act."""
+        if self._fd is None:
+            self.open()
+            self._turns += 1
+        fd = self._fd
+        if fd is None:
+            self._needs_turn = False
+            return
+        is_hinted = self._hinted_at is not None and now_seconds - self._hinted_at >= HINT_SECONDS
+        is_due = now_seconds - self._scanned_at >= min(
+            RESCAN_SECONDS, self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS
+        )
+        if is_hinted or is_due or self._turns == 0 or self._needs_turn:
+            self._needs_turn = False
+            self._scan_and_act(fd, now_seconds)
+
+    def _scan_and_act(self, save_dir_fd: int, now_seconds: float) -> None:
+        self._hinted_at = None
+        self._scanned_at = now_seconds
+        self._turns += 1
+        if not os.path.samestat(os.fstat(save_dir_fd), _stat_or(self.config.save_dir, save_dir_fd)):
+            self._reopen()
+            return
+        listing = scan(save_dir_fd)
+        if self.state is None:
+            is_inside = self.state_dir.is_relative_to(self.config.save_dir)
+            if not listing.folders and is_inside:
+                return
+            recover(self._activate(save_dir_fd), save_dir_fd, self._audit)
+            self._needs_turn = True
+            return
+        state = self.state
+        for link in self.links.values():
+            link.turn(now_seconds)
+        self.knowledge.refresh()
+        self.knowledge.adopt()
+        self.intake.accepted = self.knowledge.accepted
+        self.intake.look(listing, save_dir_fd, now_seconds)
+        self._notice_gone(state)
+        self._prove_rights(save_dir_fd, state)
+        self._choose_generations(state)
+        self._pace(state)
+        if self._watcher is not None:
+            self._watcher.follow(state.in_flight)
+        self._plan_and_act(state, save_dir_fd)
+        self._see_problems(state)
+        if state.is_first_scan:
+            state.is_first_scan = False
+            self.wake()
+
+    def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
+        self.view = build_view(
+            self.config,
+            state,
+            self.links,
+            save_dir_fd,
+            pins=self.knowledge.pins,
+            may_delete=self._may_delete,
+        )
+        state.plan = plan(self.view)
+        for action in state.plan.actions:
+            try:
+                self._act(action, save_dir_fd, self.view.disk.reserve_bytes)
+            except OSError as error:
+                log.error("%s", from_os_error(error, type(action).__name__))
+
+    def _act(self, action: a.Action, save_dir_fd: int, reserve_bytes: int) -> None:
+        match action:
+            case a.Describe():
+                self.links[action.remote].describe(action.tag, self.wake)
+            case a.Ship():
+                self.shipping.ship(action, save_dir_fd)
+            case a.Convert():
+                self.chores.convert(action, save_dir_fd, reserve_bytes)
+            case a.Hold():
+                self.chores.hold(action, save_dir_fd)
+            case a.ReleaseHold():
+                self.chores.release_hold(action, save_dir_fd)
+            case a.DropDerived():
+                self.chores.drop_derived(action, save_dir_fd)
+            case a.PointUniversal():
+                self.chores.point_universal(action, save_dir_fd)
+            case a.AskConfirmation():
+                self.shipping.confirm(action)
+            case a.Prune():
+                self.chores.prune(action, save_dir_fd)
+            case a.Retire():
+                self.shipping.retire(action)
+
+    # --- parts of the turn -----------------------------------------------------------------------------
+
+    def _reopen(self) -> None:
+        """save_dir is another directory now, or gone: start over with what is there."""
+        log.warning("%s was replaced or removed", self.config.save_dir)
+        self.close()
+        self.wake()
+
+    def _notice_gone(self, state: JobState) -> None:
+        """Saves whose folder vanished without us: the trainer's right; an alarm if it was not safe."""
+        assert state.listing is not None
+        folders = {f.tag for f in state.listing.folders}
+        pruning = {row.save_id for row in state.journal.open_deletions()}
+        for row in list(state.rows.values()):
+            tag = row.save.tag
+            if row.state != "present" or tag in folders or row.id in pruning or state.busy[row.id]:
+                continue
+            safe = all(
+                state.ship(row.id, r.name, ZERO).state is ShipState.COMMITTED
+                for r in self.config.remotes
+                if r.required
+            )
+            state.journal.end_save(row.id, "vanished")
+            if not safe and not row.held:
+                self.problems.put(
+                    "vanished-uncommitted",
+                    tag,
+                    f"{tag} was removed before it was committed",
+                    "raise the trainer's own save limit, or save less often",
+                )
+            log.info("%s was removed by somebody else", tag)
+            state.load()
+
+    def _prove_rights(self, save_dir_fd: int, state: JobState) -> None:
+        """P19, once there is something to keep; and P1's device check."""
+        about = str(self.config.save_dir)
+        if not state.rows:
+            return
+        if not self._may_delete:
+            try:
+                fs.prove_rights(save_dir_fd, about)
+                state.can_clone = fs.can_clone(save_dir_fd)
+            except (NotPermitted, OSError) as error:
+                text = error.message if isinstance(error, CkptdError) else str(error)
+                self.problems.put(
+                    "no-rights", about, text, "run ckptd as the training user; nothing is deleted"
+                )
+                return
+            self.problems.clear("no-rights", about)
+            self._may_delete = True
+        if state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
+            self._may_delete = False
+
+    def _choose_generations(self, state: JobState) -> None:
+        """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
+        for row in list(state.rows.values()):
+            if row.state != "present" and not row.held:
+                continue
+            for name, link in self.links.items():
+                record = state.ship(row.id, name, ZERO)
+                key = (row.id, name, ZERO)
+                if record.state not in (ShipState.NEW, ShipState.FAILED) or key in state.generations:
+                    continue
+                match self.knowledge.choose(row.save, link):
+                    case Use(generation=g):
+                        state.generations[key] = GenerationAnswer(generation=g)
+                    case Already() as already:
+                        found = {
+                            "state": ShipState.COMMITTED,
+                            "generation": already.generation,
+                            "commit_key": already.commit_key,
+                            "commit_sha256": already.commit_sha256,
+                            "unlisted": already.unlisted,
+                        }
+                        state.put_ship(row.id, record.model_copy(update=found))
+                        log.info("%s is committed on %s already; nothing is sent", row.save.tag, name)
+                    case Retired(generation=g):
+                        update = {"state": ShipState.RETIRED, "generation": g}
+                        state.put_ship(row.id, record.model_copy(update=update))
+                    case None:
+                        pass
+
+    def _pace(self, state: JobState) -> None:
+        is_busy = bool(state.in_flight)
+        self.chores.pace(is_save_in_flight=is_busy)
+        for link in self.links.values():
+            link.pace(BUSY_FRACTION if is_busy else 1.0)
+
+    def _see_problems(self, state: JobState) -> None:
+        """Problems that hold for as long as each turn sees them."""
+        see = self.problems
+        see.begin_turn()
+        for tag, verdict in state.verdicts.items():
+            reason = f"{tag}: {verdict.reason}"
+            if verdict.state is State.TORN_RESAVE:
+                see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
+            elif verdict.state is State.INCOMPLETE:
+                see.see("incomplete-save", tag, reason, "its writer is gone; ckptd resume moves it aside")
+            elif verdict.state is State.SUSPECT:
+                see.see(
+                    "suspect-save", tag, reason, f"if it is one save: ckptd accept {self.config.name} {tag}"
+                )
+            elif verdict.state is State.REFUSED:
+                see.see("tag-refused", tag, reason, "rename the folder, or choose another tag in the trainer")
+        unsealed = [
+            t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)
+        ]
+        if unsealed and not self.knowledge.has_heard_all and not self.knowledge.is_rebuilt:
+            text = f"{unsealed[0]} waits: a new journal asks every remote once what it holds already"
+            see.see("waiting-for-remote", "journal", text, "bring the remote back")
+        view = self.view
+        if view is not None and view.disk.free_bytes < view.disk.reserve_bytes:
+            free, need = view.disk.free_bytes / 1e9, view.disk.reserve_bytes / 1e9
+            text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
+            see.see("disk-low", "disk", text, "nothing uncommitted is deleted; free space or save less often")
+        if self._watcher is not None and self._watcher.problem:
+            see.see("no-file-events", "inotify", self._watcher.problem, "nothing to do")
+        see.end_turn()
+
+    # --- idle, end -------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
+        state = self.state
+        if state is None or state.is_first_scan or self._needs_turn or state.plan is None:
+            return self.state is None and self._turns > 1
+        under_way = state.moving or state.converting or state.asking or self._workers.open or state.in_flight
+        unsealed = any(
+            v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)
+            or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
+            for tag, v in state.verdicts.items()
+        )
+        attaching = any(
+            link.attached is None and link.seconds_to_retry() == 0 for link in self.links.values()
+        )
+        fresh = all(link.is_ready for link in self.links.values())
+        pending = any(link.open_orders for link in self.links.values())
+        actions = [x for x in state.plan.actions if not isinstance(x, a.AskConfirmation | a.Describe)]
+        if not fresh:
+            return not under_way and not attaching and not pending
+        return not under_way and not unsealed and not actions and not pending
+
+    @property
+    def exit_code(self) -> int:
+        """0 safe, 3 behind, 1 a person is needed."""
+        severities = {p.severity for p in self.problems.all()}
+        if "attention" in severities:
+            return 1
+        return 3 if "behind" in severities or self._is_behind else 0
+
+    @property
+    def _is_behind(self) -> bool:
+        if self.view is None:
+            return False
+        required = [r.name for r in self.view.remotes if r.is_required]
+        return any(
+            s.is_intact and s.ship(r, ZERO).state not in (ShipState.COMMITTED, ShipState.RETIRED)
+            for s in self.view.saves
+            for r in required
+            if s.is_adopted or not s.was_found_first
+        )
+
+    def close(self) -> None:
+        """Stop everything of this job; what is half done is continued by the next start."""
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+        if self.state is not None:
+            self.chores.stop()
+            for link in self.links.values():
+                link.close()
+            self.links = {}
+            self.state.journal.close()
+            self.state = None
+            self.view = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _stat_or(path: Path, fd: int) -> os.stat_result:
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return os.stat("/proc/self", follow_symlinks=False)
+    except OSError:
+        return os.fstat(fd)

@@ -1,0 +1,224 @@
+"""What a job knows beyond its own disk: decisions, first start, orders recorded in remotes (P8, H20).
+
+Decisions live as files in the state directory and as objects in the remote; the journal only mirrors them.
+A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core import manifest as mf
+from ckptd.core.generation import GenerationChoice, choose_generation
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import Decision
+from ckptd.core.save import Order
+from ckptd.core.view import ZERO
+from ckptd.daemon.intake import Recogniser
+from ckptd.errors import CkptdError
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from ckptd.core.save import SealedSave
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.state import JobState
+
+DECISIONS = "decisions"
+_BESIDE = (Role.SIDE, Role.EXTRA)
+
+
+def read_decisions(state_dir: Path) -> list[Decision]:
+    """Decision files of the state directory; an unreadable one is left out (its remote copy counts)."""
+    found: list[Decision] = []
+    folder = state_dir / DECISIONS
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(folder)):
+            if name.endswith(".json") and not name.startswith("."):
+                with contextlib.suppress(CkptdError, OSError):
+                    found.append(mf.parse(Decision, (folder / name).read_bytes(), name))
+    return found
+
+
+def write_decision(state_dir: Path, decision: Decision) -> None:
+    """Put a decision into the state directory, durable when it returns."""
+    folder = state_dir / DECISIONS
+    folder.mkdir(exist_ok=True)
+    name = f"{decision.kind}~{mf.encode_name(decision.tag)}~{decision.serial}.json"
+    with files.opened_dir(folder) as fd:
+        files.write_atomic(fd, name, mf.to_bytes(decision))
+
+
+def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
+    """Tags whose newest pin or unpin is a pin."""
+    newest: dict[str, Decision] = {}
+    for decision in decisions:
+        if decision.kind in ("pin", "unpin"):
+            old = newest.get(decision.tag)
+            if old is None or decision.serial >= old.serial:
+                newest[decision.tag] = decision
+    return frozenset(tag for tag, decision in newest.items() if decision.kind == "pin")
+
+
+class Knowledge(Recogniser):
+    """The `Recogniser` of one job: asks `links`, remembers in `state` and the state directory."""
+
+    def __init__(
+        self,
+        state: JobState,
+        state_dir: Path,
+        links: Mapping[str, RemoteLink],
+        node: str,
+        save_spread_seconds: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._state_dir = state_dir
+        self._links = links
+        self._node = node
+        self._save_spread_seconds = save_spread_seconds
+        self._wake = wake
+        self._first: frozenset[str] | None = None
+        self._tags_at_start: frozenset[str] | None = None
+        self.decisions: tuple[Decision, ...] = ()
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Every remote has been observed since the start."""
+        return all(link.observation is not None for link in self._links.values())
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """The journal knows all that remotes knew when it was begun."""
+        return self._state.journal.meta("rebuilt") == "1"
+
+    def refresh(self) -> None:
+        """Read decisions again: own files, and what the last observations showed."""
+        local = read_decisions(self._state_dir)
+        seen = [d for link in self._links.values() if link.observation for d in link.observation.decisions]
+        known = {(d.kind, d.tag, d.serial): d for d in [*seen, *local]}
+        self.decisions = tuple(sorted(known.values(), key=lambda d: d.serial))
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """Pinned tags."""
+        return pinned_tags(self.decisions)
+
+    @property
+    def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:
+        """Fingerprint sets that a person accepted."""
+        return frozenset(d.fingerprints for d in self.decisions if d.kind == "accept")
+
+    def adopt(self) -> None:
+        """Apply adopt decisions to the journal."""
+        for decision in self.decisions:
+            if decision.kind == "adopt":
+                tags = None if decision.tag == "*" else [decision.tag, *decision.tags]
+                rows = self._state.rows.values()
+                if any(not r.adopted and (tags is None or r.save.tag in tags) for r in rows):
+                    self._state.journal.set_adopted(tags)
+                    self._state.load()
+
+    # --- Recogniser ------------------------------------------------------------------------------------
+
+    def may_seal(self, tag: str) -> bool:
+        """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""
+        if not self.is_rebuilt and not self.has_heard_all:
+            return False
+        if any(row.save.tag == tag for row in self._state.rows.values()):
+            return True
+        unasked = [
+            link
+            for link in self._links.values()
+            if link.observation is not None and tag in link.known_tags() and tag not in link.tag_views
+        ]
+        for link in unasked:
+            link.describe(tag, self._wake)
+        return not unasked
+
+    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order in a committed manifest that lists exactly these shards."""
+        wanted = set(fingerprints)
+        for link in self._links.values():
+            manifests, _ = link.seen(tag)
+            for seen in manifests:
+                shards = {(f.path, f.fingerprint) for f in seen.manifest.files if f.role not in _BESIDE}
+                if seen.committed and seen.form == ZERO and shards and shards <= wanted:
+                    found = seen.manifest
+                    return Order(found.branch, found.step, found.save_seq)
+        return None
+
+    def highest(self) -> Order | None:
+        """The highest order of any COMMIT or tombstone."""
+        orders = [
+            Order(c.commit.branch, c.commit.step, c.commit.save_seq)
+            for link in self._links.values()
+            if link.observation
+            for c in link.observation.commits
+        ]
+        orders += [
+            Order(t.branch, t.step, t.save_seq)
+            for link in self._links.values()
+            if link.observation
+            for t in link.observation.retired
+        ]
+        return max(orders, default=None)
+
+    def found_first(self) -> frozenset[str] | None:
+        """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
+        if self._first is not None:
+            return self._first
+        listing = self._state.listing
+        if self._tags_at_start is None and listing is not None:
+            self._tags_at_start = frozenset(f.tag for f in listing.folders)
+        recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
+        if recorded is None:
+            if not self.has_heard_all:
+                return None
+            recorded = self._recorded_in_remote() or self._record_first_start()
+        self._first = frozenset(recorded.tags)
+        self._state.journal.set_meta("rebuilt", "1")
+        return self._first
+
+    def _recorded_in_remote(self) -> Decision | None:
+        for link in self._links.values():
+            for decision in link.observation.decisions if link.observation else ():
+                if decision.kind == "first-start" and decision.by == self._node:
+                    write_decision(self._state_dir, decision)
+                    return decision
+        return None
+
+    def _record_first_start(self) -> Decision:
+        decision = Decision(
+            kind="first-start",
+            tag="*",
+            tags=tuple(sorted(self._tags_at_start or ())),
+            by=self._node,
+            serial=time.time_ns(),
+        )
+        write_decision(self._state_dir, decision)
+        for link in self._links.values():
+            link.order(m.Record(decision=decision), lambda _: None)
+        return decision
+
+    # --- generations -----------------------------------------------------------------------------------
+
+    def choose(self, save: SealedSave, link: RemoteLink) -> GenerationChoice | None:
+        """`choose_generation` on what the link was told of the tag; None while it was not asked."""
+        if save.tag not in link.tag_views or link.settings.job_id is None:
+            return None
+        manifests, commits = link.seen(save.tag)
+        return choose_generation(
+            save,
+            link.settings.job_id,
+            manifests=manifests,
+            commits=commits,
+            tombstones=link.tag_views[save.tag].retired,
+            save_spread_seconds=self._save_spread_seconds,
+        )

@@ -1,0 +1,258 @@
+"""One remote as the deciding thread sees it: attached or not, last observation, orders under way, backoff.
+
+What a remote holds reaches the thread only as a dated observation from the remote's child process; a child
+that hangs or dies costs this remote, nothing else (docs/design.md §3, §5).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import errors
+from ckptd.core.generation import SeenCommit, SeenManifest
+from ckptd.remote import messages as m
+from ckptd.remote.client import RemoteClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.daemon.problems import Code, Problems
+
+log = logging.getLogger("ckptd.remote")
+
+OBSERVE_SECONDS = 10.0
+MAX_BACKOFF_SECONDS = 60.0
+STALLED_SECONDS = 120.0
+
+
+def backoff_seconds(tries: int) -> float:
+    """Full jitter: anywhere up to 1, 2, 4 … 60 s; never less than half a second."""
+    return max(0.5, random.uniform(0, min(MAX_BACKOFF_SECONDS, 2.0**tries)))  # noqa: S311 — no secret
+
+
+def error_of(failed: m.Failed) -> errors.CkptdError:
+    """The error of the tree that a child reported by class name."""
+    kind = getattr(errors, failed.error, errors.RemoteError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
+        kind = errors.RemoteError
+    return kind(failed.message, hint=failed.hint)
+
+
+class RemoteLink:
+    """See the module's first lines. All methods are called in the deciding thread."""
+
+    def __init__(
+        self,
+        settings: m.RemoteSettings,
+        problems: Problems,
+        post: Callable[[Callable[[], None]], None],
+        on_attached: Callable[[m.Attached], None],
+        on_observed: Callable[[m.Observation], None],
+    ) -> None:
+        self.name = settings.name
+        self.settings = settings
+        self.attached: m.Attached | None = None
+        self.observation: m.Observation | None = None
+        self.observed_at_seconds = 0.0
+        self.tag_views: dict[str, m.TagView] = {}
+        self.ship_order: int | None = None
+        """The order of the mover (ship or retire) that is under way."""
+        self._problems = problems
+        self._post = post
+        self._on_attached = on_attached
+        self._on_observed = on_observed
+        self._client = RemoteClient(settings, self._deliver)
+        self._open: dict[int, Callable[[m.Answer], None]] = {}
+        self._tries = 0
+        self._retry_at_seconds = 0.0
+        self._is_asking = False
+        self._describing: set[str] = set()
+        self._fraction = 1.0
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """There, ours, observed, and not backing off."""
+        return (
+            self.attached is not None
+            and self.observation is not None
+            and time.monotonic() >= self._retry_at_seconds
+        )
+
+    @property
+    def is_shipping(self) -> bool:
+        """The mover is busy."""
+        return self.ship_order is not None
+
+    @property
+    def open_orders(self) -> int:
+        """Orders without an answer yet."""
+        return len(self._open)
+
+    def seconds_to_retry(self) -> float:
+        """How long the backoff lasts; 0 when there is none."""
+        return max(0.0, self._retry_at_seconds - time.monotonic())
+
+    # --- turn ------------------------------------------------------------------------------------------
+
+    def turn(self, now_seconds: float) -> None:
+        """Attach or observe when due; restart a child that gives no sign."""
+        if self._client.stalled_seconds > STALLED_SECONDS:
+            log.warning("remote %s: no sign for %.0f s, its child is restarted", self.name, STALLED_SECONDS)
+            self._client.abandon()
+            return
+        if self._is_asking or now_seconds < self._retry_at_seconds:
+            return
+        if self.attached is None:
+            self._is_asking = True
+            self.order(m.Attach(settings=self.settings), self._attached)
+        elif self.observation is None or now_seconds - self.observed_at_seconds >= OBSERVE_SECONDS:
+            self.observe()
+
+    def observe(self) -> None:
+        """Ask for a fresh observation unless one is under way."""
+        if not self._is_asking and self.attached is not None:
+            self._is_asking = True
+            self.order(m.Observe(), self._observed)
+
+    def describe(self, tag: str, then: Callable[[], None]) -> None:
+        """Read every manifest of a tag into `tag_views`."""
+        if tag in self._describing:
+            return
+        self._describing.add(tag)
+
+        def done(answer: m.Answer) -> None:
+            self._describing.discard(tag)
+            if isinstance(answer, m.TagView):
+                self.tag_views[tag] = answer
+            elif isinstance(answer, m.Failed):
+                self.trouble(error_of(answer))
+            then()
+
+        self.order(m.Describe(tag=tag), done)
+
+    def order(self, order: m.Order, on_answer: Callable[[m.Answer], None]) -> int:
+        """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""
+        order_id = self._client.submit(order)
+        self._open[order_id] = on_answer
+        return order_id
+
+    def pace(self, fraction: float) -> None:
+        """Move at a fraction of the configured speed while a save is in flight (P11)."""
+        if fraction != self._fraction:
+            self._fraction = fraction
+            self._client.pace(fraction)
+
+    def cancel_ship(self) -> None:
+        """End the mover's order at its next window."""
+        if self.ship_order is not None:
+            self._client.cancel(self.ship_order)
+
+    def close(self) -> None:
+        """End the child."""
+        self._client.close()
+
+    # --- answers ---------------------------------------------------------------------------------------
+
+    def _deliver(self, order_id: int, answer: m.Answer) -> None:
+        """In the client's reader thread: hand over to the deciding thread."""
+        self._post(lambda: self._dispatch(order_id, answer))
+
+    def _dispatch(self, order_id: int, answer: m.Answer) -> None:
+        handler = self._open.get(order_id)
+        if handler is None:
+            return
+        if not isinstance(answer, m.Moving | m.ObjectDone):
+            del self._open[order_id]
+            if self.ship_order == order_id:
+                self.ship_order = None
+        handler(answer)
+
+    def _attached(self, answer: m.Answer) -> None:
+        self._is_asking = False
+        if isinstance(answer, m.Attached):
+            self.attached = answer
+            self.settings = self.settings.model_copy(
+                update={"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}
+            )
+            self._on_attached(answer)
+            self.observe()
+        elif isinstance(answer, m.Failed):
+            self.trouble(error_of(answer))
+
+    def _observed(self, answer: m.Answer) -> None:
+        self._is_asking = False
+        if isinstance(answer, m.Observation):
+            self.observation = answer
+            self.observed_at_seconds = time.monotonic()
+            self.well()
+            self._on_observed(answer)
+        elif isinstance(answer, m.Failed):
+            self.trouble(error_of(answer))
+
+    def well(self) -> None:
+        """The remote answered: forget the backoff and its problems."""
+        self._tries = 0
+        self._retry_at_seconds = 0.0
+        for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
+            self._problems.clear(code, self.name)
+
+    def trouble(self, error: errors.CkptdError) -> None:
+        """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
+        self._tries += 1
+        self._retry_at_seconds = time.monotonic() + backoff_seconds(self._tries)
+        code: Code = "remote-unreachable"
+        if isinstance(error, errors.RemoteNotOurs | errors.ConfigError):
+            code = "remote-not-ours"
+        elif isinstance(error, errors.NoSpaceError):
+            code = "remote-full"
+        elif isinstance(error, errors.NotPermitted):
+            code = "remote-denied"
+        if code in ("remote-unreachable", "remote-not-ours"):
+            self.attached = None
+            self.observation = None
+        self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
+        log.warning("remote %s: %s", self.name, error)
+
+    # --- what the planner needs ------------------------------------------------------------------------
+
+    def seen(self, tag: str) -> tuple[list[SeenManifest], list[SeenCommit]]:
+        """Manifests and COMMITs of a tag in the words of `choose_generation`."""
+        view = self.tag_views.get(tag)
+        if view is None:
+            return [], []
+        manifests = [
+            SeenManifest(
+                generation=v.manifest.generation,
+                form=v.manifest.form,
+                manifest=v.manifest,
+                committed=v.committed,
+            )
+            for v in view.manifests
+        ]
+        commits = [
+            SeenCommit(
+                generation=v.commit.generation,
+                form=v.commit.form,
+                key=v.key,
+                sha256=v.sha256,
+                disputed=v.disputed,
+            )
+            for v in view.commits
+        ]
+        return manifests, commits
+
+    def known_tags(self) -> frozenset[str]:
+        """Tags that the remote holds anything of."""
+        seen = self.observation
+        if seen is None:
+            return frozenset()
+        return frozenset(
+            {v.commit.tag for v in seen.commits}
+            | {t.tag for t in seen.retired}
+            | {tag for tag, _, _ in seen.uncommitted}
+        )

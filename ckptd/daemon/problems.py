@@ -1,0 +1,115 @@
+"""What a person may need to know: a closed list of codes, each with age, text and next step (P17).
+
+A problem is raised when it is seen and cleared when it is not; its age is when it was first raised.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Code = Literal[
+    "config-invalid",
+    "lock-held",
+    "save-dir-missing",
+    "device-changed",
+    "no-rights",
+    "remote-unreachable",
+    "remote-not-ours",
+    "remote-denied",
+    "remote-full",
+    "remote-damaged",
+    "upload-failed",
+    "source-damaged",
+    "commit-waiting",
+    "torn-save",
+    "incomplete-save",
+    "suspect-save",
+    "tag-refused",
+    "conversion-refused",
+    "conversion-failed",
+    "disk-low",
+    "trainer-may-outrun",
+    "prune-blocked",
+    "hold-released",
+    "vanished-uncommitted",
+    "waiting-for-remote",
+    "journal-set-aside",
+    "no-file-events",
+]
+CODES: tuple[str, ...] = get_args(Code)
+
+Severity = Literal["attention", "behind", "note"]
+
+_SEVERITY: dict[str, Severity] = {
+    "remote-unreachable": "behind",
+    "remote-full": "attention",
+    "upload-failed": "behind",
+    "commit-waiting": "behind",
+    "waiting-for-remote": "behind",
+    "incomplete-save": "note",
+    "conversion-refused": "note",
+    "trainer-may-outrun": "note",
+    "hold-released": "note",
+    "journal-set-aside": "note",
+    "no-file-events": "note",
+    "save-dir-missing": "note",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is stuck. `about`: what it concerns (a tag, a remote), part of its identity."""
+
+    code: Code
+    about: str
+    text: str
+    next_step: str
+    since: float
+    """Unix seconds."""
+
+    @property
+    def severity(self) -> Severity:
+        """attention: a person is needed; behind: heals by itself; note: worth knowing."""
+        return _SEVERITY.get(self.code, "attention")
+
+
+class Problems:
+    """The open problems of one job; two kinds: raised by events until cleared, and renewed each turn."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Problem] = {}
+        self._renewed: set[tuple[str, str]] = set()
+        self._per_turn: set[tuple[str, str]] = set()
+
+    def put(self, code: Code, about: str, text: str, next_step: str) -> None:
+        """Raise or refresh; stays until `clear`."""
+        key = (code, about)
+        old = self._open.get(key)
+        since = old.since if old else time.time()
+        self._open[key] = Problem(code=code, about=about, text=text, next_step=next_step, since=since)
+
+    def clear(self, code: Code, about: str) -> None:
+        """It is over."""
+        self._open.pop((code, about), None)
+
+    def begin_turn(self) -> None:
+        """From here to `end_turn`, `see` renews; what is not seen again is cleared."""
+        self._renewed = set()
+
+    def see(self, code: Code, about: str, text: str, next_step: str) -> None:
+        """Raise for as long as each turn sees it."""
+        self.put(code, about, text, next_step)
+        self._renewed.add((code, about))
+
+    def end_turn(self) -> None:
+        """Clear what the turn did not see again."""
+        for key in self._per_turn - self._renewed:
+            self._open.pop(key, None)
+        self._per_turn = self._renewed
+
+    def all(self) -> tuple[Problem, ...]:
+        """Most severe first, then oldest."""
+        rank = {"attention": 0, "behind": 1, "note": 2}
+        return tuple(sorted(self._open.values(), key=lambda p: (rank[p.severity], p.since)))

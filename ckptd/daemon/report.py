@@ -1,0 +1,238 @@
+"""The status of one job, computed from memory after each turn; asks nobody and decides nothing (P17)."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from ckptd.core.lifecycle import State, Verdict
+from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.daemon.viewing import next_save_bytes
+from ckptd.observe import status as st
+from ckptd.observe.status import rfc3339
+
+if TYPE_CHECKING:
+    from ckptd.core.view import ShipRecord
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+    from ckptd.journal import SaveRow
+
+SHOWN_ENDED = 20
+"""Pruned and vanished saves that status still shows."""
+
+
+def job_status(job: Job) -> st.JobStatus:
+    """What status.json says of a job."""
+    problems = job.problems.all()
+    severities = {p.severity for p in problems}
+    state = "attention" if "attention" in severities else "behind" if "behind" in severities else "ok"
+    if job.phase != "active":
+        state = "waiting" if state == "ok" else state
+    base = {
+        "name": job.config.name,
+        "job_id": job.job_id,
+        "save_dir": str(job.config.save_dir),
+        "opt_outs": job.config.opt_outs,
+        "problems": tuple(
+            st.ProblemStatus(
+                code=p.code, severity=p.severity, since=rfc3339(p.since), text=p.text, next_step=p.next_step
+            )
+            for p in problems
+        ),
+    }
+    if job.state is None or job.view is None:
+        return st.JobStatus(**base, state=state)  # type: ignore[arg-type]
+    safe = _safe(job)
+    newest = max((s for s in job.view.saves if s.is_intact), key=lambda s: s.save.order, default=None)
+    is_current = newest is None or (
+        safe is not None and (newest.save.branch, newest.save.step) <= (safe.branch, safe.step)
+    )
+    if not is_current and state == "ok" and job.is_idle:
+        state = "behind"
+    same_branch = newest is not None and safe is not None and newest.save.branch == safe.branch
+    return st.JobStatus(
+        **base,  # type: ignore[arg-type]
+        state=state,
+        safe=safe,
+        newest_complete=newest.save.tag if newest else None,
+        steps_at_risk=0
+        if is_current
+        else (newest.save.step - (safe.step if safe and same_branch else 0) if newest else None),
+        seconds_at_risk=_seconds_at_risk(job.state, safe),
+        disk=_disk(job, job.state),
+        production_bytes_per_second=_production(job.state),
+        link_bytes_per_second=job.state.link_bytes_per_second,
+        checkpoints=_checkpoints(job, job.state),
+    )
+
+
+def _safe(job: Job) -> st.SafeStatus | None:
+    """The newest checkpoint that every required remote was last seen to hold (P17: never without P2)."""
+    assert job.view is not None
+    required = [r for r in job.view.remotes if r.is_required]
+    if not required:
+        return None
+    held = [{(c.tag, c.branch, c.step, c.save_seq): c for c in r.commits if c.form == ZERO} for r in required]
+    common = set.intersection(*(set(h) for h in held))
+    if not common:
+        return None
+    newest = max(common, key=lambda key: key[1:])
+    commit = held[0][newest]
+    link = job.links[required[0].name]
+    at = (
+        next(v.commit.committed_at for v in link.observation.commits if v.key == commit.key)
+        if link.observation
+        else ""
+    )
+    age = max(0.0, time.time() - datetime.fromisoformat(at).timestamp()) if at else 0.0
+    return st.SafeStatus(
+        tag=commit.tag,
+        generation=commit.generation,
+        branch=commit.branch,
+        step=commit.step,
+        committed_at=at,
+        age_seconds=round(age, 1),
+    )
+
+
+def _seconds_at_risk(state: JobState, safe: st.SafeStatus | None) -> float | None:
+    """Training time since the safe save was written: what a lost node would cost."""
+    if safe is None:
+        return None
+    row = next(
+        (
+            r
+            for r in state.rows.values()
+            if (r.save.tag, r.save.branch, r.save.step) == (safe.tag, safe.branch, safe.step)
+        ),
+        None,
+    )
+    if row is None:
+        return safe.age_seconds
+    return round(max(0.0, time.time() - row.save.window.last / 1e9), 1)
+
+
+def _production(state: JobState) -> float | None:
+    rows = sorted(state.rows.values(), key=lambda r: r.save.window.last)[-6:]
+    if len(rows) < 2:
+        return None
+    seconds = (rows[-1].save.window.last - rows[0].save.window.last) / 1e9
+    return sum(r.save.total_bytes for r in rows[1:]) / seconds if seconds > 0 else None
+
+
+def _disk(job: Job, state: JobState) -> st.DiskStatus:
+    assert job.view is not None
+    free, need = job.view.disk.free_bytes, next_save_bytes(state)
+    saves = free // need if need else None
+    production = _production(state)
+    seconds = free / production if production else None
+    return st.DiskStatus(free_bytes=free, next_save_bytes=need, full_in_saves=saves, full_in_seconds=seconds)
+
+
+def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
+    rows = sorted(state.rows.values(), key=lambda r: r.save.order, reverse=True)
+    shown = [r for r in rows if r.state == "present" or r.held]
+    ended = [r for r in rows if r not in shown and r.state in ("pruned", "vanished", "superseded")]
+    sealed = [_sealed(job, state, row) for row in [*shown, *ended[:SHOWN_ENDED]]]
+    sealed_tags = {r.save.tag for r in shown}
+    open_ones = [
+        _unsealed(job, tag, verdict)
+        for tag, verdict in state.verdicts.items()
+        if verdict.state is not State.COMPLETE or tag not in sealed_tags
+    ]
+    return (*open_ones, *sealed)
+
+
+def _unsealed(job: Job, tag: str, verdict: Verdict) -> st.CheckpointStatus:
+    assert job.state is not None
+    listing = job.state.listing
+    folder = next((f for f in listing.folders if f.tag == tag), None) if listing else None
+    quiet = job.state.quiet.get(tag)
+    return st.CheckpointStatus(
+        tag=tag,
+        generation=None,
+        branch=None,
+        step=verdict.step,
+        state="sealing" if verdict.state is State.COMPLETE else str(verdict.state),
+        reason=verdict.reason,
+        bytes=folder.total_bytes if folder else 0,
+        local=st.LocalStatus(
+            present=True,
+            universal="none",
+            held=False,
+            seen_at=rfc3339(quiet.first_seen_unix) if quiet else None,
+        ),
+        keep=(f"{verdict.state}: never deleted",),
+    )
+
+
+def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
+    assert job.view is not None
+    save = row.save
+    records = state.ships.get(row.id, {})
+    remotes: dict[str, dict[str, st.FormStatus]] = {}
+    for remote in job.view.remotes:
+        forms = {
+            form: _form(state, row, records.get((remote.name, form)), remote.name, form)
+            for form in remote.forms
+        }
+        remotes[remote.name] = forms
+    required = [r.name for r in job.view.remotes if r.is_required]
+    zero = [state.ship(row.id, name, ZERO) for name in required]
+    keep = state.plan.local_keeps.get(row.id, ()) if state.plan else ()
+    return st.CheckpointStatus(
+        tag=save.tag,
+        generation=max((r.generation or 1 for r in zero), default=None),
+        branch=save.branch,
+        step=save.step,
+        state=_state(row, zero),
+        bytes=save.total_bytes,
+        local=st.LocalStatus(
+            present=row.state == "present",
+            universal=str(row.derived.state),
+            held=row.held,
+            seen_at=rfc3339(row.seen_at),
+            complete_at=rfc3339(row.sealed_at),
+            ended_at=rfc3339(row.ended_at) if row.ended_at else None,
+        ),
+        remotes=remotes,
+        keep=keep if row.state == "present" else (),
+        pinned=save.tag in job.knowledge.pins,
+    )
+
+
+def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
+    if row.state != "present":
+        return row.state
+    if zero and all(r.state is ShipState.COMMITTED for r in zero):
+        return "committed"
+    if any(r.state is ShipState.SHIPPING for r in zero):
+        return "uploading"
+    refused = [r for r in zero if r.state in (ShipState.REFUSED, ShipState.RETIRED, ShipState.WAITING)]
+    return str(refused[0].state) if refused else "complete"
+
+
+def _form(state: JobState, row: SaveRow, record: ShipRecord | None, remote: str, form: str) -> st.FormStatus:
+    if record is None:
+        ready = form == ZERO or row.derived.state is DerivedState.READY
+        return st.FormStatus(state="waiting" if ready else "none")
+    moving = state.moving.get((row.id, remote, form))
+    eta = None
+    if moving and moving.done_bytes > moving.start_bytes:
+        speed = (moving.done_bytes - moving.start_bytes) / max(
+            1e-3, time.monotonic() - moving.started_seconds
+        )
+        eta = round((moving.total_bytes - moving.done_bytes) / speed, 1)
+    started, ended = state.journal.ship_times(row.id, remote, form)
+    return st.FormStatus(
+        state=str(record.state),
+        bytes_done=moving.done_bytes if moving else 0,
+        bytes_total=moving.total_bytes if moving else 0,
+        eta_seconds=eta,
+        commit_sha256=record.commit_sha256,
+        generation=record.generation,
+        reason=record.reason,
+        started_at=rfc3339(started) if started else None,
+        ended_at=rfc3339(ended) if ended and record.state is ShipState.COMMITTED else None,
+    )

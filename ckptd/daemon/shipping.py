@@ -1,0 +1,438 @@
+"""Ship, retire and confirm: orders to a remote's child, and what their answers mean for the journal (§5).
+
+The intent is journalled before the order is sent and the outcome when the answer arrives, so that a crash in
+between leaves a ship that the next start continues (P7).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd import __version__
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name
+from ckptd.core.view import UNIVERSAL, ZERO, Confirmation, ShipRecord, ShipState
+from ckptd.daemon.links import backoff_seconds, error_of
+from ckptd.daemon.state import JobState, Moving
+from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
+from ckptd.journal import ObjectRow
+from ckptd.local import fs
+from ckptd.local.scan import scan_folder
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.actions import AskConfirmation, Retire, Ship
+    from ckptd.core.listing import ListedFile
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.journal import SaveRow
+    from ckptd.observe.audit import Audit
+
+log = logging.getLogger("ckptd.ship")
+
+
+class Shipping:
+    """The remote half of executing a plan, for one job."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        config_digest: str,
+        state: JobState,
+        links: Mapping[str, RemoteLink],
+        audit: Audit,
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._config_digest = config_digest
+        self._state = state
+        self._links = links
+        self._audit = audit
+        self._wake = wake
+
+    # --- ship ------------------------------------------------------------------------------------------
+
+    def ship(self, action: Ship, save_dir_fd: int) -> None:
+        """Start shipping one form of one save."""
+        state, link = self._state, self._links[action.remote]
+        row = state.rows[action.save_id]
+        key = (action.save_id, action.remote, action.form)
+        old = state.ship(*key)
+        if old.generation not in (None, action.generation) or old.attempt != action.attempt:
+            state.journal.forget_objects(*key)
+        files = self._files(row, action, save_dir_fd)
+        if files is None:
+            return
+        record = old.model_copy(
+            update={
+                "state": ShipState.SHIPPING,
+                "generation": action.generation,
+                "attempt": action.attempt,
+                "reason": None,
+            }
+        )
+        state.put_ship(action.save_id, record)
+        order = self._order(row, action, files)
+        total = sum(f.bytes for f in files)
+        state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
+        state.busy[action.save_id] += 1
+        link.ship_order = link.order(order, lambda answer: self._on_ship(action, answer))
+        log.info(
+            "%s (%s) → %s as generation %d: %.1f MB",
+            row.save.tag,
+            action.form,
+            action.remote,
+            action.generation,
+            total / 1e6,
+        )
+
+    def _files(self, row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+        folder = folder_name(row.save.tag, action.generation, action.form, action.attempt)
+        if action.form == UNIVERSAL:
+            source = f"{fs.DERIVED}/{UNIVERSAL}/{row.save.tag}"
+            listing = scan_folder(save_dir_fd, source)
+            if listing is None:
+                return None
+            return tuple(_derived_file(f, folder, source) for f in listing.files)
+        if row.held:
+            source = f"{fs.HOLD}/{hold_name(row)}"
+            held = scan_folder(save_dir_fd, source)
+            if held is None:
+                self._state.journal.set_held(row.id, held=False)
+                self._state.load()
+                return None
+            identities = {f.path: f.identity for f in held.files}
+        else:
+            source = row.save.tag
+            identities = {f.path: f.identity for f in row.save.files}
+        files = [
+            m.ShipFile(
+                path=f.path,
+                key=f"{folder}/{f.path}",
+                source=f"{source}/{f.path}",
+                identity=identities.get(f.path, f.identity),
+                bytes=f.identity.size_bytes,
+                role=f.role,
+                shard=f.shard,
+                fingerprint=f.fingerprint,
+                tensor_fingerprint=f.tensor_fingerprint,
+                mode=f.mode,
+            )
+            for f in row.save.files
+        ]
+        return tuple(files) + self._extras(row, folder, save_dir_fd)
+
+    def _extras(self, row: SaveRow, folder: str, save_dir_fd: int) -> tuple[m.ShipFile, ...]:
+        found = []
+        for extra in row.save.extras:
+            try:
+                status = os.stat(extra.path, dir_fd=save_dir_fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            found.append(
+                m.ShipFile(
+                    path=f"{EXTRA_FOLDER}/{extra.path}",
+                    key=f"{folder}/{EXTRA_FOLDER}/{extra.path}",
+                    source=extra.path,
+                    identity=None,
+                    bytes=status.st_size,
+                    role=Role.EXTRA,
+                    fingerprint="",
+                    mode=extra.mode,
+                    check_zip_crc=False,
+                )
+            )
+        return tuple(found)
+
+    def _order(self, row: SaveRow, action: Ship, files: tuple[m.ShipFile, ...]) -> m.ShipOrder:
+        save, link = row.save, self._links[action.remote]
+        settings = link.settings
+        assert settings.job_id is not None
+        source = None
+        if action.form == UNIVERSAL:
+            source = DerivedSource(
+                generation=action.generation,
+                fingerprints=save.fingerprints,
+                plan_sha256=row.derived.plan_sha256,
+                layout=row.derived.layout,
+                alignment=row.derived.alignment,
+            )
+        manifest = NodeManifest(
+            job_id=settings.job_id,
+            tag=save.tag,
+            generation=action.generation,
+            form=action.form,
+            folder=folder_name(save.tag, action.generation, action.form, action.attempt),
+            node=settings.node,
+            node_id=settings.node_id,
+            attempt=action.attempt,
+            run_id=save.run_id,
+            ckptd_version=__version__,
+            config_digest=self._config_digest,
+            branch=save.branch,
+            step=save.step,
+            save_seq=save.save_seq,
+            save_window=save.window,
+            writer=save.writer,
+            grid=save.grid,
+            source=source,
+            files=(),
+        )
+        objects = self._state.journal.objects(row.id, action.remote, action.form)
+        return m.ShipOrder(
+            root=str(self._config.save_dir),
+            manifest=manifest,
+            files=files,
+            shipped=tuple(
+                m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof="read-back")
+                for o in objects
+                if o.proof == "read-back"
+            ),
+            partly=tuple(
+                m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16))
+                for o in objects
+                if o.proof is None and o.flushed_bytes
+            ),
+            save_spread_seconds=self._config.save_spread_seconds,
+        )
+
+    def _on_ship(self, action: Ship, answer: m.Answer) -> None:
+        key = (action.save_id, action.remote, action.form)
+        if isinstance(answer, m.Moving):
+            self._progress(key, answer)
+            return
+        if isinstance(answer, m.ObjectDone):
+            done = answer.object
+            row = ObjectRow(
+                key=done.key,
+                bytes=done.bytes,
+                flushed_bytes=done.bytes,
+                crc64=done.crc64nvme,
+                proof=done.proof,
+            )
+            self._state.journal.put_object(*key, row)
+            moving = self._state.moving.get(key)
+            if moving is not None:
+                moving.objects[done.key] = done.bytes
+                moving.done_bytes = sum(moving.objects.values())
+            return
+        self._state.busy[action.save_id] -= 1
+        self._end_ship(action, answer)
+        self._state.moving.pop(key, None)
+        self._wake()
+
+    def _progress(self, key: tuple[int, str, str], moving: m.Moving) -> None:
+        state = self._state
+        entry = state.moving.get(key)
+        if entry is None:
+            return
+        entry.objects[moving.key] = moving.done_bytes
+        entry.done_bytes = sum(entry.objects.values())
+        if moving.flushed_bytes:
+            state.journal.put_object(
+                *key,
+                ObjectRow(
+                    key=moving.key,
+                    bytes=moving.total_bytes,
+                    flushed_bytes=moving.flushed_bytes,
+                    crc64=f"{moving.crc64:016x}",
+                    proof=None,
+                ),
+            )
+
+    def _end_ship(self, action: Ship, answer: m.Answer) -> None:
+        state, link = self._state, self._links[action.remote]
+        key = (action.save_id, action.remote, action.form)
+        record = state.ship(*key)
+        tag = state.rows[action.save_id].save.tag
+        if isinstance(answer, m.ShipResult):
+            link.tag_views.pop(tag, None)
+            state.generations.pop(key, None)
+            link.well()
+            link.observe()
+            self._shipped(action, record, answer)
+        elif isinstance(answer, m.Failed):
+            self._failed(action, record, error_of(answer))
+
+    def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
+        state = self._state
+        tag = state.rows[action.save_id].save.tag
+        about = f"{tag} → {action.remote}"
+        state.problems.clear("upload-failed", about)
+        if answer.outcome == "committed" and answer.commit is not None:
+            moving = state.moving.get((action.save_id, action.remote, action.form))
+            seconds = time.monotonic() - moving.started_seconds if moving else 0.0
+            if answer.bytes_sent and seconds > 0:
+                state.link_bytes_per_second = answer.bytes_sent / seconds
+            record = record.model_copy(
+                update={
+                    "state": ShipState.COMMITTED,
+                    "generation": answer.commit.commit.generation,
+                    "commit_key": answer.commit.key,
+                    "commit_sha256": answer.commit.sha256,
+                    "tries": 0,
+                    "reason": None,
+                    "bytes_sent": answer.bytes_sent,
+                }
+            )
+            log.info("%s (%s) committed on %s", tag, action.form, action.remote)
+        elif answer.outcome == "waiting":
+            record = record.model_copy(
+                update={
+                    "state": ShipState.WAITING,
+                    "reason": answer.reason,
+                    "retry_at_seconds": time.monotonic() + 60.0,
+                }
+            )
+            state.problems.put("commit-waiting", about, f"{about}: {answer.reason}", "see the other nodes")
+        else:
+            record = self._again(record, answer.reason or "another save holds this generation")
+            if action.form == UNIVERSAL:
+                record = record.model_copy(update={"attempt": record.attempt + 1})
+            state.journal.forget_objects(action.save_id, action.remote, action.form)
+        if answer.outcome != "waiting":
+            state.problems.clear("commit-waiting", about)
+        state.put_ship(action.save_id, record)
+
+    def _again(self, record: ShipRecord, reason: str) -> ShipRecord:
+        tries = record.tries + 1
+        return record.model_copy(
+            update={
+                "state": ShipState.FAILED,
+                "tries": tries,
+                "reason": reason,
+                "retry_at_seconds": time.monotonic() + backoff_seconds(tries),
+            }
+        )
+
+    def _failed(self, action: Ship, record: ShipRecord, error: CkptdError) -> None:
+        state, link = self._state, self._links[action.remote]
+        tag = state.rows[action.save_id].save.tag
+        about = f"{tag} → {action.remote}"
+        log.warning("%s (%s): %s", about, action.form, error)
+        if isinstance(error, SourceChanged):
+            state.journal.forget_objects(action.save_id, action.remote, action.form)
+            record = self._again(record, error.message)
+        elif isinstance(error, DamagedError) and not isinstance(error, VerifyError):
+            record = record.model_copy(update={"state": ShipState.REFUSED, "reason": error.message})
+            state.problems.put("source-damaged", about, f"{about}: {error.message}", error.hint)
+        else:
+            record = self._again(record, error.message)
+            if isinstance(error, RemoteError | StorageError) or error.exit_code == 77:
+                link.trouble(error)
+            if record.tries >= 3:
+                state.problems.put("upload-failed", about, f"{about}: {error.message}", error.hint)
+        state.put_ship(action.save_id, record)
+
+    # --- confirm and retire ----------------------------------------------------------------------------
+
+    def confirm(self, action: AskConfirmation) -> None:
+        """Ask every required remote for a fresh read of the COMMITs (P1)."""
+        state = self._state
+        if action.save_id in state.asking or not action.commits:
+            return
+        state.asking.add(action.save_id)
+        waiting = {ref.remote for ref in action.commits}
+        asked_at_seconds = time.monotonic()
+
+        def heard(remote: str, answer: m.Answer) -> None:
+            waiting.discard(remote)
+            if not (isinstance(answer, m.Confirmed) and answer.ok):
+                self._denied(action, remote, answer)
+                waiting.add("")
+            if not waiting:
+                confirmation = Confirmation(commits=action.commits, at_seconds=asked_at_seconds)
+                state.confirmations[action.save_id] = confirmation
+            if not waiting - {""}:
+                state.asking.discard(action.save_id)
+                self._wake()
+
+        for remote in tuple(waiting):
+            refs = tuple((r.key, r.sha256) for r in action.commits if r.remote == remote)
+            self._links[remote].order(m.Confirm(commits=refs), partial(heard, remote))
+
+    def _denied(self, action: AskConfirmation, remote: str, answer: m.Answer) -> None:
+        """The remote no longer vouches: the save counts as not committed there, and is shipped again."""
+        state = self._state
+        link = self._links[remote]
+        if isinstance(answer, m.Failed):
+            link.trouble(error_of(answer))
+            return
+        reason = answer.reason if isinstance(answer, m.Confirmed) else "no answer"
+        tag = state.rows[action.save_id].save.tag
+        log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
+        record = state.ship(action.save_id, remote, ZERO)
+        state.put_ship(
+            action.save_id,
+            record.model_copy(
+                update={
+                    "state": ShipState.NEW,
+                    "commit_key": None,
+                    "commit_sha256": None,
+                    "reason": reason,
+                }
+            ),
+        )
+        state.generations.pop((action.save_id, remote, ZERO), None)
+        link.tag_views.pop(tag, None)
+        link.observe()
+
+    def retire(self, action: Retire) -> None:
+        """Remote retention: tombstone, COMMIT, objects."""
+        link, commit = self._links[action.remote], action.commit
+        self._audit.write(
+            "retire",
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=action.reason,
+            commits=[(commit.key, commit.sha256)],
+        )
+        self._state.deleted_at.append(time.monotonic())
+        order = m.Retire(
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=action.reason,
+            commit_sha256=commit.sha256,
+        )
+
+        def done(answer: m.Answer) -> None:
+            if isinstance(answer, m.Failed):
+                link.trouble(error_of(answer))
+            for save_id, records in list(self._state.ships.items()):
+                for record in list(records.values()):
+                    if record.remote == action.remote and record.commit_sha256 == commit.sha256:
+                        gone = record.model_copy(update={"state": ShipState.RETIRED})
+                        self._state.put_ship(save_id, gone)
+            link.tag_views.pop(commit.tag, None)
+            link.observe()
+            self._wake()
+
+        link.ship_order = link.order(order, done)
+        log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
+
+
+def hold_name(row: SaveRow) -> str:
+    """Folder of a hold: the tag and the save's journal id."""
+    return f"{row.save.tag}.{row.id}"
+
+
+def _derived_file(file: ListedFile, folder: str, source: str) -> m.ShipFile:
+    return m.ShipFile(
+        path=file.path,
+        key=f"{folder}/{file.path}",
+        source=f"{source}/{file.path}",
+        identity=file.identity,
+        bytes=file.identity.size_bytes,
+        role=Role.UNIVERSAL,
+        fingerprint="",
+        mode=file.mode,
+        check_zip_crc=False,
+    )

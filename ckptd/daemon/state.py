@@ -1,0 +1,117 @@
+"""What the deciding thread knows of one job between turns: memory that the next scan or journal can refill.
+
+Only the deciding thread touches it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.core.view import ShipRecord
+from ckptd.daemon.problems import Problems
+
+if TYPE_CHECKING:
+    from ckptd.core.actions import Plan
+    from ckptd.core.facts import FileFacts
+    from ckptd.core.lifecycle import Verdict
+    from ckptd.core.listing import SaveDirListing
+    from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer
+    from ckptd.journal import Journal, SaveRow
+
+ShipKey = tuple[int, str, str]
+"""(save id, remote, form)."""
+
+
+@dataclass(slots=True)
+class Quiet:
+    """Since when a folder's identities have not changed, by our monotonic clock."""
+
+    digest: str
+    since_seconds: float
+    first_seen_unix: float
+
+
+@dataclass(slots=True)
+class Moving:
+    """An upload under way."""
+
+    done_bytes: int
+    total_bytes: int
+    started_seconds: float
+    start_bytes: int = 0
+    objects: dict[str, int] = field(default_factory=dict)
+    """Bytes done, by key."""
+
+
+@dataclass(slots=True)
+class Converting:
+    """A conversion under way."""
+
+    save_id: int
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(slots=True)
+class JobState:
+    """See the module's first lines."""
+
+    journal: Journal
+    listing: SaveDirListing | None = None
+    listing_at_seconds: float = 0.0
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    facts: dict[str, dict[str, FileFacts]] = field(default_factory=dict)
+    """tag → path → facts of the current identities."""
+    quiet: dict[str, Quiet] = field(default_factory=dict)
+    in_flight: frozenset[str] = frozenset()
+    rows: dict[int, SaveRow] = field(default_factory=dict)
+    ships: dict[int, dict[tuple[str, str], ShipRecord]] = field(default_factory=dict)
+    busy: Counter[int] = field(default_factory=Counter)
+    """Save id → workers that read it."""
+    generations: dict[ShipKey, GenerationAnswer] = field(default_factory=dict)
+    confirmations: dict[int, Confirmation] = field(default_factory=dict)
+    asking: set[int] = field(default_factory=set)
+    moving: dict[ShipKey, Moving] = field(default_factory=dict)
+    converting: Converting | None = None
+    deleted_at: deque[float] = field(default_factory=deque)
+    """Monotonic times of deletions, for the seat belt."""
+    completed_at: deque[float] = field(default_factory=deque)
+    problems: Problems = field(default_factory=Problems)
+    plan: Plan | None = None
+    can_clone: bool = False
+    link_bytes_per_second: float | None = None
+    is_first_scan: bool = True
+    widest_save_seconds: float = 0.0
+
+    def load(self) -> None:
+        """Fill saves and ships from the journal."""
+        self.rows = {row.id: row for row in self.journal.saves()}
+        self.ships = self.journal.ships()
+        windows = [row.save.window for row in self.rows.values()]
+        self.widest_save_seconds = max(((w.last - w.first) / 1e9 for w in windows), default=0.0)
+
+    def ship(self, save_id: int, remote: str, form: str) -> ShipRecord:
+        """The record, or a new one."""
+        return self.ships.get(save_id, {}).get((remote, form)) or ShipRecord(remote=remote, form=form)
+
+    def put_ship(self, save_id: int, record: ShipRecord) -> None:
+        """Journal and remember."""
+        self.journal.put_ship(save_id, record)
+        self.ships.setdefault(save_id, {})[record.remote, record.form] = record
+
+    def put_derived(self, save_id: int, record: DerivedRecord) -> None:
+        """Journal and remember."""
+        self.journal.set_derived(save_id, record)
+        self.rows[save_id] = self.rows[save_id].model_copy(update={"derived": record})
+
+    def row_of_tag(self, tag: str) -> SaveRow | None:
+        """The save of that tag that this node holds now."""
+        rows = [row for row in self.rows.values() if row.save.tag == tag and row.state == "present"]
+        return max(rows, key=lambda row: row.id, default=None)
+
+    def recent_sizes_bytes(self) -> list[int]:
+        """Sizes of the last five saves."""
+        rows = sorted(self.rows.values(), key=lambda row: row.id)
+        return [row.save.total_bytes for row in rows[-5:]]

@@ -1,0 +1,157 @@
+"""Gathers the planner's view of a job from memory, journal mirror and observations; asks nobody anything."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.core.view import ZERO, Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.files import free_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.listing import FolderListing
+    from ckptd.core.retention import RetentionPolicy
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.state import JobState
+    from ckptd.journal import SaveRow
+
+NEXT_SAVE_FACTOR = 1.1
+HOUR_SECONDS = 3600.0
+
+
+def next_save_bytes(state: JobState) -> int:
+    """What the next save needs: the largest of the last five, and a tenth (P13)."""
+    return int(max(state.recent_sizes_bytes(), default=0) * NEXT_SAVE_FACTOR)
+
+
+def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
+    """Free bytes of save_dir's file system and P13's line."""
+    total = os.fstatvfs(save_dir_fd)
+    min_free = config.local.min_free.of(total.f_blocks * total.f_frsize)
+    return Disk(
+        free_bytes=free_bytes(save_dir_fd),
+        reserve_bytes=next_save_bytes(state) + min_free,
+        can_clone=state.can_clone,
+    )
+
+
+def build_view(
+    config: JobConfig,
+    state: JobState,
+    links: Mapping[str, RemoteLink],
+    save_dir_fd: int,
+    *,
+    pins: frozenset[str],
+    may_delete: bool,
+    is_paused: bool = False,
+) -> JobView:
+    """The view of this turn."""
+    assert state.listing is not None
+    folders = {f.tag: f for f in state.listing.folders}
+    retention = config.local.policy
+    return JobView(
+        saves=tuple(
+            _save(config, state, row, folders.get(row.save.tag), pins)
+            for row in state.rows.values()
+            if row.state == "present" or row.derived.state.value == "ready" or row.held
+        ),
+        remotes=tuple(
+            _remote(remote.required, remote.forms, links[remote.name], remote.policy)
+            for remote in config.remotes
+        ),
+        local_forms=config.local.forms,
+        local_retention=retention,
+        backfill=config.backfill,
+        latest=state.listing.latest,
+        latest_universal=state.listing.latest_universal,
+        is_save_in_flight=bool(state.in_flight),
+        is_first_scan=state.is_first_scan,
+        is_paused=is_paused,
+        may_delete=may_delete,
+        deletions_left=_deletions_left(state, retention.save_total_limit),
+        disk=disk_of(config, state, save_dir_fd),
+        generations=state.generations,
+        confirmations=state.confirmations,
+        is_converting=state.converting is not None,
+        now_seconds=time.monotonic(),
+    )
+
+
+def _deletions_left(state: JobState, limit: int | None) -> int:
+    """The seat belt: deletions in any hour ≤ saves completed in it + max(3, 2 × save_total_limit)."""
+    now = time.monotonic()
+    for times in (state.deleted_at, state.completed_at):
+        while times and now - times[0] > HOUR_SECONDS:
+            times.popleft()
+    return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(state.deleted_at)
+
+
+def _save(
+    config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
+) -> SaveView:
+    now = {f.path: f.identity for f in folder.files} if folder else {}
+    is_mine = row.state == "present" and folder is not None
+    is_intact = (
+        is_mine
+        and folder is not None
+        and folder.folder == row.save.folder
+        and all(now.get(f.path) == f.identity for f in row.save.files)
+    )
+    sealed = {f.path for f in row.save.files}
+    unlisted = [path for path in now if path not in sealed] if is_mine else []
+    if is_mine and folder is not None:
+        unlisted += folder.irregular
+    ships = state.ships.get(row.id, {})
+    unlisted += [path for r in ships.values() if r.form == ZERO for path in r.unlisted if path in now]
+    return SaveView(
+        id=row.id,
+        save=row.save,
+        is_adopted=row.adopted or config.backfill == "all",
+        was_found_first=row.found_first,
+        is_intact=is_intact,
+        is_present=is_mine,
+        has_unlisted=tuple(dict.fromkeys(unlisted)),
+        is_held=row.held,
+        is_busy=state.busy[row.id] > 0,
+        is_pinned=row.save.tag in pins,
+        ships=ships,
+        universal=row.derived,
+    )
+
+
+def _remote(
+    is_required: bool, forms: tuple[str, ...], link: RemoteLink, retention: RetentionPolicy
+) -> RemoteView:
+    seen = link.observation
+    commits = (
+        ()
+        if seen is None
+        else tuple(
+            RemoteCommit(
+                tag=v.commit.tag,
+                generation=v.commit.generation,
+                form=v.commit.form,
+                branch=v.commit.branch,
+                step=v.commit.step,
+                save_seq=v.commit.save_seq,
+                key=v.key,
+                sha256=v.sha256,
+            )
+            for v in seen.commits
+            if not v.disputed
+        )
+    )
+    return RemoteView(
+        name=link.name,
+        is_required=is_required,
+        forms=forms,
+        is_attached=link.is_ready,
+        is_shipping=link.is_shipping,
+        commits=commits,
+        known_tags=link.known_tags(),
+        retention=retention,
+    )

@@ -1,0 +1,71 @@
+"""Work outside the deciding thread: a few threads, whose results come back as calls in the deciding thread.
+
+Workers never decide and never touch the journal; an unexpected exception in one is logged with its trace and
+reported as a failure of that one action, so that a bug in one place does not end the watch over the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptd.errors import CkptdError, from_os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("ckptd.workers")
+
+
+class InternalError(CkptdError):
+    """A defect of ckptd itself; the action failed, nothing else did."""
+
+    default_hint = "this is a bug of ckptd; the log has the trace"
+
+
+class Workers:
+    """A pool of threads; `post` puts a call into the deciding thread's queue."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], threads: int = 4) -> None:
+        self._post = post
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ckptd-worker")
+        self.open = 0
+        """Actions under way; counted in the deciding thread."""
+
+    def submit(
+        self,
+        what: str,
+        work: Callable[[], Result],
+        then: Callable[[Result], None],
+        failed: Callable[[CkptdError], None],
+    ) -> None:
+        """Run `work` in a thread; its result or error reaches `then` or `failed` in the deciding thread."""
+        self.open += 1
+
+        def run() -> None:
+            try:
+                result = work()
+            except CkptdError as error:
+                problem: CkptdError = error
+            except OSError as error:
+                problem = from_os_error(error, what)
+            except Exception as error:  # the one place that turns a bug into a failed action
+                log.exception("%s failed unexpectedly", what)
+                problem = InternalError(f"{what}: {type(error).__name__}: {error}")
+            else:
+                self._post(lambda: self._finish(lambda: then(result)))
+                return
+            self._post(lambda: self._finish(lambda: failed(problem)))
+
+        self._pool.submit(run)
+
+    def _finish(self, call: Callable[[], None]) -> None:
+        self.open -= 1
+        call()
+
+    def stop(self) -> None:
+        """Take no more work; what runs may end (its children were told to stop)."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

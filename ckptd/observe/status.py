@@ -1,0 +1,147 @@
+"""status.json: what the daemon publishes for everybody, by rename, and the only thing `ckptd status` reads.
+
+Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC 3339 (UTC) or seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptd import files
+
+SCHEMA_VERSION = 1
+FILE_NAME = "status.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonStatus:
+    """The process."""
+
+    pid: int
+    alive: bool
+    version: str
+    started_at: str
+    last_turn_age_seconds: float
+    memory_bytes: int
+    memory_budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafeStatus:
+    """The newest committed checkpoint."""
+
+    tag: str
+    generation: int
+    branch: int
+    step: int
+    committed_at: str
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStatus:
+    """save_dir's file system."""
+
+    free_bytes: int
+    next_save_bytes: int
+    full_in_saves: int | None = None
+    full_in_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemStatus:
+    """Something stuck: code, age, text, next step."""
+
+    code: str
+    severity: str
+    since: str
+    text: str
+    next_step: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormStatus:
+    """One form of a checkpoint on one remote."""
+
+    state: str
+    bytes_done: int = 0
+    bytes_total: int = 0
+    eta_seconds: float | None = None
+    commit_sha256: str | None = None
+    generation: int | None = None
+    reason: str | None = None
+    started_at: str | None = None
+    ended_at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStatus:
+    """A checkpoint on this node."""
+
+    present: bool
+    universal: str
+    held: bool
+    seen_at: str | None = None
+    complete_at: str | None = None
+    ended_at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStatus:
+    """One checkpoint."""
+
+    tag: str
+    generation: int | None
+    branch: int | None
+    step: int | None
+    state: str
+    bytes: int
+    local: LocalStatus
+    reason: str | None = None
+    remotes: dict[str, dict[str, FormStatus]] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """One job. `state`: ok, behind, attention, waiting, paused or invalid."""
+
+    name: str
+    job_id: str | None
+    save_dir: str
+    state: str
+    opt_outs: tuple[str, ...] = ()
+    safe: SafeStatus | None = None
+    newest_complete: str | None = None
+    steps_at_risk: int | None = None
+    seconds_at_risk: float | None = None
+    disk: DiskStatus | None = None
+    production_bytes_per_second: float | None = None
+    link_bytes_per_second: float | None = None
+    problems: tuple[ProblemStatus, ...] = ()
+    checkpoints: tuple[CheckpointStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The whole document."""
+
+    generated_at: str
+    daemon: DaemonStatus
+    jobs: tuple[JobStatus, ...]
+    schema_version: int = SCHEMA_VERSION
+
+
+def rfc3339(unix_seconds: float) -> str:
+    """UTC, milliseconds."""
+    return datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def publish(status: Status, state_dir: Path) -> None:
+    """Write status.json by rename, readable for any user (0644)."""
+    with files.opened_dir(state_dir) as fd:
+        files.write_atomic(fd, FILE_NAME, json.dumps(asdict(status)).encode(), mode=0o644)
