@@ -1,0 +1,102 @@
+"""A store in memory: what the contract means with nothing around it, and the ground of the model tests."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.errors import TargetExists, VerifyError
+from ckptd.remote.checksums import crc64 as crc64_of
+from ckptd.remote.store import Abilities, ObjectInfo, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptd.remote.store import Resume, Source
+
+
+@dataclass
+class MemoryStore:
+    """Objects and partial uploads in two dictionaries; `window_bytes` as a directory's."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    partial: dict[str, bytes] = field(default_factory=dict)
+    window_bytes: int = 1 << 20
+    create_only: bool = True
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def url(self) -> str:
+        return "memory:"
+
+    def probe(self) -> Abilities:
+        return Abilities(create_only=self.create_only, checksum=None, resumable=True)
+
+    def get(self, key: str) -> bytes | None:
+        return self.objects.get(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        with self.lock:
+            if self.create_only and key in self.objects:
+                return False
+            self.objects[key] = data
+            return True
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for key, data in sorted(self.objects.items()):
+            if key.startswith(prefix):
+                yield ObjectInfo(key=key, bytes=len(data))
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        data = self.objects.get(key)
+        return None if data is None else ObjectInfo(key=key, bytes=len(data))
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        if key not in self.objects:
+            raise FileNotFoundError(key)
+        return self.objects[key][offset : offset + length]
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        held = self.partial.get(key, b"")
+        start, crc = 0, 0
+        if resume is not None and len(held) >= resume.flushed_bytes:
+            start, crc = resume.flushed_bytes, resume.crc64
+        data = bytearray(held[:start])
+        buffer = memoryview(bytearray(self.window_bytes))
+        while len(data) < source.size_bytes:
+            count = source.read_into(len(data), buffer)
+            crc = crc64_of(buffer[:count], crc)
+            data += buffer[:count]
+            self.partial[key] = bytes(data)
+            on_progress(Progress(done_bytes=len(data), flushed_bytes=len(data), crc64=crc))
+        with self.lock:
+            self.partial.pop(key, None)
+            if key in self.objects:
+                msg = f"{key} appeared"
+                raise TargetExists(msg)
+            self.objects[key] = bytes(data)
+        return crc
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        data = self.objects.get(key, b"")
+        on_progress(len(data))
+        if (len(data), crc64_of(data)) != (size_bytes, crc64):
+            self.objects.pop(key, None)
+            msg = f"{key} differs"
+            raise VerifyError(msg)
+        return "read-back"
+
+    def discard(self, key: str) -> None:
+        self.partial.pop(key, None)
+
+    def delete(self, key: str) -> None:
+        self.objects.pop(key, None)
+
+    def free_bytes(self) -> int | None:
+        return None
