@@ -1,0 +1,110 @@
+"""`ckptd list JOB|URL`: what is committed, in (branch, step) order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ckptd.recover.listing import RemoteListing
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(name="list", help="List committed checkpoints, oldest first.")
+    def list_command(
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", help="A job's name, file or save_dir; or a remote."
+        ),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        import json
+        import os
+        import sys
+        from dataclasses import asdict
+        from datetime import UTC, datetime
+
+        from rich.console import Console
+
+        from ckptd.errors import CkptdError
+        from ckptd.recover.listing import list_remote
+        from ckptd.recover.sight import look_at_remote
+
+        listings: list[RemoteListing] = []
+        failures: list[CkptdError] = []
+        for name, url, owner in _remotes(job, dict(os.environ)):
+            try:
+                listings.append(list_remote(look_at_remote(name, url, owner), datetime.now(UTC)))
+            except CkptdError as error:
+                failures.append(error)
+                print(f"ckptd: {name}: {error}", file=sys.stderr)
+        if as_json:
+            shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
+            print(json.dumps(shown, indent=1))
+        else:
+            console = Console()
+            for listing in listings:
+                console.print(_table(listing))
+                for problem in listing.problems:
+                    print(f"ckptd: {listing.name}: {problem}", file=sys.stderr)
+        if failures:
+            raise typer.Exit(failures[0].exit_code)
+
+
+def _remotes(job: str, environ: dict[str, str]) -> list[tuple[str, str, str | None]]:
+    """(name, url, whose it must be). A directory with `_ckptd/remote.json` is a URL."""
+    from pathlib import Path
+
+    from ckptd.config import resolve_job
+    from ckptd.errors import NotFoundError
+
+    if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
+        url = job if "://" in job else str(Path(job).absolute())
+        return [("remote", url, None)]
+    found = resolve_job(job, environ)
+    if not found.remotes:
+        if not found.save_dir.exists():
+            return [("remote", str(found.save_dir), None)]
+        msg = f"{found.save_dir} is neither a remote of ckptd nor the save_dir of a job that has one"
+        raise NotFoundError(msg, hint="name the job or the remote's directory")
+    return [(remote.name, remote.url, found.name) for remote in found.remotes]
+
+
+def _table(listing: RemoteListing) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ckptd.config_quantities import show_bytes, show_seconds
+
+    title = f"{listing.name}: {listing.url} (job {listing.job})"
+    table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in ("tag", "gen", "branch", "step", "form", "size", "files", "committed", "age", ""):
+        table.add_column(
+            column, justify="right" if column in ("gen", "branch", "step", "size", "files") else "left"
+        )
+    for row in listing.checkpoints:
+        for index, form in enumerate(row.forms):
+            marks = [
+                *(row.pointers if index == 0 else ()),
+                *(["pinned"] if row.pinned and index == 0 else []),
+            ]
+            age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
+            table.add_row(
+                escape(row.tag) if index == 0 else "",
+                str(row.generation) if index == 0 else "",
+                str(row.branch) if index == 0 else "",
+                str(row.step) if index == 0 else "",
+                form.form,
+                show_bytes(form.bytes),
+                str(form.files),
+                form.committed_at,
+                age,
+                " ".join(f"← {mark}" if mark.startswith("latest") else mark for mark in marks),
+            )
+    if not listing.checkpoints:
+        table.caption = "no committed checkpoint"
+    return table

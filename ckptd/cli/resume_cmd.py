@@ -1,0 +1,111 @@
+"""`ckptd resume JOB|SAVE_DIR [URL]`: make save_dir resumable, in place; what a launch script calls."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ckptd.config_model import JobConfig
+
+_HELP = (
+    "Make save_dir resumable, in place; prints the path to resume from. A launch script trains on exit code 0"
+    " (resume) and 4 (start fresh), and on nothing else."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def resume(
+        job: str = typer.Argument(..., metavar="JOB|SAVE_DIR", help="A job's name or file, or its save_dir."),
+        url: str = typer.Argument(None, metavar="[URL]", help="The remote, when no job file names it."),
+        world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
+        nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
+        node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
+        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+    ) -> None:
+        import os
+        import sys
+        from pathlib import Path
+
+        from ckptd.recover.choose import Nodes
+        from ckptd.recover.resume import Resume, ResumeOptions
+
+        environ = dict(os.environ)
+        directory = Path(config_dir) if config_dir else None
+        config = _job(job, url, environ, directory)
+        options = ResumeOptions(
+            world_size=world_size,
+            nodes=Nodes(count=nnodes, rank=node_rank),
+            dry_run=dry_run,
+            state_dir=_state_dir(config, environ, directory),
+        )
+
+        def say(line: str) -> None:
+            print(f"ckptd: {line}", file=sys.stderr, flush=True)
+
+        with _progress() as tell:
+            done = Resume(config, options, say, tell).run()
+        for line in done.advice:
+            say(line)
+        print(done.path)
+
+
+def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | None) -> JobConfig:
+    from ckptd.config import job_from_arguments, resolve_job
+    from ckptd.errors import CkptdError
+
+    if url is None:
+        return resolve_job(job, environ, config_dir=directory)
+    options: dict[str, str] = {}
+    try:
+        known = resolve_job(job, environ, config_dir=directory)
+    except CkptdError:
+        known = None
+    if known is not None and known.file is not None:
+        options = {"name": known.name}
+    return job_from_arguments(job, url, options, environ)
+
+
+def _state_dir(config: JobConfig, environ: dict[str, str], directory: Path | None) -> Path | None:
+    """Where the daemon's status may lie: a hint, so a wrong ckptd.toml does not stop a resume."""
+    from ckptd.config import default_config_dir, load_daemon
+    from ckptd.errors import CkptdError
+    from ckptd.local.state_dir import state_dir_of
+
+    try:
+        daemon = load_daemon((directory or default_config_dir(environ)) / "ckptd.toml", environ)
+        return state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
+    except CkptdError:
+        return None
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere: tells (what, bytes done, bytes total)."""
+    import sys
+
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done, total=total)
+
+        yield tell

@@ -1,0 +1,204 @@
+"""What the node allows, proved by doing it: read, create, rename, unlink, clone, room (P19, H32).
+
+`ckptd check` prints it before a job is trusted with deleting anything. Everything made here is removed
+again; `_ckptd/` too, if it was not there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ckptd import files
+from ckptd.config_quantities import show_bytes
+from ckptd.core.listing import OURS
+from ckptd.errors import CkptdError, ConfigError, NotPermitted, from_os_error
+from ckptd.local.fs import STAGING, TRASH, can_clone, prove_rights
+from ckptd.local.scan import scan
+from ckptd.local.state_dir import filesystem_type, is_network
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.config_quantities import Share
+    from ckptd.core.listing import SaveDirListing
+
+Verdict = Literal["ok", "note", "fail"]
+_NEXT_SAVE_FACTOR = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was proved or not; `exit_code` of a failure as in docs/contract.md."""
+
+    what: str
+    verdict: Verdict
+    text: str
+    hint: str = ""
+    exit_code: int = 0
+
+
+def failed(what: str, error: CkptdError) -> Finding:
+    """A finding from an error of the tree."""
+    return Finding(what=what, verdict="fail", text=error.message, hint=error.hint, exit_code=error.exit_code)
+
+
+def user_name(uid: int) -> str:
+    """`alice (1001)`, or the number alone."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
+
+
+def probe_save_dir(save_dir: Path, min_free: Share, *, writes: bool) -> Iterator[Finding]:
+    """Findings about a save_dir; with `writes` by really creating, renaming and removing below `_ckptd/`."""
+    try:
+        fd = os.open(save_dir, files.DIR_FLAGS)
+    except FileNotFoundError:
+        yield _not_yet(save_dir)
+        return
+    except OSError as error:
+        yield failed("save_dir", from_os_error(error, f"opening {save_dir}"))
+        return
+    try:
+        kind = filesystem_type(save_dir)
+        yield Finding(
+            what="save_dir", verdict="ok", text=f"{save_dir} is there ({kind or 'unknown'} file system)"
+        )
+        yield _owner(fd, save_dir)
+        try:
+            listing = scan(fd)
+        except OSError as error:
+            yield failed("read", from_os_error(error, f"listing {save_dir}"))
+            return
+        yield _readable(fd, listing, save_dir)
+        yield from _writable(fd, save_dir, listing, writes=writes)
+        yield _room(fd, listing, min_free)
+        if is_network(kind):
+            yield Finding(
+                what="events",
+                verdict="note",
+                text=f"{kind} does not tell of other machines' files; ckptd looks by itself",
+            )
+    finally:
+        os.close(fd)
+
+
+def _not_yet(save_dir: Path) -> Finding:
+    if save_dir.parent.is_dir():
+        text = f"{save_dir} is not there yet; the job waits for it (nothing else can be proved until then)"
+        return Finding(what="save_dir", verdict="note", text=text)
+    return failed(
+        "save_dir",
+        ConfigError(
+            f"{save_dir}: its parent {os.path.realpath(save_dir.parent)} does not exist",
+            hint="is the disk mounted?",
+        ),
+    )
+
+
+def _owner(fd: int, save_dir: Path) -> Finding:
+    owner, us = os.fstat(fd).st_uid, os.geteuid()
+    if owner == us:
+        return Finding(what="owner", verdict="ok", text=f"owned by {user_name(owner)}, as whom ckptd runs")
+    hint = f"run ckptd as {user_name(owner)}"
+    if us == 0:
+        hint += "; root is not needed"
+    text = f"owned by {user_name(owner)}, ckptd runs as {user_name(us)}"
+    may_write = os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
+    if may_write:
+        return Finding(what="owner", verdict="note", text=text, hint=hint)
+    return failed("owner", NotPermitted(f"{save_dir} is {text}", hint=hint))
+
+
+def _readable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
+    """Open one file of every checkpoint that is there."""
+    opened = 0
+    for folder in listing.folders:
+        for file in folder.shards:
+            try:
+                with files.reading(fd, f"{folder.tag}/{file.path}"):
+                    opened += 1
+            except OSError as error:
+                return failed("read", from_os_error(error, f"reading {save_dir}/{folder.tag}/{file.path}"))
+            except CkptdError as error:
+                return failed("read", error)
+    if not opened:
+        return Finding(what="read", verdict="ok", text="lists; it holds no checkpoint yet")
+    checkpoints = f"{len(listing.folders)} checkpoint{'s' if len(listing.folders) > 1 else ''}"
+    return Finding(what="read", verdict="ok", text=f"opened {opened} shards of {checkpoints}")
+
+
+def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool) -> Iterator[Finding]:
+    if not writes:
+        yield Finding(what="write", verdict="note", text="not tried (--no-probe)")
+        return
+    with _traceless(fd):
+        try:
+            prove_rights(fd, str(save_dir))
+            clones = can_clone(fd)
+        except OSError as error:
+            problem = from_os_error(error, f"writing in {save_dir}/{OURS}")
+            if "read-only" in (error.strerror or "").lower():
+                problem.hint = f"under systemd add ReadWritePaths={save_dir} to the unit"
+            yield failed("write", problem)
+            return
+        except CkptdError as error:
+            yield failed("write", error)
+            return
+    yield Finding(what="write", verdict="ok", text=f"created, renamed and removed below {OURS}/")
+    yield _prunable(fd, listing, save_dir)
+    if clones:
+        text = "extents clone: universal forms and holds cost almost nothing"
+    else:
+        text = "no extent cloning (XFS and btrfs do): universal forms are copied; "
+        text += "the trainer's own rotation may outrun the upload"
+    yield Finding(what="clone", verdict="ok" if clones else "note", text=text)
+
+
+def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
+    """Whether the trainer's folders may be renamed away and emptied (by permission bits, not by doing)."""
+    sticky = bool(os.fstat(fd).st_mode & stat.S_ISVTX)
+    us = os.geteuid()
+    for folder in listing.folders:
+        status = os.stat(folder.tag, dir_fd=fd, follow_symlinks=False)
+        allowed = os.access(folder.tag, os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
+        foreign = sticky and us not in (0, status.st_uid, os.fstat(fd).st_uid)
+        if not allowed or foreign:
+            owner = user_name(status.st_uid)
+            text = f"{save_dir}/{folder.tag} is owned by {owner}, ckptd runs as {user_name(us)}"
+            return failed(
+                "delete", NotPermitted(text, hint=f"run ckptd as {owner}; until then nothing is deleted")
+            )
+    return Finding(what="delete", verdict="ok", text="may rename and remove the trainer's folders")
+
+
+def _room(fd: int, listing: SaveDirListing, min_free: Share) -> Finding:
+    status = os.fstatvfs(fd)
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    largest = max((folder.total_bytes for folder in listing.folders), default=0)
+    reserve = min_free.of(total) + int(largest * _NEXT_SAVE_FACTOR)
+    text = f"{show_bytes(free)} free; reserve {show_bytes(reserve)} (min_free {min_free} + the next save)"
+    if free < reserve:
+        hint = "ckptd will not write here until there is room; free space, or lower min_free"
+        return Finding(what="room", verdict="note", text=text, hint=hint)
+    return Finding(what="room", verdict="ok", text=text)
+
+
+@contextlib.contextmanager
+def _traceless(fd: int) -> Iterator[None]:
+    """Remove `_ckptd/` at the end if it was not there before and is empty (P11)."""
+    was_there = {name: files.stat_beneath(fd, name) is not None for name in (STAGING, TRASH, OURS)}
+    try:
+        yield
+    finally:
+        for name, existed in was_there.items():
+            if not existed:
+                with contextlib.suppress(OSError):
+                    os.rmdir(name, dir_fd=fd)

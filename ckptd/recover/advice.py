@@ -1,0 +1,63 @@
+"""What the trainer needs to know to go on from the chosen checkpoint: lines for stderr (H54).
+
+A universal load needs a line in the DeepSpeed configuration, another number of ranks another accumulation,
+and neither restores frozen parameters or buffers (docs/formats.md §5.1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.convert.supervise import inspect_files
+from ckptd.core.layouts import Role, parse_shard_name
+from ckptd.recover.choose import UNIVERSAL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.core.facts import ShardFacts
+    from ckptd.recover.plan import ResumePlan
+
+
+def model_facts(folder: Path) -> ShardFacts | None:
+    """Facts of the first model-states file of a folder; None when there is none or it cannot be read."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return None
+    models = [n for n in names if (s := parse_shard_name(n)) is not None and s.role is Role.MODEL]
+    return inspect_files(folder, models[:1])[0].facts if models else None
+
+
+def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
+    """Lines for the person or the log of the launch script."""
+    candidate = plan.candidate
+    grid = candidate.grid
+    first = f"resume from step {candidate.order.step} (branch {candidate.order.branch}): {candidate.tag}, "
+    first += f"ZeRO stage {grid.zero_stage}, saved by {candidate.saved_world_size} ranks, form {plan.form}"
+    lines = [first]
+    if plan.form != UNIVERSAL:
+        return lines
+    lines.append('in the DeepSpeed configuration: "checkpoint": {"load_universal": true}')
+    if facts is not None and plan.world_size is not None:
+        lines += _batch(facts, plan.world_size // grid.mm_count)
+    if facts is None or facts.frozen_parameters or facts.buffers:
+        lines.append(
+            "frozen parameters and buffers are not restored by a universal load: the script must set them "
+            "as at the first start"
+        )
+    return lines
+
+
+def _batch(facts: ShardFacts, ranks: int) -> list[str]:
+    """The accumulation that keeps the global batch on that many data-parallel ranks."""
+    batch, micro = facts.train_batch_size, facts.micro_batch_size
+    if not batch or not micro:
+        return []
+    if batch % ranks:
+        return [f"train_batch_size {batch} cannot be kept on {ranks} data-parallel ranks: it is no multiple"]
+    steps, rest = divmod(batch, micro * ranks)
+    if rest:
+        steps, micro = 1, batch // ranks
+    text = f"keep train_batch_size {batch} on {ranks} data-parallel ranks: "
+    return [f"{text}train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"]

@@ -1,0 +1,227 @@
+"""Which checkpoint to resume from: the newest in (branch, step) that is complete here or committed (P9, H54).
+
+Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; for others the daemon's last
+status is a hint. Clocks are never asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ckptd.core.coverage import order_of
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import ManifestFile
+from ckptd.core.order import next_order
+from ckptd.core.save import Order
+from ckptd.errors import DamagedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckptd.core.layouts import Grid
+    from ckptd.core.manifest import NodeManifest
+    from ckptd.recover.sight import LocalSight, RemoteSight
+    from ckptd.remote.messages import CommitView
+
+ZERO = "zero"
+UNIVERSAL = "universal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A committed copy of one form on one remote, with what of it is wanted on this node."""
+
+    remote: RemoteSight
+    view: CommitView
+    manifests: tuple[NodeManifest, ...]
+    files: tuple[ManifestFile, ...]
+    """Without extras; distinct paths."""
+    extras: tuple[ManifestFile, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of `files`."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path, of all nodes' files without extras."""
+        return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One save that may be resumed from."""
+
+    tag: str
+    order: Order
+    grid: Grid
+    local: LocalSight | None = None
+    """The folder in save_dir, when it is whole and this very save."""
+    copies: tuple[Copy, ...] = ()
+    universals: tuple[Copy, ...] = ()
+
+    @property
+    def is_committed(self) -> bool:
+        """On at least one remote."""
+        return bool(self.copies)
+
+    @property
+    def saved_world_size(self) -> int:
+        """Ranks that wrote it."""
+        return self.grid.dp * self.grid.mm_count
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path of the ZeRO form."""
+        return self.copies[0].fingerprints if self.copies else self.local.fingerprints if self.local else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many nodes resume together, and which one this is."""
+
+    count: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            msg = f"--node-rank {self.rank} is not one of --nnodes {self.count}"
+            raise UsageError(msg, hint="ranks count from 0")
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """Candidates, newest first, and what was noticed on the way."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(
+    local: Sequence[LocalSight],
+    remotes: Sequence[RemoteSight],
+    hints: Mapping[str, Order],
+    nodes: Nodes,
+    *,
+    damaged: frozenset[tuple[str, str]] = frozenset(),
+) -> Choice:
+    """All candidates, newest first; `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
+    choice = Choice()
+    committed = _committed(remotes, nodes, damaged, choice.notes)
+    matched: set[str] = set()
+    for index, candidate in enumerate(committed):
+        here = next((sight for sight in local if sight.tag == candidate.tag), None)
+        if here is not None and here.tag not in matched and _holds(here, candidate.copies[0]):
+            committed[index] = replace(candidate, local=here)
+            matched.add(here.tag)
+    known = list(_every_order(remotes))
+    if nodes.count == 1:
+        rest = [sight for sight in local if sight.is_complete and sight.tag not in matched]
+        for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
+            order = _order_of_local(sight, known, remotes, hints)
+            known.append(order)
+            assert sight.verdict.grid is not None
+            committed.append(Candidate(tag=sight.tag, order=order, grid=sight.verdict.grid, local=sight))
+    choice.candidates = sorted(committed, key=lambda c: (c.order, c.is_committed), reverse=True)
+    return choice
+
+
+def _committed(
+    remotes: Sequence[RemoteSight], nodes: Nodes, damaged: frozenset[tuple[str, str]], notes: list[str]
+) -> list[Candidate]:
+    """One candidate per (tag, order), newest first, with every remote that holds it."""
+    found: dict[tuple[Order, str], Candidate] = {}
+    copies: list[Copy] = []
+    for remote in remotes:
+        for view in remote.commits:
+            if (remote.name, view.sha256) in damaged:
+                continue
+            try:
+                copies.append(_copy(remote, view, nodes))
+            except DamagedError as error:
+                notes.append(
+                    f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
+                )
+    for copy in copies:
+        commit = copy.view.commit
+        if commit.form == ZERO:
+            key = (order_of(commit), commit.tag)
+            old = found.get(key) or Candidate(tag=commit.tag, order=key[0], grid=commit.grid)
+            found[key] = replace(old, copies=(*old.copies, copy))
+    for copy in copies:
+        commit = copy.view.commit
+        owner = found.get((order_of(commit), commit.tag))
+        if commit.form == UNIVERSAL and owner is not None and is_made_from(copy, owner.fingerprints):
+            found[order_of(commit), commit.tag] = replace(owner, universals=(*owner.universals, copy))
+    return [found[key] for key in sorted(found, reverse=True)]
+
+
+def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
+    """Whether a derived form on a remote was made from just this save (H15)."""
+    sources = [m.source for m in universal.manifests if m.source is not None]
+    return bool(sources) and all(
+        fingerprints.get(path) == mark for source in sources for path, mark in source.fingerprints
+    )
+
+
+def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes) -> Copy:
+    manifests = remote.manifests(view.commit)
+    files: dict[str, ManifestFile] = {}
+    extras: dict[str, ManifestFile] = {}
+    for manifest in _wanted(manifests, nodes):
+        for file in manifest:
+            (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
+    return Copy(
+        remote=remote,
+        view=view,
+        manifests=manifests,
+        files=tuple(files.values()),
+        extras=tuple(extras.values()),
+    )
+
+
+def _wanted(manifests: Sequence[NodeManifest], nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
+    """All files; where as many nodes resume as saved, this node's and those that every rank reads (H58)."""
+    if nodes.count == 1 or len(manifests) != nodes.count:
+        return [manifest.files for manifest in manifests]
+    ordered = sorted(manifests, key=lowest_rank)
+    shared = [tuple(f for f in m.files if f.shard.d is None) for m in ordered]
+    return [ordered[nodes.rank].files, *shared]
+
+
+def lowest_rank(manifest: NodeManifest) -> int:
+    """The lowest data-parallel rank among a node's shards."""
+    return min((f.shard.d for f in manifest.files if f.shard.d is not None), default=1 << 30)
+
+
+def _holds(here: LocalSight, copy: Copy) -> bool:
+    """Whether the folder holds every wanted file of that save, whole."""
+    ours = here.fingerprints
+    return bool(copy.files) and all(
+        ours.get(f.path) == f.fingerprint and (f.fingerprint or f.bytes == 0) for f in copy.files
+    )
+
+
+def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:
+    return (order_of(view.commit) for remote in remotes for view in remote.commits)
+
+
+def _order_of_local(
+    sight: LocalSight, known: Sequence[Order], remotes: Sequence[RemoteSight], hints: Mapping[str, Order]
+) -> Order:
+    """Order of a complete folder that no COMMIT holds.
+
+    A tag that has a COMMIT with other content was saved again, later: it stands behind everything known.
+    Else the daemon's word, else its step in the newest branch: a rewind is never guessed.
+    """
+    step = sight.verdict.step or 0
+    highest = max(known, default=None)
+    same_tag = [order_of(v.commit) for r in remotes for v in r.commits if v.commit.tag == sight.tag]
+    hint = hints.get(sight.tag)
+    if hint is not None and hint.step == step and hint > max(same_tag, default=Order(0, 0, 0)):
+        return hint
+    if same_tag:
+        return next_order(step, highest)
+    return Order(highest.branch if highest else 1, step, 0)

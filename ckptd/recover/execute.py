@@ -1,0 +1,218 @@
+"""Carrying out a resume plan, once: renames, fetches, a conversion, pointers last (H54, P11).
+
+Everything is written below `_ckptd/` and renamed in; the lock is flock on `_ckptd/staging` itself, so that
+the launch scripts of all ranks of a node may call `resume` at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.errors import CkptdError, LockHeld, StorageError, TargetExists, from_os_error
+from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
+from ckptd.recover.fetch import Fetcher, read_whole
+from ckptd.recover.plan import (
+    DERIVED_UNIVERSAL,
+    Convert,
+    Fetch,
+    MoveAside,
+    Place,
+    Point,
+    RestoreExtras,
+    Step,
+    name_of_extra,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ckptd.recover.choose import Copy
+
+_OTHER_CONVERSION_SECONDS = 3600.0
+_DESCRIPTION_LIMIT_BYTES = 8 << 20
+
+
+class Execution:
+    """Executes steps in one save_dir. `on_progress(what, bytes_done, bytes_total)`."""
+
+    def __init__(
+        self,
+        save_dir: Path,
+        save_dir_fd: int,
+        *,
+        reserve_bytes: int,
+        memory_budget_bytes: int,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._save_dir = save_dir
+        self._fd = save_dir_fd
+        self._reserve_bytes = reserve_bytes
+        self._memory_budget_bytes = memory_budget_bytes
+        self._on_progress = on_progress
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """All steps in order.
+
+        Raises:
+            DamagedError: a remote's copy is not what was committed; nothing of it was put in place.
+            NoSpaceError, RemoteUnreachable, NotPermitted, RefusedError, StorageError: as they say.
+        """
+        for step in steps:
+            try:
+                self._one(step)
+            except OSError as error:
+                raise from_os_error(error, f"{self._save_dir}: {step}") from error
+
+    def _one(self, step: Step) -> None:
+        match step:
+            case MoveAside():
+                self.move_aside(step.name, step.label)
+            case Fetch():
+                self._fetch(step)
+            case Place():
+                self._place(step)
+            case Convert():
+                self._convert(step)
+            case RestoreExtras():
+                self._restore(step)
+            case Point():
+                files.write_atomic(self._fd, step.name, step.value.encode())
+
+    def move_aside(self, name: str, label: str) -> str | None:
+        """Rename a name below save_dir into `_ckptd/aside/`; the new name, None when it is gone already."""
+        head, _, base = name.rpartition("/")
+        aside = ensure_ours(self._fd, ASIDE)
+        try:
+            source = files.open_dir_beneath(self._fd, head) if head else os.dup(self._fd)
+        except FileNotFoundError:
+            os.close(aside)
+            return None
+        try:
+            for number in range(1, 1_000_000):
+                target = f"{label}.{number}"
+                try:
+                    files.rename_noreplace(source, base, aside, target)
+                except FileExistsError:
+                    continue
+                except FileNotFoundError:
+                    return None
+                files.fsync_dir(aside)
+                files.fsync_dir(source)
+                return f"{ASIDE}/{target}"
+            msg = f"{ASIDE} holds too many folders of {label}"
+            raise StorageError(msg, hint="remove what is no longer needed there")
+        finally:
+            os.close(source)
+            os.close(aside)
+
+    def _fetch(self, step: Fetch) -> None:
+        name = staging_name(step.form, step.copy)
+        staging = ensure_ours(self._fd, f"{STAGING}/{name}")
+        try:
+            tell = self._on_progress
+            what = str(step)
+            fetcher = Fetcher(
+                step.copy, staging, (lambda done, total: tell(what, done, total)) if tell else None
+            )
+            fetcher.check_room(self._reserve_bytes)
+            fetcher.run()
+        except CkptdError as error:
+            if error.exit_code == 65:
+                remove_ours(self._fd, STAGING, name)
+            raise
+        finally:
+            os.close(staging)
+
+    def _place(self, step: Place) -> None:
+        head, _, base = step.target.rpartition("/")
+        staging = ensure_ours(self._fd, STAGING)
+        parent = ensure_ours(self._fd, head) if head else os.dup(self._fd)
+        try:
+            files.rename_noreplace(staging, staging_name(step.form, step.copy), parent, base)
+            files.fsync_dir(parent)
+            files.fsync_dir(staging)
+        except FileExistsError as error:
+            msg = f"{self._save_dir}/{step.target} appeared while it was fetched"
+            raise TargetExists(msg, hint="is a trainer running? stop it and call resume again") from error
+        finally:
+            os.close(parent)
+            os.close(staging)
+
+    def _convert(self, step: Convert) -> None:
+        os.close(ensure_ours(self._fd, DERIVED_UNIVERSAL))
+        tell = self._on_progress
+        options = ConvertOptions(
+            reserve_bytes=self._reserve_bytes,
+            memory_budget_bytes=self._memory_budget_bytes,
+            verify=step.verify,
+            low_priority=False,
+        )
+        deadline = time.monotonic() + _OTHER_CONVERSION_SECONDS
+        while True:
+            try:
+                convert(
+                    self._save_dir / step.tag,
+                    self._save_dir / step.target,
+                    options,
+                    on_progress=(lambda p: tell(str(step), p.bytes_done, p.bytes_total)) if tell else None,
+                    work_dir=self._save_dir / STAGING,
+                )
+            except TargetExists:
+                return
+            except LockHeld:
+                # the daemon makes the same form; what it publishes is what we want
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+            else:
+                return
+
+    def _restore(self, step: RestoreExtras) -> None:
+        for file in step.files:
+            data = read_whole(step.copy.remote.store, file)
+            files.create_exclusive(self._fd, name_of_extra(file), data, mode=file.mode & 0o777)
+
+
+def staging_name(form: str, copy: Copy) -> str:
+    """Where a fetch lies until it is whole: named by its COMMIT, so that a killed one goes on."""
+    return f"resume.{form}.{copy.view.sha256[:16]}"
+
+
+@contextlib.contextmanager
+def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
+    """Hold the lock of recoveries in a save_dir; waits for another one."""
+    staging = ensure_ours(save_dir_fd, STAGING)
+    try:
+        fcntl.flock(staging, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(staging)
+
+
+def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
+    """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
+    try:
+        fd = files.open_dir_beneath(save_dir_fd, DERIVED_UNIVERSAL)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    try:
+        return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
+    finally:
+        os.close(fd)
+
+
+def _sources(fd: int, name: str) -> dict[str, str] | None:
+    try:
+        data = files.read_beneath(fd, f"{name}/ckptd.json", limit_bytes=_DESCRIPTION_LIMIT_BYTES)
+        marks = json.loads(data)["source"]["fingerprints"]
+        return {str(path): str(mark) for path, mark in marks.items()}
+    except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
+        return None

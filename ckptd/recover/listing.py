@@ -1,0 +1,130 @@
+"""What a remote holds, one row a COMMIT, in (branch, step) order: the data of `ckptd list`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.manifest import Decision
+    from ckptd.recover.sight import RemoteSight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedForm:
+    """One committed form; `committed_at` RFC 3339 UTC, `age_seconds` by this machine's clock."""
+
+    form: str
+    folder: str
+    bytes: int
+    files: int
+    committed_at: str
+    age_seconds: float | None
+    commit_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedCheckpoint:
+    """One generation of one tag with its committed forms."""
+
+    tag: str
+    generation: int
+    branch: int
+    step: int
+    save_seq: int
+    zero_stage: int
+    saved_by_ranks: int
+    pinned: bool
+    pointers: tuple[str, ...]
+    """Which pointer files name it: latest, latest_universal."""
+    forms: tuple[ListedForm, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteListing:
+    """One remote; oldest checkpoint first."""
+
+    name: str
+    url: str
+    job: str
+    latest: str | None
+    latest_universal: str | None
+    checkpoints: tuple[ListedCheckpoint, ...]
+    problems: tuple[str, ...] = ()
+
+
+def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
+    """Tags whose newest pin or unpin is a pin (P8)."""
+    newest: dict[str, Decision] = {}
+    for decision in decisions:
+        if decision.kind in ("pin", "unpin"):
+            held = newest.get(decision.tag)
+            if held is None or decision.serial >= held.serial:
+                newest[decision.tag] = decision
+    return {tag for tag, decision in newest.items() if decision.kind == "pin"}
+
+
+def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
+    """Rows of one remote."""
+    seen = remote.observation
+    pinned = pinned_tags(seen.decisions)
+    grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
+    pointers: dict[tuple[int, int, int, str, int], list[str]] = {}
+    grids: dict[tuple[int, int, int, str, int], tuple[int, int]] = {}
+    for view in remote.commits:
+        commit = view.commit
+        key = (commit.branch, commit.step, commit.save_seq, commit.tag, commit.generation)
+        grouped.setdefault(key, []).append(
+            ListedForm(
+                form=commit.form,
+                folder=commit.folder,
+                bytes=commit.bytes,
+                files=commit.files,
+                committed_at=commit.committed_at,
+                age_seconds=_age_seconds(commit.committed_at, now),
+                commit_sha256=view.sha256,
+            )
+        )
+        grids[key] = (commit.grid.zero_stage, commit.grid.dp * commit.grid.mm_count)
+        named = pointers.setdefault(key, [])
+        named += [
+            name
+            for name, value in (("latest", seen.latest), ("latest_universal", seen.latest_universal))
+            if value == commit.folder
+        ]
+    rows = tuple(
+        ListedCheckpoint(
+            tag=key[3],
+            generation=key[4],
+            branch=key[0],
+            step=key[1],
+            save_seq=key[2],
+            zero_stage=grids[key][0],
+            saved_by_ranks=grids[key][1],
+            pinned=key[3] in pinned,
+            pointers=tuple(pointers[key]),
+            forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
+        )
+        for key, forms in sorted(grouped.items())
+    )
+    disputed = tuple(f"{v.key} is disputed: it does not count" for v in seen.commits if v.disputed)
+    return RemoteListing(
+        name=remote.name,
+        url=remote.url,
+        job=seen.identity.job,
+        latest=seen.latest,
+        latest_universal=seen.latest_universal,
+        checkpoints=rows,
+        problems=seen.damaged + disputed,
+    )
+
+
+def _age_seconds(committed_at: str, now: datetime) -> float | None:
+    try:
+        at = datetime.fromisoformat(committed_at)
+    except ValueError:
+        return None
+    return (now - (at if at.tzinfo else at.replace(tzinfo=UTC))).total_seconds()

@@ -1,0 +1,260 @@
+"""What `resume` will do, as data: printed by --dry-run, executed once by `execute` (H54).
+
+Nothing is deleted: what is in the way is renamed into `_ckptd/aside/`. Every step is idempotent, and the
+pointers come last, so that a resume that is killed half-way leaves nothing that DeepSpeed would load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.config_quantities import show_bytes
+from ckptd.core.lifecycle import State
+from ckptd.core.listing import OURS
+from ckptd.errors import RefusedError
+from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptd.core.listing import SaveDirListing
+    from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.sight import LocalSight
+
+DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveAside:
+    """Rename a name below save_dir to `_ckptd/aside/<label>.<n>`."""
+
+    name: str
+    label: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"move {self.name} aside ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Bring a committed form into staging, every byte checked while it is read."""
+
+    form: str
+    copy: Copy
+
+    def __str__(self) -> str:
+        what = f"{self.copy.view.commit.tag} ({self.form}, {show_bytes(self.copy.bytes)})"
+        return f"fetch {what} from {self.copy.remote.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rename what was fetched from staging to `target`; nothing is replaced."""
+
+    form: str
+    copy: Copy
+    target: str
+
+    def __str__(self) -> str:
+        return f"put it in place as {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
+
+    tag: str
+    target: str
+    verify: bool
+
+    def __str__(self) -> str:
+        return f"convert {self.tag} to {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreExtras:
+    """Put files that travelled with the checkpoint back into save_dir where they are absent."""
+
+    copy: Copy
+    files: tuple[ManifestFile, ...]
+
+    def __str__(self) -> str:
+        return f"restore {', '.join(name_of_extra(f) for f in self.files)} from {self.copy.remote.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Write a pointer file atomically."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"write {self.name} = {self.value}"
+
+
+Step = MoveAside | Fetch | Place | Convert | RestoreExtras | Point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePlan:
+    """A chosen checkpoint and the steps to it; `path` is relative to save_dir."""
+
+    candidate: Candidate
+    form: str
+    path: str
+    world_size: int | None
+    steps: tuple[Step, ...] = ()
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def fetches(self) -> tuple[Fetch, ...]:
+        """The steps that need bytes from a remote."""
+        return tuple(step for step in self.steps if isinstance(step, Fetch))
+
+
+def name_of_extra(file: ManifestFile) -> str:
+    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
+    return file.path.rpartition("/")[2]
+
+
+def make_plan(
+    candidate: Candidate,
+    local: Sequence[LocalSight],
+    listing: SaveDirListing,
+    derived: Mapping[str, Mapping[str, str] | None],
+    world_size: int | None,
+    *,
+    needs_commit: bool = False,
+) -> ResumePlan:
+    """Plan for one candidate.
+
+    `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable.
+
+    Raises:
+        RefusedError: no load on that many ranks is possible.
+    """
+    is_universal = world_size is not None and world_size != candidate.saved_world_size
+    if is_universal and world_size is not None and world_size % candidate.grid.mm_count:
+        msg = (
+            f"{candidate.tag} has {candidate.grid.mm_count} model-parallel ranks, {world_size} is no multiple"
+        )
+        raise RefusedError(msg, hint="choose another --world-size")
+    steps: list[Step] = [
+        MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
+        for sight in _in_the_way(candidate, local)
+    ]
+    made: list[Step] = []
+    has_zero = candidate.local is not None
+    if is_universal:
+        made = _universal(candidate, derived)
+    if not has_zero and (not is_universal or any(isinstance(step, Convert) for step in made)):
+        steps.append(Fetch(form=ZERO, copy=candidate.copies[0]))
+        steps += _place_for(candidate.tag, listing, steps)
+        steps.append(Place(form=ZERO, copy=candidate.copies[0], target=candidate.tag))
+        has_zero = True
+    steps += made
+    steps += _extras(candidate, listing)
+    steps += _pointers(candidate, listing, steps, has_zero=has_zero, is_universal=is_universal)
+    return ResumePlan(
+        candidate=candidate,
+        form=UNIVERSAL if is_universal else ZERO,
+        path=f"{DERIVED_UNIVERSAL}/{candidate.tag}" if is_universal else candidate.tag,
+        world_size=world_size,
+        steps=tuple(steps),
+        notes=_notes(candidate, local, needs_commit=needs_commit),
+    )
+
+
+def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[LocalSight]:
+    """Unusable folders that are newer than the chosen one, or bear its name (H54)."""
+    found = []
+    for sight in local:
+        if sight.is_complete or (candidate.local is not None and sight.tag == candidate.local.tag):
+            continue
+        step = sight.step
+        if sight.tag == candidate.tag or step is None or step >= candidate.order.step:
+            found.append(sight)
+    return found
+
+
+def _why(sight: LocalSight) -> str:
+    reason = sight.verdict.reason or "not whole"
+    return f"{sight.verdict.state.value}: {reason}"
+
+
+def _place_for(tag: str, listing: SaveDirListing, steps: Sequence[Step]) -> list[Step]:
+    """Move aside what bears the tag's name: another save, or something that is no checkpoint at all."""
+    taken = {folder.tag for folder in listing.folders} | set(listing.foreign)
+    if tag not in taken or any(isinstance(s, MoveAside) and s.name == tag for s in steps):
+        return []
+    return [MoveAside(name=tag, label=tag, reason="another save under the name of the one to resume from")]
+
+
+def _universal(candidate: Candidate, derived: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
+    """The universal form: the one that is here, else a remote's, else made on the way."""
+    target = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
+    stale: list[Step] = []
+    if candidate.tag in derived:
+        sources, ours = derived[candidate.tag], candidate.fingerprints
+        if sources and all(ours.get(path) == mark for path, mark in sources.items()):
+            return []
+        label = f"{candidate.tag}_universal"
+        stale = [MoveAside(name=target, label=label, reason="made from another save of that tag")]
+    if candidate.universals:
+        copy = candidate.universals[0]
+        return [
+            Fetch(form=UNIVERSAL, copy=copy),
+            *stale,
+            Place(form=UNIVERSAL, copy=copy, target=target),
+        ]
+    return [*stale, Convert(tag=candidate.tag, target=target, verify=not candidate.is_committed)]
+
+
+def _extras(candidate: Candidate, listing: SaveDirListing) -> list[Step]:
+    if not candidate.copies:
+        return []
+    copy = candidate.copies[0]
+    here = {file.path for file in listing.extras} | set(listing.foreign) | {f.tag for f in listing.folders}
+    absent = tuple(f for f in copy.extras if name_of_extra(f) not in here and _is_plain(name_of_extra(f)))
+    return [RestoreExtras(copy=copy, files=absent)] if absent else []
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and not name.startswith((OURS, ".ckptd", "latest")) and name not in (".", "..")
+
+
+def _pointers(
+    candidate: Candidate,
+    listing: SaveDirListing,
+    steps: Sequence[Step],
+    *,
+    has_zero: bool,
+    is_universal: bool,
+) -> list[Step]:
+    pointers: list[Step] = []
+    gone = {step.name for step in steps if isinstance(step, MoveAside)}
+    if has_zero:
+        if listing.latest != candidate.tag:
+            pointers.append(Point(name="latest", value=candidate.tag))
+    elif listing.latest is not None and (
+        listing.latest in gone or listing.latest not in {f.tag for f in listing.folders}
+    ):
+        reason = f"names {listing.latest}, which is not there"
+        pointers.append(MoveAside(name="latest", label="latest", reason=reason))
+    wanted = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
+    if is_universal and listing.latest_universal != wanted:
+        pointers.append(Point(name="latest_universal", value=wanted))
+    return pointers
+
+
+def _notes(candidate: Candidate, local: Sequence[LocalSight], *, needs_commit: bool) -> tuple[str, ...]:
+    notes = []
+    for sight in local:
+        if sight.verdict.state is State.SUSPECT:
+            notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; `ckptd accept` makes it usable")
+        elif needs_commit and sight.is_complete and sight.tag != candidate.tag:
+            notes.append(f"{sight.tag} is whole here but not committed: other nodes could not choose it")
+    return tuple(notes)

@@ -1,0 +1,266 @@
+"""`ckptd resume`: make save_dir resumable in place (H54, docs/contract.md *Commands*).
+
+Looks, chooses, plans, executes; when a remote's copy turns out to be damaged it says so and goes on with the
+next best. Idempotent, safe beside a running daemon, and needs neither its journal nor its status.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.config_relations import check_job_paths
+from ckptd.core.listing import SaveDirListing
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NotFoundError,
+    NothingCommitted,
+    RefusedError,
+    from_os_error,
+)
+from ckptd.recover.advice import advice, model_facts
+from ckptd.recover.choose import Candidate, Choice, Nodes, choose
+from ckptd.recover.execute import Execution, derived_universals, one_at_a_time
+from ckptd.recover.plan import Convert, MoveAside, ResumePlan, make_plan
+from ckptd.recover.sight import LocalSight, RemoteSight, look_at_remote, look_locally, orders_in_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.save import Order
+
+NEXT_SAVE_FACTOR = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeOptions:
+    """What the launch script says. `state_dir`: where the daemon's status may lie; sizes in bytes."""
+
+    world_size: int | None = None
+    nodes: Nodes = field(default_factory=Nodes)
+    dry_run: bool = False
+    state_dir: Path | None = None
+    memory_budget_bytes: int = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The path to resume from, the plan that was executed, and what the trainer needs to know."""
+
+    path: Path
+    plan: ResumePlan
+    advice: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    listing: SaveDirListing
+    local: tuple[LocalSight, ...]
+    derived: dict[str, dict[str, str] | None]
+    hints: dict[str, Order]
+
+
+class Resume:
+    """One call of `resume` for one job. `say(line)`: for stderr; `on_progress(what, done, total)`: bytes."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        options: ResumeOptions,
+        say: Callable[[str], None],
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._say = say
+        self._on_progress = on_progress
+        self._damaged: set[tuple[str, str]] = set()
+        self._damaged_here: set[str] = set()
+        self._remotes: list[RemoteSight] = []
+        self._absent: list[CkptdError] = []
+
+    def run(self) -> Resumed:
+        """Do it.
+
+        Raises:
+            NothingCommitted: the remote is there and ours, it holds nothing and neither does save_dir (4).
+            NotFoundError: no remote is known and save_dir holds nothing (66).
+            RemoteUnreachable, RemoteNotOurs: no remote answers or is this job's, and nothing here is surely
+                the newest (69).
+            DamagedError, RefusedError, NoSpaceError, NotPermitted, ConfigError: as they say.
+        """
+        check_job_paths(self._job, "resume")
+        self._look_at_remotes()
+        fd = self._open()
+        if fd is None:
+            return self._resume(None)
+        try:
+            if self._options.dry_run:
+                return self._resume(fd)
+            with one_at_a_time(fd):
+                return self._resume(fd)
+        finally:
+            os.close(fd)
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def _look_at_remotes(self) -> None:
+        for remote in self._job.remotes:
+            try:
+                sight = look_at_remote(remote.name, remote.url, self._job.name)
+            except CkptdError as error:
+                self._absent.append(error)
+                self._say(f"remote {remote.name}: {error}")
+            else:
+                self._remotes.append(sight)
+                for text in sight.observation.damaged:
+                    self._say(f"remote {remote.name}: {text}")
+
+    def _open(self) -> int | None:
+        """Open save_dir, made where it is absent; None in a dry run without one."""
+        path = self._job.save_dir
+        try:
+            if not self._options.dry_run and any(remote.commits for remote in self._remotes):
+                path.mkdir(exist_ok=True)
+            return os.open(path, files.DIR_FLAGS)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise from_os_error(error, f"opening {path}") from error
+
+    def _see(self, fd: int | None) -> _Seen:
+        state_dir = self._options.state_dir
+        hints = orders_in_status(state_dir, self._job.save_dir) if state_dir is not None else {}
+        if fd is None:
+            return _Seen(listing=SaveDirListing(device=0, folders=()), local=(), derived={}, hints=hints)
+        listing, local = look_locally(self._job.save_dir, fd, self._job, self._remotes)
+        busy = next((sight for sight in local if sight.is_open), None)
+        if busy is not None:
+            msg = f"{self._job.save_dir}/{busy.tag} is being written right now"
+            raise RefusedError(
+                msg, hint="resume is for a save_dir whose trainer has ended; nothing was changed"
+            )
+        local = tuple(sight for sight in local if sight.tag not in self._damaged_here)
+        return _Seen(listing=listing, local=local, derived=derived_universals(fd), hints=hints)
+
+    # --- deciding and doing ----------------------------------------------------------------------------
+
+    def _resume(self, fd: int | None) -> Resumed:
+        said: set[str] = set()
+        while True:
+            seen = self._see(fd)
+            choice = choose(
+                seen.local, self._remotes, seen.hints, self._options.nodes, damaged=frozenset(self._damaged)
+            )
+            for note in choice.notes:
+                if note not in said:
+                    self._say(note)
+                    said.add(note)
+            if not choice.candidates:
+                self._nothing(fd, seen, choice)
+            candidate = choice.candidates[0]
+            self._is_surely_newest(candidate, seen)
+            plan = make_plan(
+                candidate,
+                seen.local,
+                seen.listing,
+                seen.derived,
+                self._options.world_size,
+                needs_commit=self._options.nodes.count > 1,
+            )
+            try:
+                return self._carry_out(fd, plan, seen, choice)
+            except DamagedError as error:
+                self._give_up_on(plan, error)
+
+    def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed:
+        for note in plan.notes:
+            self._say(note)
+        path = self._job.save_dir / plan.path
+        for step in plan.steps:
+            self._say(f"{'would ' if self._options.dry_run else ''}{step}")
+        if not self._options.dry_run:
+            assert fd is not None
+            execution = Execution(
+                self._job.save_dir,
+                fd,
+                reserve_bytes=self._reserve_bytes(fd, seen, choice),
+                memory_budget_bytes=self._options.memory_budget_bytes,
+                on_progress=self._on_progress,
+            )
+            execution.run(plan.steps)
+        facts = model_facts(path) or (model_facts(self._job.save_dir / plan.candidate.tag))
+        return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
+
+    def _reserve_bytes(self, fd: int, seen: _Seen, choice: Choice) -> int:
+        """P13: the next save × 1.1 and min_free."""
+        status = os.fstatvfs(fd)
+        sizes = [sight.listing.total_bytes for sight in seen.local]
+        sizes += [copy.bytes for c in choice.candidates[:5] for copy in c.copies[:1]]
+        return self._job.local.min_free.of(status.f_blocks * status.f_frsize) + int(
+            max(sizes, default=0) * NEXT_SAVE_FACTOR
+        )
+
+    def _give_up_on(self, plan: ResumePlan, error: DamagedError) -> None:
+        """Exclude what was damaged: a remote's copy, else the folder here that could not be converted."""
+        self._say(f"{plan.candidate.tag}: {error.message}; the next best is taken")
+        fetches = plan.fetches
+        for fetch in fetches:
+            self._damaged.add((fetch.copy.remote.name, fetch.copy.view.sha256))
+        if not fetches and any(isinstance(step, Convert) for step in plan.steps):
+            self._damaged_here.add(plan.candidate.tag)
+        elif not fetches:
+            raise error
+
+    def _is_surely_newest(self, candidate: Candidate, seen: _Seen) -> None:
+        """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
+        if self._remotes or not self._job.remotes:
+            return
+        hint = seen.hints.get(candidate.tag)
+        newest = max(seen.hints.values(), default=None)
+        if self._options.nodes.count > 1 or hint is None or newest is None or candidate.order < newest:
+            raise self._absent[0]
+        self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")
+
+    def _nothing(self, fd: int | None, seen: _Seen, choice: Choice) -> None:
+        """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
+        job = self._job
+        if self._absent:
+            raise self._absent[0]
+        if self._damaged or self._damaged_here or choice.notes:
+            msg = f"every checkpoint of {job.name} is damaged"
+            raise DamagedError(msg, hint="see the lines above; nothing was deleted")
+        if not job.remotes:
+            torn = ", ".join(f"{s.tag} ({s.verdict.reason})" for s in seen.local)
+            found = f": {torn}" if torn else ""
+            msg = f"{job.save_dir} holds no complete checkpoint{found}, and no remote is known"
+            raise NotFoundError(msg, hint="name the remote: ckptd resume SAVE_DIR URL, or a job file")
+        suspect = next((s for s in seen.local if s.verdict.state.value in ("suspect", "refused")), None)
+        if suspect is not None:
+            verdict = suspect.verdict
+            msg = f"only {suspect.tag} is there, and it is {verdict.state.value}: {verdict.reason}"
+            raise RefusedError(
+                msg, hint="`ckptd accept` makes a suspect one usable; move it away to start fresh"
+            )
+        self._clear(fd, seen)
+        where = ", ".join(remote.url for remote in self._remotes)
+        msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"
+        raise NothingCommitted(msg)
+
+    def _clear(self, fd: int | None, seen: _Seen) -> None:
+        """Move aside what a fresh start would stumble over: torn folders, and `latest` that names nothing."""
+        if fd is None:
+            return
+        names = [(s.tag, s.verdict.reason or "not whole") for s in seen.local if not s.is_complete]
+        if seen.listing.latest is not None and not any(s.is_complete for s in seen.local):
+            names.append(("latest", f"names {seen.listing.latest}, which cannot be loaded"))
+        steps = [MoveAside(name=name, label=name, reason=reason) for name, reason in names]
+        for step in steps:
+            self._say(f"{'would ' if self._options.dry_run else ''}{step}")
+        if not self._options.dry_run:
+            Execution(self._job.save_dir, fd, reserve_bytes=0, memory_budget_bytes=0).run(steps)

@@ -1,0 +1,159 @@
+"""What can be resumed from, as it is now: the folders in save_dir and the COMMITs of each remote.
+
+Neither the daemon's journal nor its status is needed: save_dir may have been emptied a minute ago, the
+daemon may run or be dead. Local folders are judged by the daemon's own rules.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.convert.supervise import inspect_files
+from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
+from ckptd.core.save import Order
+from ckptd.errors import CkptdError, RemoteNotOurs
+from ckptd.local.scan import has_open_writer, scan
+from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.open import open_store
+from ckptd.remote.reader import live_commits, manifests_of, read_remote
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.facts import FileFacts
+    from ckptd.core.listing import FolderListing, SaveDirListing
+    from ckptd.core.manifest import Commit, NodeManifest
+    from ckptd.remote.messages import CommitView, Observation
+    from ckptd.remote.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSight:
+    """One remote: what it holds that counts (undisputed, not retired; P3)."""
+
+    name: str
+    url: str
+    store: Store
+    observation: Observation
+    commits: tuple[CommitView, ...]
+
+    def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
+        """The manifests of a COMMIT, digests checked; DamagedError when one is gone or another."""
+        return tuple(manifests_of(self.store, commit))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSight:
+    """One checkpoint folder in save_dir with its verdict."""
+
+    listing: FolderListing
+    verdict: Verdict
+    facts: Mapping[str, FileFacts]
+    is_open: bool = False
+    """A process that we may see holds one of its files open for writing."""
+
+    @property
+    def tag(self) -> str:
+        """Name of the folder."""
+        return self.listing.tag
+
+    @property
+    def is_complete(self) -> bool:
+        """A whole save, readable to its end."""
+        return self.verdict.state is State.COMPLETE
+
+    @property
+    def step(self) -> int | None:
+        """Its step, also where the save is not whole."""
+        if self.verdict.step is not None:
+            return self.verdict.step
+        return step_of(self.tag, self.facts)[0]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path."""
+        return {path: facts.fingerprint for path, facts in self.facts.items()}
+
+
+def look_at_remote(name: str, url: str, job: str | None) -> RemoteSight:
+    """Read a remote; `job`: whose it must be (None: anybody's).
+
+    Raises:
+        RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
+    """
+    store = open_store(url)
+    try:
+        observation = read_remote(store)
+    except RemoteNotOurs as error:
+        hint = "is it mounted? before the very first start: `ckptd check --init-remote`, or start `ckptd run`"
+        raise RemoteNotOurs(error.message, hint=hint) from error
+    owner = observation.identity.job
+    if job is not None and owner != job:
+        msg = f"{url} belongs to job {owner}, this is job {job} ({IDENTITY_KEY})"
+        raise RemoteNotOurs(msg, hint=f"if it is the one you mean: CKPTD_NAME={owner}, or name the job file")
+    return RemoteSight(
+        name=name, url=url, store=store, observation=observation, commits=live_commits(observation)
+    )
+
+
+def look_locally(
+    save_dir: Path, save_dir_fd: int, job: JobConfig, remotes: Sequence[RemoteSight]
+) -> tuple[SaveDirListing, tuple[LocalSight, ...]]:
+    """Scan save_dir, inspect every file in restricted children, judge every folder."""
+    listing = scan(save_dir_fd)
+    accepted = frozenset(
+        decision.fingerprints
+        for remote in remotes
+        for decision in remote.observation.decisions
+        if decision.kind == "accept"
+    )
+    grids = frozenset(
+        (view.commit.grid.dp, view.commit.grid.mm_count, view.commit.grid.zero_stage)
+        for remote in remotes
+        for view in remote.commits
+    )
+    found = []
+    for folder in listing.folders:
+        newest_ns = max((f.identity.mtime_ns for f in folder.files), default=0)
+        context = Context(
+            settle_seconds=job.settle_seconds,
+            quiet_seconds=max(job.settle_seconds, time.time() - newest_ns / 1e9),
+            is_in_flight=False,
+            save_spread_seconds=job.save_spread_seconds,
+            accepted=accepted,
+            known_grids=grids,
+        )
+        rows = inspect_files(save_dir / folder.tag, [f.path for f in folder.files])
+        facts = {row.path: row for row in rows}
+        found.append(
+            LocalSight(
+                listing=folder,
+                verdict=judge(folder, facts, None, context),
+                facts=facts,
+                is_open=has_open_writer(str(save_dir), folder.tag),
+            )
+        )
+    return listing, tuple(found)
+
+
+def orders_in_status(state_dir: Path, save_dir: Path) -> dict[str, Order]:
+    """Tag → order as the daemon last wrote it to status.json: a hint about rewinds, never needed."""
+    try:
+        status = json.loads((state_dir / "status.json").read_bytes())
+        rows = [
+            row
+            for job in status["jobs"]
+            if job["save_dir"] == str(save_dir)
+            for row in job["checkpoints"]
+            if isinstance(row.get("branch"), int) and isinstance(row.get("step"), int)
+        ]
+        return {
+            str(row["tag"]): Order(row["branch"], row["step"], int(row.get("save_seq") or 0)) for row in rows
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
+        return {}
