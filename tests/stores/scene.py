@@ -1,0 +1,195 @@
+"""A save on disk and a remote beside it: what the tests of shipping and committing start from."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core.layouts import Grid, Role, ShardKey, parse_shard_name
+from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
+from ckptd.core.save import SealedFile, SealedSave
+from ckptd.remote.attach import attach
+from ckptd.remote.commit import Ground, ship
+from ckptd.remote.messages import RemoteSettings, ShipFile, Shipped, ShipOrder
+from ckptd.remote.pacing import Pacer
+from ckptd.remote.store import Abilities
+from ckptd.remote.transfer import Control
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ckptd.remote.messages import Attached, PartlyShipped, ShipResult
+    from ckptd.remote.store import Progress, Store
+
+OPTIM = "bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+JOB_ID = "j" * 32
+
+
+def archive(payload: bytes, records: int = 1) -> bytes:
+    """An uncompressed zip as `torch.save` frames one, with CRC32s."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as packed:
+        packed.writestr("archive/data.pkl", b"pickle")
+        for number in range(records):
+            packed.writestr(f"archive/data/{number}", payload)
+    return stream.getvalue()
+
+
+@dataclass
+class Node:
+    """A node's save_dir and what a daemon would say about it."""
+
+    save_dir: Path
+    name: str = "n0"
+    dp: int = 2
+    tag: str = "global_step5"
+    events: list[object] = field(default_factory=list)
+    pacer: Pacer = field(default_factory=Pacer)
+
+    def settings(self, url: Path | str, **more: object) -> RemoteSettings:
+        values: dict[str, object] = {
+            "name": "nas",
+            "url": str(url),
+            "job": "job",
+            "save_dir": str(self.save_dir),
+            "same_filesystem": True,
+            "node": self.name,
+            "node_id": f"id-{self.name}",
+        }
+        return RemoteSettings.model_validate(values | more)
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        folder = self.save_dir / self.tag
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
+
+    def write_all(self, mark: bytes = b"1", size: int = 2000) -> None:
+        """A whole ZeRO-2 save of two ranks and a side file."""
+        names = [MODEL, *(OPTIM.format(d=d) for d in range(self.dp))]
+        self.write({name: archive((name.encode() + mark) * size) for name in names})
+        self.write({"zero_to_fp32.py": b"print()"})
+
+    def sealed(self, *, step: int = 5, seconds: int = 0, branch: int = 0, save_seq: int = 0) -> SealedSave:
+        folder = self.save_dir / self.tag
+        rows = []
+        for path in sorted(folder.iterdir()):
+            named = parse_shard_name(path.name)
+            rows.append(
+                SealedFile(
+                    path=path.name,
+                    identity=files.identity_of(path.stat()),
+                    fingerprint=sha256_of(path.read_bytes()),
+                    role=named.role if named else Role.SIDE,
+                    shard=named.shard if named else ShardKey(),
+                )
+            )
+        with files.opened_dir(folder) as fd:
+            identity = files.folder_identity(fd)
+        return SealedSave(
+            tag=self.tag,
+            folder=identity,
+            files=tuple(rows),
+            grid=Grid(dp=self.dp, mm_count=1, zero_stage=2),
+            branch=branch,
+            step=step,
+            save_seq=save_seq,
+            window=SaveWindow(first=seconds * 10**9, last=seconds * 10**9),
+            writer=Writer(),
+        )
+
+    def order(
+        self,
+        save: SealedSave,
+        *,
+        generation: int = 1,
+        job_id: str = JOB_ID,
+        form: str = "zero",
+        shipped: tuple[Shipped, ...] = (),
+        partly: tuple[PartlyShipped, ...] = (),
+        extras: tuple[str, ...] = (),
+    ) -> ShipOrder:
+        folder = folder_name(save.tag, generation, form)
+        manifest = NodeManifest(
+            job_id=job_id,
+            tag=save.tag,
+            generation=generation,
+            form=form,
+            folder=folder,
+            node=self.name,
+            node_id=f"id-{self.name}",
+            ckptd_version="0",
+            config_digest="c",
+            branch=save.branch,
+            step=save.step,
+            save_seq=save.save_seq,
+            save_window=save.window,
+            grid=save.grid,
+            files=(),
+        )
+        rows = [
+            ShipFile(
+                path=f.path,
+                key=f"{folder}/{f.path}",
+                source=f"{save.tag}/{f.path}",
+                identity=f.identity,
+                bytes=f.identity.size_bytes,
+                role=f.role,
+                shard=f.shard,
+                fingerprint=f.fingerprint,
+            )
+            for f in save.files
+        ]
+        rows += [
+            ShipFile(
+                path=name,
+                key=f"{folder}/_extra/{name}",
+                source=name,
+                identity=None,
+                bytes=(self.save_dir / name).stat().st_size,
+                role=Role.EXTRA,
+                fingerprint="",
+            )
+            for name in extras
+        ]
+        return ShipOrder(
+            root=str(self.save_dir), manifest=manifest, files=tuple(rows), shipped=shipped, partly=partly
+        )
+
+    def control(self) -> Control:
+        def on_moving(key: str, total_bytes: int, progress: Progress) -> None:
+            self.events.append((key, progress))
+
+        return Control(
+            pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append
+        )
+
+    def shipped(self) -> tuple[Shipped, ...]:
+        return tuple(event for event in self.events if isinstance(event, Shipped))
+
+    def attached(self, store: Store, **more: object) -> Ground:
+        found = attach(store, self.settings(store.url, job_id=JOB_ID, **more))
+        return ground_of(store, found)
+
+    def ship(self, ground: Ground, order: ShipOrder) -> ShipResult:
+        return ship(ground, order, self.control())
+
+    def rewrite(self, name: str, data: bytes) -> None:
+        """Save again in place, as trainers do: same inode, other times."""
+        path = self.save_dir / self.tag / name
+        before = path.stat()
+        with path.open("r+b") as stream:
+            stream.truncate(0)
+            stream.write(data)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def ground_of(store: Store, found: Attached) -> Ground:
+    abilities = Abilities(create_only=found.create_only, checksum=found.checksum, resumable=True)
+    return Ground(store=store, abilities=abilities, identity=found.identity)

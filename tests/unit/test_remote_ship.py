@@ -1,0 +1,264 @@
+"""Shipping one save to a real directory: what lands there, what is skipped, what is refused (P2, P3, P4)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.core.manifest import Commit, NodeManifest, parse, sha256_of
+from ckptd.errors import DamagedError, RefusedError, RemoteNotOurs, SourceChanged, VerifyError
+from ckptd.remote import observe
+from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.messages import Shipped
+from ckptd.remote.reader import live_commits, manifests_of, read_remote
+from tests.stores.memory import MemoryStore
+from tests.stores.scene import MODEL, OPTIM, Node, archive
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.remote.commit import Ground
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    node = Node(tmp_path / "save")
+    node.write_all()
+    return node
+
+
+@pytest.fixture
+def nas(tmp_path: Path) -> Path:
+    (tmp_path / "nas").mkdir()
+    return tmp_path / "nas"
+
+
+@pytest.fixture
+def ground(node: Node, nas: Path) -> Ground:
+    return node.attached(DirectoryStore(str(nas), owner="id-n0", window_bytes=1 << 20))
+
+
+def test_a_save_lands_as_the_trainer_wrote_it_and_is_committed(node: Node, nas: Path, ground: Ground) -> None:
+    (node.save_dir / "tokenizer.json").write_bytes(b"{}")
+    result = node.ship(ground, node.order(node.sealed(), extras=("tokenizer.json",)))
+    assert result.outcome == "committed"
+    for path in (node.save_dir / node.tag).iterdir():
+        copy = nas / node.tag / path.name
+        assert copy.read_bytes() == path.read_bytes()
+        assert copy.stat().st_mode == path.stat().st_mode
+    assert (nas / node.tag / "_extra" / "tokenizer.json").read_bytes() == b"{}"
+    assert (nas / "latest").read_bytes() == node.tag.encode()
+    data = (nas / "_ckptd/commits/global_step5~g1~zero.json").read_bytes()
+    commit = parse(Commit, data, "")
+    assert (commit.files, commit.step, commit.folder) == (5, 5, node.tag)
+    (manifest,) = manifests_of(ground.store, commit)
+    for file in manifest.files:
+        content = (nas / file.key).read_bytes()
+        assert (file.bytes, file.checksums.crc64nvme) == (len(content), to_hex(crc64(content)))
+        assert file.proof == "read-back"
+    assert result.commit is not None
+    assert result.commit.sha256 == sha256_of(data)
+
+
+def test_shipping_again_sends_nothing(node: Node, ground: Ground) -> None:
+    order = node.order(node.sealed())
+    first = node.ship(ground, order)
+    again = node.ship(ground, order)
+    assert (again.outcome, again.bytes_sent) == ("committed", 0)
+    assert again.manifest_sha256 == first.manifest_sha256
+
+
+def test_what_lies_there_already_is_compared_not_sent(node: Node, nas: Path, ground: Ground) -> None:
+    order = node.order(node.sealed())
+    (nas / node.tag).mkdir()
+    for name in (MODEL, OPTIM.format(d=0)):
+        (nas / node.tag / name).write_bytes((node.save_dir / node.tag / name).read_bytes())
+    torn = (node.save_dir / node.tag / OPTIM.format(d=1)).read_bytes()
+    (nas / node.tag / OPTIM.format(d=1)).write_bytes(bytes([torn[0] ^ 1]) + torn[1:])
+    result = node.ship(ground, order)
+    assert result.outcome == "committed"
+    assert (nas / node.tag / OPTIM.format(d=1)).read_bytes() == torn
+    side = len(b"print()")
+    assert result.bytes_sent == len(torn) + side
+
+
+def test_records_of_an_earlier_attempt_are_used_while_the_object_is_there(node: Node, nas: Path, ground: Ground) -> None:
+    order = node.order(node.sealed())
+    node.ship(ground, order)
+    shipped = node.shipped()
+    (nas / "_ckptd/commits/global_step5~g1~zero.json").unlink()
+    (nas / node.tag / MODEL).unlink()
+    result = node.ship(ground, order.model_copy(update={"shipped": shipped}))
+    assert result.outcome == "committed"
+    assert result.bytes_sent == (node.save_dir / node.tag / MODEL).stat().st_size
+
+
+def test_a_file_written_since_it_was_sealed_stops_everything(node: Node, nas: Path, ground: Ground) -> None:
+    save = node.sealed()
+    node.rewrite(OPTIM.format(d=1), archive(b"other"))
+    with pytest.raises(SourceChanged, match="written since"):
+        node.ship(ground, node.order(save))
+    assert not list((nas / "_ckptd").glob("commits/*"))
+    assert not list((nas / "_ckptd").glob("nodes/*/*"))
+
+
+def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
+    node: Node, nas: Path, ground: Ground
+) -> None:
+    order = node.order(node.sealed())
+    node.write({MODEL: archive(b"again" * 2000)})
+    first = order.files[0].path
+    with pytest.raises(SourceChanged):
+        node.ship(ground, order)
+
+    node.write_all()
+    order = node.order(node.sealed())
+    control = node.control()
+
+    def on_done(event: Shipped) -> None:
+        if event.key.endswith("zero_to_fp32.py"):
+            node.rewrite(first, archive(b"later"))
+
+    from dataclasses import replace
+
+    from ckptd.remote.commit import ship
+
+    with pytest.raises(SourceChanged, match=first):
+        ship(ground, order, replace(control, on_done=on_done))
+    assert not list((nas / "_ckptd").glob("nodes/*/*"))
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_shipped(
+    node: Node, nas: Path, ground: Ground, at: float
+) -> None:
+    name = OPTIM.format(d=0)
+    node.write({name: archive(os.urandom(300_000), records=8)})
+    path = node.save_dir / node.tag / name
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 16
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match=rf"{name}: record data/\d has CRC"):
+        node.ship(ground, node.order(node.sealed()))
+    assert not (nas / node.tag / name).exists()
+    assert not list((nas / node.tag).glob(".ckptd-part-*")) if (nas / node.tag).exists() else True
+
+
+def test_a_copy_that_differs_is_removed_and_not_committed(
+    node: Node, nas: Path, ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptd.remote import directory
+
+    publish = directory._publish
+
+    def rotten(folder: int, partial: str, name: str, key: str) -> None:
+        publish(folder, partial, name, key)
+        path = nas / key
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(directory, "_publish", rotten)
+    with pytest.raises(VerifyError):
+        node.ship(ground, node.order(node.sealed()))
+    assert not list((nas / "_ckptd").glob("commits/*"))
+
+
+def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, ground: Ground) -> None:
+    (nas / "_ckptd/remote.json").unlink()
+    with pytest.raises(RemoteNotOurs, match=r"remote\.json"):
+        node.ship(ground, node.order(node.sealed()))
+    assert not (nas / node.tag).exists()
+
+
+def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Path) -> None:
+    nodes = [Node(tmp_path / name, name) for name in ("a", "b")]
+    nodes[0].write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
+    nodes[1].write({MODEL: archive(b"m" * 999), OPTIM.format(d=1): archive(b"1" * 999)})
+    grounds = [n.attached(DirectoryStore(str(nas), owner=n.name)) for n in nodes]
+    first = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
+    assert first.outcome == "waiting"
+    assert "rank 1" in (first.reason or "")
+    assert observe.observe(grounds[0].store).uncommitted == (("global_step5", 1, "zero"),)
+    second = nodes[1].ship(grounds[1], nodes[1].order(nodes[1].sealed()))
+    assert second.outcome == "committed"
+    assert second.commit is not None
+    assert len(second.commit.commit.manifests) == 2
+    assert second.commit.commit.files == 3
+    again = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
+    assert (again.outcome, again.commit) == ("committed", second.commit)
+
+
+def test_another_save_in_the_generation_is_a_conflict(tmp_path: Path, nas: Path) -> None:
+    a, b = Node(tmp_path / "a", "a"), Node(tmp_path / "b", "b")
+    a.write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
+    b.write({OPTIM.format(d=1): archive(b"1" * 999)})
+    ground = a.attached(DirectoryStore(str(nas)))
+    a.ship(ground, a.order(a.sealed(seconds=0)))
+    late = b.ship(ground, b.order(b.sealed(seconds=1000)))
+    assert late.outcome == "conflict"
+    assert "1000 s apart" in (late.reason or "")
+    other_step = b.ship(ground, b.order(b.sealed(step=6)))
+    assert other_step.outcome == "conflict"
+    assert not (nas / "_ckptd/commits").exists() or not list((nas / "_ckptd/commits").iterdir())
+    assert not (nas / a.tag / OPTIM.format(d=1)).exists()
+
+
+def test_a_node_whose_files_changed_before_the_others_joined_disputes(tmp_path: Path, nas: Path) -> None:
+    a, b = Node(tmp_path / "a", "a"), Node(tmp_path / "b", "b")
+    a.write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
+    b.write({OPTIM.format(d=1): archive(b"1" * 999)})
+    ground = a.attached(DirectoryStore(str(nas)))
+    order = a.order(a.sealed())
+    a.ship(ground, order)
+    a.rewrite(OPTIM.format(d=0), archive(b"second save"))
+    committed = b.ship(ground, b.order(b.sealed()))
+    assert committed.outcome == "committed"
+    result = a.ship(ground, order)
+    assert result.outcome == "conflict"
+    seen = read_remote(ground.store)
+    assert [view.disputed for view in seen.commits] == [True]
+    assert live_commits(seen) == ()
+    assert seen.latest is None
+    assert committed.commit is not None
+    answer = observe.confirm(ground.store, ((committed.commit.key, committed.commit.sha256),))
+    assert not answer.ok
+    assert "disputed" in (answer.reason or "")
+
+
+def test_a_second_node_commits_nothing_on_a_store_without_create_only(tmp_path: Path) -> None:
+    store = MemoryStore(create_only=False)
+    a, b = Node(tmp_path / "a", "a"), Node(tmp_path / "b", "b")
+    a.write_all()
+    b.write_all()
+    assert a.ship(a.attached(store), a.order(a.sealed())).outcome == "committed"
+    with pytest.raises(RefusedError, match="node a writes there too"):
+        b.ship(b.attached(store), b.order(b.sealed(), generation=2))
+
+
+def test_extras_that_are_too_large_are_refused(node: Node, ground: Ground) -> None:
+    (node.save_dir / "big").write_bytes(b"x" * ((16 << 20) + 1))
+    with pytest.raises(RefusedError):
+        node.ship(ground, node.order(node.sealed(), extras=("big",)))
+
+
+def test_an_extra_that_changed_between_attempts_is_sent_anew(node: Node, nas: Path, ground: Ground) -> None:
+    (node.save_dir / "t.json").write_bytes(b"one")
+    save = node.sealed()
+    order = node.order(save, extras=("t.json",))
+    node.ship(ground, order)
+    for path in (nas / "_ckptd").rglob("global_step5~g1~zero*/*.json"):
+        path.unlink()
+    (nas / "_ckptd/commits/global_step5~g1~zero.json").unlink()
+    (node.save_dir / "t.json").write_bytes(b"two!")
+    order = node.order(save, extras=("t.json",), shipped=node.shipped())
+    result = node.ship(ground, order)
+    assert result.outcome == "committed"
+    assert (nas / node.tag / "_extra/t.json").read_bytes() == b"two!"
+    assert result.manifest_key is not None
+    manifest = parse(NodeManifest, (nas / result.manifest_key).read_bytes(), "")
+    extra = next(f for f in manifest.files if f.path == "t.json")
+    assert extra.fingerprint == sha256_of(b"two!")
