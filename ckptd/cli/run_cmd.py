@@ -46,6 +46,7 @@ def register(app: typer.Typer) -> None:
             level=log_level.upper(),
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
+        logging.getLogger("watchdog").setLevel(logging.WARNING)
         loaded = _load(save_dir, url, job, config_dir, save_total_limit, same_filesystem)
         drain_seconds = parse_duration(drain) if drain else None
         raise typer.Exit(Daemon(loaded, os.environ, once=once, drain_seconds=drain_seconds).run())

@@ -86,7 +86,6 @@ class Intake:
             del state.quiet[gone]
             state.verdicts.pop(gone, None)
             state.facts.pop(gone, None)
-        in_flight: set[str] = set()
         ready: list[tuple[FolderListing, Verdict]] = []
         for folder in listing.folders:
             verdict = self._judge(folder, now_seconds)
@@ -98,11 +97,12 @@ class Intake:
                     ready.append((folder, verdict))
                 else:
                     self._flush(folder, save_dir_fd)
-            is_open = verdict.state is not State.COMPLETE or not self._is_sealed(folder)
-            if is_open and self._recently_changed(folder, now_seconds):
-                in_flight.add(folder.tag)
-        state.in_flight = frozenset(in_flight)
         self._seal(ready)
+        state.in_flight = frozenset(
+            folder.tag
+            for folder in listing.folders
+            if not self._is_sealed(folder) and self._recently_changed(folder, now_seconds)
+        )
 
     def next_due_seconds(self, now_seconds: float) -> float:
         """How long until a folder may have become quiet."""
@@ -251,7 +251,11 @@ class Intake:
         found_first = self._recogniser.found_first()
         if found_first is None:
             return
+        due = {folder.tag for folder, _ in ready}
+        waits_for = [t for t in found_first if self._is_undecided(t) and t not in due]
         for folder, verdict in sorted(ready, key=lambda row: row[1].step or 0):
+            if folder.tag in found_first and waits_for:
+                continue
             if not self._recogniser.may_seal(folder.tag):
                 continue
             if self._refresh(folder):
@@ -260,6 +264,13 @@ class Intake:
             assert verdict.window is not None
             assert verdict.step is not None
             self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
+
+    def _is_undecided(self, tag: str) -> bool:
+        """Found at the first start and not judged to its end: `backfill` needs to know the newest of all."""
+        verdict = self._state.verdicts.get(tag)
+        if verdict is None or self._state.row_of_tag(tag) is not None:
+            return False
+        return verdict.state in (State.UNKNOWN, State.COMPLETE)
 
     def _seal_one(
         self,

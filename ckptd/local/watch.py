@@ -7,17 +7,41 @@ most one rescan interval; nothing is ever decided from an event.
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.events import (
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
 from watchdog.observers import Observer
+
+from ckptd.core.listing import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from watchdog.observers.api import ObservedWatch
 
-_SILENT = {"opened", "closed_no_write"}
+_MEANT: list[type[FileSystemEvent]] = [
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+]
+"""Reading a file or a folder, as our own scans do, is no hint."""
 
 
 class Watcher:
@@ -36,7 +60,7 @@ class Watcher:
         """Begin with save_dir itself."""
         try:
             self._observer.start()
-            self._observer.schedule(self._handler, self._save_dir, recursive=False)
+            self._schedule(self._save_dir)
         except OSError as error:
             self.problem = f"no file events ({error.strerror}); rescans find everything"
 
@@ -48,11 +72,14 @@ class Watcher:
                 self._observer.unschedule(self._watches.pop(tag))
         for tag in wanted - set(self._watches):
             try:
-                watch = self._observer.schedule(self._handler, f"{self._save_dir}/{tag}", recursive=False)
+                watch = self._schedule(f"{self._save_dir}/{tag}")
             except OSError as error:
                 self.problem = f"no file events for {tag} ({error.strerror}); rescans find everything"
             else:
                 self._watches[tag] = watch
+
+    def _schedule(self, path: str) -> ObservedWatch:
+        return self._observer.schedule(self._handler, path, recursive=False, event_filter=_MEANT)
 
     def stop(self) -> None:
         """End the thread."""
@@ -66,5 +93,5 @@ class _Handler(FileSystemEventHandler):
         self._on_hint = on_hint
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        if event.event_type not in _SILENT:
+        if f"/{OURS}" not in os.fsdecode(event.src_path):
             self._on_hint()
