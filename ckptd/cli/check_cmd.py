@@ -1,0 +1,89 @@
+"""`ckptd check [FILE ...]`: what is proved before a job is trusted, and what is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from ckptd.config import LoadedConfig
+    from ckptd.local.probe import Finding
+
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[red]FAIL[/]"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help="Prove rights, remote, room and restrictions of jobs; changes nothing that stays.")
+    def check(
+        files: list[str] = typer.Argument(None, metavar="[FILE ...]", help="Job files; default: all."),
+        init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
+        no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import os
+
+        from rich.console import Console
+
+        from ckptd.recover.check import check_job
+
+        loaded, place = _load(files or [], config_dir, dict(os.environ))
+        console = Console()
+        codes: list[int] = []
+        for path, error in loaded.problems:
+            console.print(f"[red]FAIL[/] {path}", highlight=False)
+            print(f"  {error.message}")
+            if error.hint:
+                print(f"  → {error.hint}")
+            codes.append(error.exit_code)
+        if not loaded.jobs and not loaded.problems:
+            print(f"no job file in {place}; `ckptd init SAVE_DIR URL` prints one")
+            raise typer.Exit(66)
+        for job in loaded.jobs:
+            findings = list(
+                check_job(
+                    job,
+                    loaded.daemon,
+                    os.environ,
+                    jobs_in_daemon=len(loaded.jobs),
+                    writes=not no_probe,
+                    init_remote=init_remote,
+                )
+            )
+            console.print(_table(f"{job.name}: {job.file}", findings))
+            codes += [f.exit_code for f in findings if f.verdict == "fail"]
+        if codes:
+            raise typer.Exit(max(codes))
+
+
+def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:
+    from pathlib import Path
+
+    from ckptd.config import default_config_dir, load_all, load_daemon, load_jobs
+
+    directory = Path(config_dir) if config_dir else default_config_dir(environ)
+    if files:
+        daemon = load_daemon(directory / "ckptd.toml", environ)
+        return load_jobs([Path(name) for name in files], daemon, environ), directory
+    return load_all(directory, environ), directory / "jobs.d"
+
+
+def _table(title: str, findings: list[Finding]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        hint = f"\n→ {escape(finding.hint)}" if finding.hint else ""
+        table.add_row(escape(finding.what), _MARKS[finding.verdict], f"{escape(finding.text)}{hint}")
+    return table

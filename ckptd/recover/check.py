@@ -1,0 +1,162 @@
+"""What `ckptd check` proves of a job: rights on the node, remotes and their abilities, the children (P19).
+
+A remote is asked through its own child process, so that a dead mount costs a time-out and not the command.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd import errors
+from ckptd.config_model import url_path
+from ckptd.config_quantities import show_bytes
+from ckptd.convert.supervise import probe_restrictions
+from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
+from ckptd.local.probe import Finding, failed, probe_save_dir
+from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
+from ckptd.remote.client import RemoteClient
+from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.remote.messages import Answer
+
+REMOTE_SECONDS = 30.0
+_CHECK_NODE_ID = "check"
+_WANTED_RESTRICTIONS = ("rlimits", "no-new-privs", "no-network")
+
+
+def check_job(
+    job: JobConfig,
+    daemon: DaemonConfig,
+    environ: Mapping[str, str],
+    *,
+    jobs_in_daemon: int = 1,
+    writes: bool = True,
+    init_remote: bool = False,
+) -> Iterator[Finding]:
+    """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
+    yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes)
+    yield _state(job, daemon, environ, jobs_in_daemon)
+    for remote in job.remotes:
+        yield from _remote(job, remote, writes=writes, init_remote=init_remote)
+    yield _children()
+
+
+def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], jobs_in_daemon: int) -> Finding:
+    try:
+        place = state_dir_of(job.save_dir, job.name, daemon.state_dir, environ, jobs_in_daemon=jobs_in_daemon)
+    except CkptdError as error:
+        return failed("state", error)
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return failed("state", errors.NotPermitted(f"{place}: {existing} cannot be written"))
+    kind = filesystem_type(existing)
+    if is_network(kind):
+        hint = "set state_dir in ckptd.toml to a directory on a local disk"
+        return Finding(what="state", verdict="note", text=f"{place} is on {kind}", hint=hint)
+    return Finding(what="state", verdict="ok", text=f"{place} ({kind or 'unknown'} file system)")
+
+
+def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: bool) -> Iterator[Finding]:
+    what = f"remote {remote.name}"
+    if not writes:
+        yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)")
+        return
+    settings = RemoteSettings(
+        name=remote.name,
+        url=remote.url,
+        job=job.name,
+        may_initialise=init_remote,
+        same_filesystem=remote.same_filesystem,
+        save_dir=str(job.save_dir),
+        verify=remote.verify,
+        bytes_per_second=remote.bandwidth_bytes_per_second,
+        node=job.node_name or socket.gethostname(),
+        node_id=_CHECK_NODE_ID,
+    )
+    answer = attach_once(settings, REMOTE_SECONDS)
+    if isinstance(answer, CkptdError):
+        yield _absent(what, remote, job, answer)
+        return
+    made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
+    free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
+    text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
+    yield Finding(what=what, verdict="ok", text=text)
+    exclusive = "create-only writes are enforced" if answer.create_only else "no create-only writes"
+    proof = answer.checksum or ("read-back" if remote.verify == "read-back" else "nothing")
+    notes = "".join(f"; {note}" for note in answer.notes)
+    text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth_shown}{notes}"
+    hint = "" if answer.create_only else "only one node may write there (P10)"
+    yield Finding(what=what, verdict="ok" if answer.create_only else "note", text=text, hint=hint)
+
+
+def _absent(what: str, remote: RemoteConfig, job: JobConfig, error: CkptdError) -> Finding:
+    """A place that could become the remote is no failure before the first start."""
+    path = url_path(remote.url)
+    is_new = isinstance(error, RemoteNotOurs) and path is not None
+    if is_new and path is not None and (IDENTITY_KEY in error.message or not path.exists()):
+        place = next(p for p in (path, *path.parents) if p.exists())
+        beside = [Path("/"), next(p for p in (job.save_dir, *job.save_dir.parents) if p.exists())]
+        if remote.same_filesystem or all(place.stat().st_dev != p.stat().st_dev for p in beside):
+            if f"{IDENTITY_KEY}" in error.message or path.parent.is_dir():
+                text = (
+                    f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
+                )
+                return Finding(what=what, verdict="note", text=text)
+        else:
+            error = RemoteNotOurs(
+                f"{remote.url} has no {IDENTITY_KEY} and lies on the file system of save_dir or of /",
+                hint="is it mounted? a copy there would not survive this disk",
+            )
+    return failed(what, error)
+
+
+def _children() -> Finding:
+    try:
+        held = probe_restrictions()
+    except CkptdError as error:
+        return failed("children", error)
+    missing = [name for name in _WANTED_RESTRICTIONS if name not in held]
+    text = f"readers of pickles run with: {', '.join(held) or 'nothing'}"
+    if missing:
+        hint = (
+            "this kernel gives an ordinary user no network namespace; the inert unpickler holds all the same"
+        )
+        return Finding(
+            what="children", verdict="note", text=f"{text}; without {', '.join(missing)}", hint=hint
+        )
+    return Finding(what="children", verdict="ok", text=text)
+
+
+def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | CkptdError:
+    """Attach to a remote in a child of its own and let go again; errors are returned."""
+    answered = threading.Event()
+    answers: list[Answer] = []
+
+    def on_answer(_: int, answer: Answer) -> None:
+        answers.append(answer)
+        answered.set()
+
+    client = RemoteClient(settings, on_answer)
+    try:
+        client.submit(Attach(settings=settings))
+        if not answered.wait(timeout_seconds):
+            msg = f"{settings.url} did not answer within {timeout_seconds:.0f} s"
+            return RemoteUnreachable(msg, hint="is the server up? a hard mount waits for ever")
+    finally:
+        client.close()
+    answer = answers[0]
+    if isinstance(answer, Attached):
+        return answer
+    if isinstance(answer, Failed):
+        kind = getattr(errors, answer.error, errors.RemoteError)
+        return kind(answer.message, hint=answer.hint)
+    return errors.RemoteError(f"{settings.url} answered with {answer.kind}")
