@@ -1,0 +1,198 @@
+"""Real DeepSpeed checkpoints for tests: made once per recipe and version, kept under `.build/ckpts`.
+
+A checkpoint's folder is keyed by recipe, versions and the script that makes it, so a second test run
+starts no training. Recipes of one world size share one start of torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CACHE = REPOSITORY / ".build" / "ckpts"
+SCRIPT = Path(__file__).resolve().parent / "make_ckpt.py"
+SAVED_AT = 2
+STEPS = 5
+TAG = f"global_step{SAVED_AT}"
+START_SECONDS = 280
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What is trained; saved after step 2, run on to step 5 for the losses."""
+
+    stage: int
+    world_size: int
+    dtype: str = "bf16"
+    grad_accum_dtype: str | None = None
+    """fp32 with bf16 and stage 1 selects BF16_Optimizer."""
+    two_groups: bool = False
+    tie: bool = False
+    freeze: bool = False
+    odd: bool = False
+    sub_group_size: int = 0
+    round_robin: bool = False
+    universal_info: bool = True
+    pipe: int = 0
+    moe: int = 0
+    ep: int = 1
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    vocab: int = 131
+    save_at: tuple[int, ...] = (SAVED_AT,)
+
+    @property
+    def key(self) -> str:
+        """Name of the cached folder."""
+        versions = [importlib.metadata.version(p) for p in ("torch", "deepspeed")]
+        text = json.dumps([asdict(self), versions, SCRIPT.read_text()], sort_keys=True)
+        return (
+            f"z{self.stage}-{self.dtype}-{self.world_size}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """A run of `recipe` that starts from a universal (or ZeRO) checkpoint in `save_dir`."""
+
+    recipe: Recipe
+    save_dir: Path
+    tag: str
+    load: str = "universal"
+    steps: int = STEPS - SAVED_AT
+    save_at: tuple[int, ...] = ()
+
+
+def real_checkpoint(stage: int, world_size: int, dtype: str = "bf16", **options: Any) -> Path:
+    """The save_dir of a real training run (`latest`, `global_step2/`); never write into it.
+
+    `options` are further fields of `Recipe`. `losses.json` beside it holds {step: loss} of steps 1–5.
+    """
+    recipe = Recipe(stage=stage, world_size=world_size, dtype=dtype, **options)
+    prepare([recipe])
+    return save_dir_of(recipe)
+
+
+def save_dir_of(recipe: Recipe) -> Path:
+    """Where a prepared recipe lies."""
+    return CACHE / recipe.key / "save"
+
+
+def losses_of(recipe: Recipe) -> dict[int, float]:
+    """Losses of the uninterrupted run, by step."""
+    return _losses(CACHE / recipe.key / "losses.json")
+
+
+def prepare(recipes: Sequence[Recipe]) -> None:
+    """Make what is not cached yet, one start per world size (a pipeline gets its own)."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with _locked():
+        missing = [r for r in dict.fromkeys(recipes) if not (CACHE / r.key / "done").exists()]
+        batches: dict[tuple[int, bool], list[Recipe]] = {}
+        for recipe in missing:
+            batches.setdefault((recipe.world_size, bool(recipe.pipe or recipe.moe)), []).append(recipe)
+        for (world_size, _), batch in batches.items():
+            _make(world_size, batch)
+
+
+def resume(world_size: int, resumes: Sequence[Resume], work: Path) -> list[dict[int, float]]:
+    """Losses of several resumed runs, all in one start; other initial weights than the saved run's."""
+    jobs = [
+        {
+            "out": str(r.save_dir),
+            "recipe": asdict(r.recipe),
+            "load": r.load,
+            "tag": r.tag,
+            "steps": r.steps,
+            "save_at": r.save_at,
+            "init_seed": 99,
+            "losses": str(work / f"losses{i}.json"),
+        }
+        for i, r in enumerate(resumes)
+    ]
+    launch(world_size, jobs, work)
+    return [_losses(work / f"losses{i}.json") for i in range(len(resumes))]
+
+
+def launch(world_size: int, jobs: list[dict[str, Any]], work: Path) -> None:
+    """One start of torchrun over `jobs`."""
+    listed = work / "jobs.json"
+    listed.write_text(json.dumps(jobs))
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    done = subprocess.run(
+        [*command, str(world_size), str(SCRIPT), str(listed)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
+def _make(world_size: int, batch: list[Recipe]) -> None:
+    work = CACHE / f"making-{os.getpid()}"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        jobs = []
+        for recipe in batch:
+            place = work / recipe.key
+            place.mkdir()
+            jobs.append(
+                {
+                    "out": str(place / "save"),
+                    "recipe": asdict(recipe),
+                    "load": None,
+                    "tag": None,
+                    "steps": STEPS,
+                    "save_at": recipe.save_at,
+                    "init_seed": 7,
+                    "losses": str(place / "losses.json"),
+                }
+            )
+        launch(world_size, jobs, work)
+        for recipe in batch:
+            shutil.rmtree(CACHE / recipe.key, ignore_errors=True)
+            (work / recipe.key / "done").touch()
+            (work / recipe.key).rename(CACHE / recipe.key)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _losses(path: Path) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in json.loads(path.read_text()).items()}
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """One maker at a time, whoever runs the tests."""
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def copy_of(save_dir: Path, destination: Path) -> Path:
+    """A private copy of a cached save_dir, for tests that write; returns `destination`."""
+    shutil.copytree(save_dir, destination)
+    return destination
