@@ -21,14 +21,15 @@ from ckptd.zero.shards import Source
 from ckptd.zero.survey import Surveyor
 
 MEMORY_BYTES = 4 << 30
-CPU_SECONDS = 1800
+CPU_SECONDS_PER_FILE = 3
 PLAN_BYTES = 16 << 30
 
 
 def main() -> int:
     """Serve one request; exit status 0 = the plan is complete."""
-    restrict(memory_bytes=MEMORY_BYTES, cpu_seconds=CPU_SECONDS, file_bytes=PLAN_BYTES)
     request = json.loads(sys.stdin.buffer.read())
+    seconds = 120 + CPU_SECONDS_PER_FILE * len(request["files"])
+    restrict(memory_bytes=MEMORY_BYTES, cpu_seconds=seconds, file_bytes=PLAN_BYTES)
     try:
         _plan(request)
         sys.stderr.write(json.dumps({"peak_rss_bytes": peak_rss_bytes()}) + "\n")

@@ -14,6 +14,26 @@ from ckptd.errors import RefusedError
 from ckptd.torchfile.values import DTYPE_STORAGES, Global, Inert, InertDict, Size, Tensor
 
 _MAX_DEPTH = 200
+WRITABLE = frozenset(
+    Global(module, name)
+    for module, names in {
+        "builtins": ("set", "frozenset", "complex", "int", "float", "list", "dict", "tuple"),
+        "__builtin__": ("set", "frozenset", "complex", "int", "float", "list", "dict", "tuple"),
+        "_codecs": ("encode",),
+        "collections": ("OrderedDict", "defaultdict"),
+        "torch": ("Size", "device", *DTYPE_STORAGES, *DTYPE_STORAGES.values()),
+        "torch._utils": ("_rebuild_tensor_v2",),
+        "numpy": ("dtype", "ndarray"),
+        "numpy.core.multiarray": ("scalar", "_reconstruct"),
+        "numpy._core.multiarray": ("scalar", "_reconstruct"),
+        "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+        "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+        "deepspeed.utils.tensor_fragment": ("fragment_address",),
+        "deepspeed.checkpoint.universal_checkpoint": ("SubparamShape",),
+    }.items()
+    for name in names
+)
+"""Names that hold data. A name outside is refused, or a hostile shard would run its code through our file."""
 
 
 @dataclass(slots=True)
@@ -24,7 +44,9 @@ class Pickled:
     tensors: list[Tensor] = field(default_factory=list)
 
 
-def repickle(value: Any, name: str, *, spans: dict[int, int] | None = None) -> Pickled:
+def repickle(
+    value: Any, name: str, *, spans: dict[int, int] | None = None, writable: frozenset[Global] = WRITABLE
+) -> Pickled:
     """Pickle plain values, `Inert`, `InertDict`, `Size`, `Global` and contiguous `Tensor`s.
 
     `name` is only used in messages; `spans` gives the storage length in elements of the i-th tensor where
@@ -33,7 +55,7 @@ def repickle(value: Any, name: str, *, spans: dict[int, int] | None = None) -> P
     Raises:
         RefusedError: a value that cannot be written faithfully.
     """
-    writer = _Writer(name, spans or {})
+    writer = _Writer(name, spans or {}, writable)
     writer.out += b"\x80\x02"
     writer.write(value, 0)
     writer.out += b"."
@@ -43,8 +65,9 @@ def repickle(value: Any, name: str, *, spans: dict[int, int] | None = None) -> P
 class _Writer:
     """One pickle being written; containers are memoized, so sharing and cycles survive."""
 
-    def __init__(self, name: str, spans: dict[int, int]) -> None:
+    def __init__(self, name: str, spans: dict[int, int], writable: frozenset[Global]) -> None:
         self.name = name
+        self.writable = writable
         self.spans = spans
         self.out = bytearray()
         self.tensors: list[Tensor] = []
@@ -91,8 +114,11 @@ class _Writer:
             self.out += b"\x86R"
 
     def _global(self, value: Global) -> None:
-        if not value.module or "\n" in value.module + value.name:
-            raise RefusedError(f"{self.name}: the optimizer's state holds an object of unknown class")
+        if value not in self.writable:
+            raise RefusedError(
+                f"{self.name}: the optimizer's state names {value.module}.{value.name}, not known to be data",
+                hint="ckptd writes no pickle that could run code; the ZeRO form is safe all the same",
+            )
         self.out += b"c" + f"{value.module}\n{value.name}\n".encode()
 
     def _tensor(self, value: Tensor) -> None:

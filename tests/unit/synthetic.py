@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptd.torchfile.repickle import repickle
+from ckptd.torchfile.repickle import WRITABLE, repickle
 from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, InertDict, Size, Storage, Tensor
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -29,7 +29,9 @@ def write_archive(path: Path, records: dict[str, bytes], prefix: str = "archive"
 
 
 class Shard:
-    """Collects tensors of one file, then writes it."""
+    """Collects tensors of one file, then writes it; `writable`: names that its pickle may hold."""
+
+    writable = WRITABLE
 
     def __init__(self) -> None:
         self.payloads: dict[int, bytes] = {}
@@ -47,7 +49,7 @@ class Shard:
 
     def save(self, path: Path, root: Any) -> None:
         """Write the archive."""
-        pickled = repickle(root, path.name)
+        pickled = repickle(root, path.name, writable=self.writable)
         records = {"data.pkl": pickled.data, "byteorder": b"little", "version": b"3\n"}
         for i, tensor in enumerate(pickled.tensors):
             records[f"data/{i}"] = self.payloads[id(tensor)]

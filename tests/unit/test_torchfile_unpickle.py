@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.torchfile.archive import Directory, Record
 from ckptd.torchfile.limits import Limits
-from ckptd.torchfile.repickle import repickle
+from ckptd.torchfile.repickle import WRITABLE, repickle
 from ckptd.torchfile.unpickle import unpickle
 from ckptd.torchfile.values import Global, Inert, InertDict, Tensor
 
@@ -97,7 +97,9 @@ def test_objects_become_inert_and_keep_their_state() -> None:
 
 
 def test_inert_objects_are_written_back_as_they_were() -> None:
-    restored = pickle.loads(repickle(run(pickle.dumps([Weird(), collections.OrderedDict(a=1)], 2)), "x").data)
+    value = run(pickle.dumps([Weird(), collections.OrderedDict(a=1)], 2))
+    ours = Global(Weird.__module__, "Weird")
+    restored = pickle.loads(repickle(value, "x", writable=WRITABLE | {ours}).data)
     assert isinstance(restored[0], Weird)
     assert restored[0].depth == 3
     assert restored[1] == collections.OrderedDict(a=1)
@@ -182,3 +184,10 @@ def test_limits_are_counted() -> None:
 def test_globals_are_names_only() -> None:
     value = run(b"\x80\x02cos\nsystem\n.")
     assert value == Global("os", "system")
+
+
+def test_only_names_that_hold_data_are_written() -> None:
+    with pytest.raises(RefusedError, match=r"os\.system"):
+        repickle([Inert(Global("os", "system"), ("true",))], "optimizer_state.pt")
+    with pytest.raises(RefusedError, match="not known to be data"):
+        repickle(Inert(Global("torch", "load"), ("x",)), "optimizer_state.pt")
