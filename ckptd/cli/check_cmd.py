@@ -29,13 +29,14 @@ def register(app: typer.Typer) -> None:
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
+        import sys
 
         from rich.console import Console
 
         from ckptd.recover.check import check_job
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else 200)
         codes: list[int] = []
         for path, error in loaded.problems:
             console.print(f"[red]FAIL[/] {path}", highlight=False)

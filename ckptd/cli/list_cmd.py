@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
             shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
             print(json.dumps(shown, indent=1))
         else:
-            console = Console()
+            console = Console(width=None if sys.stdout.isatty() else 200)
             for listing in listings:
                 console.print(_table(listing))
                 for problem in listing.problems:
@@ -88,10 +88,7 @@ def _table(listing: RemoteListing) -> Table:
         )
     for row in listing.checkpoints:
         for index, form in enumerate(row.forms):
-            marks = [
-                *(row.pointers if index == 0 else ()),
-                *(["pinned"] if row.pinned and index == 0 else []),
-            ]
+            marks = [f"← {name}" for name in form.pointers] + ["pinned"] * (row.pinned and index == 0)
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
             table.add_row(
                 escape(row.tag) if index == 0 else "",
@@ -103,7 +100,7 @@ def _table(listing: RemoteListing) -> Table:
                 str(form.files),
                 form.committed_at,
                 age,
-                " ".join(f"← {mark}" if mark.startswith("latest") else mark for mark in marks),
+                " ".join(marks),
             )
     if not listing.checkpoints:
         table.caption = "no committed checkpoint"

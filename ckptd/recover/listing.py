@@ -24,6 +24,8 @@ class ListedForm:
     committed_at: str
     age_seconds: float | None
     commit_sha256: str
+    pointers: tuple[str, ...]
+    """Which pointer files name it: latest, latest_universal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,6 @@ class ListedCheckpoint:
     zero_stage: int
     saved_by_ranks: int
     pinned: bool
-    pointers: tuple[str, ...]
-    """Which pointer files name it: latest, latest_universal."""
     forms: tuple[ListedForm, ...]
 
 
@@ -72,11 +72,11 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
     seen = remote.observation
     pinned = pinned_tags(seen.decisions)
     grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
-    pointers: dict[tuple[int, int, int, str, int], list[str]] = {}
     grids: dict[tuple[int, int, int, str, int], tuple[int, int]] = {}
     for view in remote.commits:
         commit = view.commit
         key = (commit.branch, commit.step, commit.save_seq, commit.tag, commit.generation)
+        pointers = (("latest", seen.latest), ("latest_universal", seen.latest_universal))
         grouped.setdefault(key, []).append(
             ListedForm(
                 form=commit.form,
@@ -86,15 +86,10 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
                 committed_at=commit.committed_at,
                 age_seconds=_age_seconds(commit.committed_at, now),
                 commit_sha256=view.sha256,
+                pointers=tuple(name for name, value in pointers if value == commit.folder),
             )
         )
         grids[key] = (commit.grid.zero_stage, commit.grid.dp * commit.grid.mm_count)
-        named = pointers.setdefault(key, [])
-        named += [
-            name
-            for name, value in (("latest", seen.latest), ("latest_universal", seen.latest_universal))
-            if value == commit.folder
-        ]
     rows = tuple(
         ListedCheckpoint(
             tag=key[3],
@@ -105,7 +100,6 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
             zero_stage=grids[key][0],
             saved_by_ranks=grids[key][1],
             pinned=key[3] in pinned,
-            pointers=tuple(pointers[key]),
             forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
         )
         for key, forms in sorted(grouped.items())
