@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ckptd.remote.messages import ANSWER_LINE, ORDER_LINE, AnswerLine, Cancel, Failed, Pace
+from ckptd.remote.messages import ANSWER_LINE, ORDER_LINE, AnswerLine, Attach, Cancel, Failed, Pace
 from ckptd.remote.open import WINDOW_BYTES
 from ckptd.remote.service import LONG_ORDERS, Service
 
@@ -74,6 +74,8 @@ def main() -> None:
         elif isinstance(line.order, LONG_ORDERS):
             long_orders.put(line)
         else:
+            if isinstance(line.order, Attach):
+                service.expect(line.order.settings)
             short_orders.put(line)
     # nothing to clean up: what is half done is resumed or sent again (P7)
     os._exit(0)

@@ -24,12 +24,11 @@ from ckptd.errors import (
     RemoteUnreachable,
     SourceChanged,
     StorageError,
-    TargetExists,
     VerifyError,
     from_os_error,
 )
 from ckptd.remote.checksums import crc64
-from ckptd.remote.folders import copy_rights, make_parents, prune_empty, walk
+from ckptd.remote.folders import copy_rights, make_parents, prune_empty, publish, walk
 from ckptd.remote.store import Abilities, ObjectInfo, Progress
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class DirectoryStore:
                 files.drop_pages(fd)
             finally:
                 os.close(fd)
-            _publish(folder, partial, name, key)
+            publish(folder, partial, name, key)
             files.fsync_dir(folder)
         return crc
 
@@ -333,32 +332,3 @@ def _is_free(fd: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _publish(folder: int, partial: str, name: str, key: str) -> None:
-    """Give the finished file its name; what is there already is never replaced."""
-    try:
-        files.rename_noreplace(folder, partial, folder, name)
-    except FileExistsError as error:
-        files.remove_file(folder, partial)
-        msg = f"{key} appeared while it was sent"
-        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise
-        _publish_by_link(folder, partial, name, key)
-
-
-def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
-    try:
-        os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-    except FileExistsError as error:
-        files.remove_file(folder, partial)
-        msg = f"{key} appeared while it was sent"
-        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-            raise
-        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
-        return
-    files.remove_file(folder, partial)

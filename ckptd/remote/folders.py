@@ -13,7 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, TargetExists
 from ckptd.remote.store import ObjectInfo
 
 if TYPE_CHECKING:
@@ -153,3 +153,32 @@ def prune_empty(root: int, key: str) -> None:
             raise
         finally:
             os.close(parent)
+
+
+def publish(folder: int, partial: str, name: str, key: str) -> None:
+    """Give the finished file its name; what is there already is never replaced."""
+    try:
+        files.rename_noreplace(folder, partial, folder, name)
+    except FileExistsError as error:
+        files.remove_file(folder, partial)
+        msg = f"{key} appeared while it was sent"
+        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        _publish_by_link(folder, partial, name, key)
+
+
+def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
+    try:
+        os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError as error:
+        files.remove_file(folder, partial)
+        msg = f"{key} appeared while it was sent"
+        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        return
+    files.remove_file(folder, partial)

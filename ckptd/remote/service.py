@@ -65,6 +65,10 @@ class Service:
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
 
+    def expect(self, settings: RemoteSettings) -> None:
+        """An order to attach was read: what is read after it means that remote, whichever thread is first."""
+        self._settings, self._ground = settings, None
+
     def steer(self, order: Pace | Cancel) -> None:
         """Change the pace, or cancel an order that runs or waits; at once, from the reading thread."""
         if isinstance(order, Pace):
@@ -88,7 +92,8 @@ class Service:
 
     def _answer(self, order_id: int, order: Order) -> Answer:
         if isinstance(order, Attach):
-            return self._attach(order.settings)
+            with self._lock:
+                return self._attach(order.settings)
         ground = self._attached()
         if isinstance(order, Observe):
             return observe(ground.store, ground.identity)
@@ -109,32 +114,35 @@ class Service:
         return Done()
 
     def _attach(self, settings: RemoteSettings) -> Attached:
+        """Prove the remote and remember it; the lock is held."""
         store = open_store(
             settings.url,
             owner=settings.node_id,
             read_back=settings.verify == "read-back",
             window_bytes=self._window_bytes,
         )
-        with self._lock:
-            self._settings, self._ground = settings, None
-            found = attach(store, settings)
-            abilities = Abilities(
-                create_only=found.create_only, checksum=found.checksum, resumable=True, notes=found.notes
-            )
-            self._pacer.set_rate(settings.bytes_per_second)
-            self._settings = known(settings, found)
-            self._ground = Ground(store=store, abilities=abilities, identity=found.identity)
+        self._settings, self._ground = settings, None
+        found = attach(store, settings)
+        abilities = Abilities(
+            create_only=found.create_only, checksum=found.checksum, resumable=True, notes=found.notes
+        )
+        self._pacer.set_rate(settings.bytes_per_second)
+        self._settings = known(settings, found)
+        self._ground = Ground(store=store, abilities=abilities, identity=found.identity)
         return found
 
     def _attached(self) -> Ground:
-        ground, settings = self._ground, self._settings
+        ground = self._ground
         if ground is not None:
             return ground
-        if settings is None:
-            msg = "the remote was not attached"
-            raise RemoteNotOurs(msg, hint="attach comes first")
-        self._attach(settings)
-        return self._attached()
+        with self._lock:
+            if self._ground is None:
+                if self._settings is None:
+                    msg = "the remote was not attached"
+                    raise RemoteNotOurs(msg, hint="attach comes first")
+                self._attach(self._settings)
+            assert self._ground is not None
+            return self._ground
 
 
 class _Reporter:

@@ -14,7 +14,7 @@ from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, s
 from ckptd.core.save import SealedFile, SealedSave
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
-from ckptd.remote.messages import RemoteSettings, ShipFile, Shipped, ShipOrder
+from ckptd.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
 from ckptd.remote.pacing import Pacer
 from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
@@ -166,9 +166,7 @@ class Node:
         def on_moving(key: str, total_bytes: int, progress: Progress) -> None:
             self.events.append((key, progress))
 
-        return Control(
-            pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append
-        )
+        return Control(pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append)
 
     def shipped(self) -> tuple[Shipped, ...]:
         return tuple(event for event in self.events if isinstance(event, Shipped))

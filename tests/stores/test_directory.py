@@ -1,12 +1,15 @@
-"""A directory passes the conformance suite on a real disk, and on file systems that fill, vanish or refuse."""
+"""A directory passes the conformance suite on a real disk, and on shares that fill, vanish or refuse."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
 import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +26,7 @@ from ckptd.errors import (
 from ckptd.remote.checksums import crc64
 from ckptd.remote.directory import PARTIAL_PREFIX, DirectoryStore
 from ckptd.remote.source import MemorySource
+from ckptd.remote.store import Progress, Resume
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, Stopped, StoreConformance, send
 
 if TYPE_CHECKING:
@@ -167,14 +171,10 @@ def test_verify_none_says_so(nas: Path) -> None:
 
 
 def test_a_partial_that_a_hung_transfer_holds_is_not_touched(nas: Path) -> None:
-    import fcntl
-
     store = DirectoryStore(str(nas), owner="n0", window_bytes=WINDOW_BYTES)
     with pytest.raises(Stopped):
         store.upload("t/x", Meter(DATA, 2 << 20), resume=None, on_progress=lambda progress: None)
     partial = next((nas / "t").iterdir())
-    from ckptd.remote.store import Resume
-
     with partial.open("r+b") as hung:
         fcntl.flock(hung, fcntl.LOCK_EX)
         inode = os.fstat(hung.fileno()).st_ino
@@ -246,13 +246,11 @@ def test_a_full_share_is_named_and_the_transfer_goes_on_when_there_is_room(tmp_p
         store = DirectoryStore(str(point), owner="n0", window_bytes=WINDOW_BYTES)
         filler = point / "filler"
         filler.write_bytes(b"x" * (2 << 20))
-        seen = []
+        seen: list[Progress] = []
         with pytest.raises(NoSpaceError):
             store.upload("t/x", Meter(DATA), resume=None, on_progress=seen.append)
         filler.unlink()
         subprocess.run(["mount", "-o", "remount,size=16m", str(point)], check=True)
-        from ckptd.remote.store import Resume
-
         resume = Resume(flushed_bytes=seen[-1].flushed_bytes, crc64=seen[-1].crc64)
         meter = Meter(DATA)
         store.upload("t/x", meter, resume=resume, on_progress=seen.append)
@@ -273,19 +271,18 @@ def test_a_share_that_became_read_only_is_named(tmp_path: Path) -> None:
 
 
 def test_sixteen_processes_create_one_commit_and_one_wins(nas: Path) -> None:
-    import sys
-
     script = (
-        "import sys, time; from ckptd.remote.directory import DirectoryStore; store = DirectoryStore(sys.argv[1]);"
+        "import sys, time; from ckptd.remote.directory import DirectoryStore;"
+        "store = DirectoryStore(sys.argv[1]);"
         "time.sleep(max(0, float(sys.argv[3]) - time.time()));"
         "print(store.put_if_absent('_ckptd/commits/t~g1~zero.json', sys.argv[2].encode() * 1000))"
     )
-    import time
-
     start = str(time.time() + 3)
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(nas), f"{number:02d}", start], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", script, str(nas), f"{number:02d}", start],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for number in range(16)
     ]

@@ -85,7 +85,9 @@ def test_what_lies_there_already_is_compared_not_sent(node: Node, nas: Path, gro
     assert result.bytes_sent == len(torn) + side
 
 
-def test_records_of_an_earlier_attempt_are_used_while_the_object_is_there(node: Node, nas: Path, ground: Ground) -> None:
+def test_records_of_an_earlier_attempt_are_used_while_the_object_is_there(
+    node: Node, nas: Path, ground: Ground
+) -> None:
     order = node.order(node.sealed())
     node.ship(ground, order)
     shipped = node.shipped()
@@ -152,7 +154,7 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
 ) -> None:
     from ckptd.remote import directory
 
-    publish = directory._publish
+    publish = directory.publish
 
     def rotten(folder: int, partial: str, name: str, key: str) -> None:
         publish(folder, partial, name, key)
@@ -161,7 +163,7 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(directory, "_publish", rotten)
+    monkeypatch.setattr(directory, "publish", rotten)
     with pytest.raises(VerifyError):
         node.ship(ground, node.order(node.sealed()))
     assert not list((nas / "_ckptd").glob("commits/*"))

@@ -1,0 +1,286 @@
+"""The child process of a remote: killed, cancelled, slowed, hung; what its parent sees of it (P7, P11)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.remote.checksums import crc64
+from ckptd.remote.client import RemoteClient, clean_environment
+from ckptd.remote.messages import (
+    Attach,
+    Attached,
+    Confirm,
+    Confirmed,
+    Failed,
+    Moving,
+    ObjectDone,
+    Observation,
+    Observe,
+    PartlyShipped,
+    ShipResult,
+)
+from tests.stores.scene import OPTIM, Node, archive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ckptd.remote.messages import Answer, Order
+
+WINDOW_BYTES = 1 << 20
+BIG = OPTIM.format(d=0)
+
+
+class Ear:
+    """Collects answers and waits for them."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Answer]] = []
+        self.news = threading.Condition()
+
+    def __call__(self, order_id: int, answer: Answer) -> None:
+        with self.news:
+            self.heard.append((order_id, answer))
+            self.news.notify_all()
+
+    def until(self, found: Callable[[], bool], seconds: float = 30) -> None:
+        with self.news:
+            assert self.news.wait_for(found, seconds), self.heard[-5:]
+
+    def final(self, order_id: int, seconds: float = 30) -> Answer:
+        def ended() -> list[Answer]:
+            return [a for i, a in self.heard if i == order_id and not isinstance(a, Moving | ObjectDone)]
+
+        self.until(lambda: bool(ended()), seconds)
+        return ended()[0]
+
+    def moved(self, order_id: int) -> list[Moving]:
+        return [a for i, a in self.heard if i == order_id and isinstance(a, Moving)]
+
+
+class Rig:
+    """One node, one remote, one client."""
+
+    def __init__(self, folder: Path, **more: object) -> None:
+        self.node = Node(folder / "save")
+        self.node.write_all()
+        self.nas = folder / "nas"
+        self.ear = Ear()
+        self.settings = self.node.settings(self.nas, **more)
+        self.client = RemoteClient(self.settings, self.ear, window_bytes=WINDOW_BYTES)
+        answer = self.ask(Attach(settings=self.settings))
+        assert isinstance(answer, Attached)
+        self.attached = answer
+
+    def ask(self, order: Order) -> Answer:
+        return self.ear.final(self.client.submit(order))
+
+    def big(self, megabytes: int) -> bytes:
+        self.node.write({BIG: archive(os.urandom(1 << 20) * megabytes)})
+        return (self.node.save_dir / self.node.tag / BIG).read_bytes()
+
+    def order(self, **more: object) -> Order:
+        order = self.node.order(self.node.sealed(), job_id=self.attached.identity.job_id)
+        # the big one first
+        files = sorted(order.files, key=lambda f: -f.bytes)
+        return order.model_copy(update={"files": tuple(files), **more})
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.client.close()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, bytes_per_second=8 << 20)
+    yield rig
+    rig.client.close()
+
+
+@pytest.mark.faults
+def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: Rig) -> None:
+    data = slow.big(8)
+    first = slow.client.submit(slow.order())
+    slow.ear.until(lambda: any(m.done_bytes > 4 << 20 for m in slow.ear.moved(first)))
+    pid = slow.client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    failed = slow.ear.final(first)
+    assert isinstance(failed, Failed)
+    assert failed.error == "RemoteUnreachable"
+    last = slow.ear.moved(first)[-1]
+    flushed = max(m.flushed_bytes for m in slow.ear.moved(first))
+    assert flushed >= 3 << 20
+    assert crc64(data[: last.flushed_bytes]) == last.crc64
+    assert not (slow.nas / slow.node.tag / BIG).exists()
+
+    partly = PartlyShipped(key=last.key, flushed_bytes=last.flushed_bytes, crc64=last.crc64)
+    answer = slow.ask(slow.order(partly=(partly,)))
+    assert isinstance(answer, ShipResult)
+    assert answer.outcome == "committed"
+    rest = sum(f.stat().st_size for f in (slow.nas / slow.node.tag).iterdir() if f.name != BIG)
+    assert answer.bytes_sent == len(data) - last.flushed_bytes + rest
+    # what was done and not flushed is at most one window
+    assert last.done_bytes - last.flushed_bytes <= WINDOW_BYTES
+    assert (slow.nas / slow.node.tag / BIG).read_bytes() == data
+    assert slow.client.pid != pid
+
+
+@pytest.mark.faults
+def test_a_confirm_does_not_wait_for_an_upload(slow: Rig) -> None:
+    committed = slow.ask(slow.order())
+    assert isinstance(committed, ShipResult)
+    assert committed.commit is not None
+    slow.node.tag = "global_step6"
+    slow.node.write_all()
+    slow.big(16)
+    shipping = slow.client.submit(slow.order())
+    slow.ear.until(lambda: bool(slow.ear.moved(shipping)))
+    asked = time.monotonic()
+    answer = slow.ask(Confirm(commits=((committed.commit.key, committed.commit.sha256),)))
+    assert isinstance(answer, Confirmed)
+    assert answer.ok
+    assert time.monotonic() - asked < 1
+    assert shipping in slow.client.open_orders
+    slow.client.cancel(shipping)
+    failed = slow.ear.final(shipping, 2)
+    assert isinstance(failed, Failed)
+    assert failed.error == "SourceChanged"
+    assert list((slow.nas / "global_step6").glob(".ckptd-part-*"))
+
+
+@pytest.mark.faults
+def test_bandwidth_is_kept_and_the_pace_changes_on_the_fly(slow: Rig) -> None:
+    slow.big(6)
+    began = time.monotonic()
+    answer = slow.ask(slow.order())
+    assert isinstance(answer, ShipResult)
+    took = time.monotonic() - began
+    assert 0.5 < took < 3
+    slow.node.tag = "global_step6"
+    slow.node.write_all()
+    slow.big(6)
+    slow.client.pace(0)
+    paused = slow.client.submit(slow.order())
+    time.sleep(1.5)
+    assert slow.ear.moved(paused) == []
+    assert slow.client.stalled_seconds > 1
+    slow.client.pace(1)
+    assert isinstance(slow.ear.final(paused), ShipResult)
+
+
+@pytest.mark.faults
+def test_a_paused_transfer_gives_signs_of_life_and_a_hung_one_does_not(slow: Rig) -> None:
+    slow.big(8)
+    shipping = slow.client.submit(slow.order())
+    slow.ear.until(lambda: bool(slow.ear.moved(shipping)))
+    slow.client.pace(0)
+    time.sleep(2.5)
+    assert slow.client.stalled_seconds < 1.6
+    pid = slow.client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    assert slow.client.stalled_seconds > 1.5
+    slow.client.abandon("no sign of life for 2 s")
+    failed = slow.ear.final(shipping, 1)
+    assert isinstance(failed, Failed)
+    assert "no sign of life" in failed.message
+    slow.client.pace(1)
+    assert isinstance(slow.ask(Observe()), Observation)
+
+
+@pytest.mark.faults
+def test_an_unmounted_share_is_not_there_after_a_restart_either(rig: Rig) -> None:
+    rig.nas.rename(rig.nas.with_name("away"))
+    rig.nas.mkdir()
+    for _ in range(2):
+        failed = rig.ask(Observe())
+        assert isinstance(failed, Failed)
+        assert failed.error in ("RemoteUnreachable", "RemoteNotOurs")
+        pid = rig.client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while rig.client.alive:
+            time.sleep(0.01)
+    assert list(rig.nas.iterdir()) == []
+    rig.nas.rmdir()
+    rig.nas.with_name("away").rename(rig.nas)
+    assert isinstance(rig.ask(Observe()), Observation)
+
+
+@pytest.mark.faults
+def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
+    for how in ("closed input", "killed parent"):
+        script = (
+            "import subprocess, sys, time\n"
+            "child = subprocess.Popen([sys.executable, '-m', 'ckptd.remote.child'], stdin=subprocess.PIPE)\n"
+            "time.sleep(1.0); print(child.pid, flush=True)\n"
+            "child.stdin.close() if sys.argv[1] == 'closed input' else None\n"
+            "time.sleep(60)\n"
+        )
+        parent = subprocess.Popen(
+            [sys.executable, "-c", script, how], stdout=subprocess.PIPE, text=True, env=clean_environment()
+        )
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        if how == "killed parent":
+            parent.kill()
+            parent.wait()
+        deadline = time.monotonic() + 5
+        while _is_running(child):
+            assert time.monotonic() < deadline, how
+            time.sleep(0.05)
+        parent.kill()
+        parent.wait()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_nothing_secret_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
+    environment = clean_environment()
+    assert "s3cret" not in environment.values()
+    assert set(environment) <= {"PATH", "LANG", "PYTHONPATH", "PYDANTIC_DISABLE_PLUGINS", "MALLOC_ARENA_MAX"}
+
+
+def test_nonsense_is_answered_not_fatal(rig: Rig) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "ckptd.remote.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(),
+    )
+    out, err = child.communicate(b'not json\n{"id": 7, "order": {"op": "dance"}}\n', timeout=20)
+    assert b'"id":7' in out
+    assert b"UsageError" in out
+    assert b"not an order" in err
+    assert child.returncode == 0
+
+
+def test_the_memory_of_the_child_stays_small(rig: Rig) -> None:
+    """P12: ≤ 45 MB resident while it ships and reads back, whatever the size of the files."""
+    rig.big(96)
+    pid = rig.client.pid
+    assert isinstance(rig.ask(rig.order()), ShipResult)
+    with open(f"/proc/{pid}/status") as stream:
+        peak_kb = next(int(line.split()[1]) for line in stream if line.startswith("VmHWM"))
+    assert peak_kb < 46_000

@@ -1,0 +1,230 @@
+"""Remote retention, decisions and pointers, in memory: cut anywhere and repeated (P5, P6, H16, H17)."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.core.manifest import Decision, Tombstone, parse
+from ckptd.errors import CommitConflict, NotFoundError, RefusedError
+from ckptd.remote import observe
+from ckptd.remote.attach import attach
+from ckptd.remote.commit import Ground
+from ckptd.remote.messages import Retire
+from ckptd.remote.retire import retire
+from tests.stores.memory import MemoryStore
+from tests.stores.scene import JOB_ID, Node
+
+if TYPE_CHECKING:
+    from ckptd.remote.messages import CommitView
+
+
+class Killed(BaseException):
+    """As kill -9: nothing may catch it."""
+
+
+class Dying(MemoryStore):
+    """Dies before the n-th change of the store."""
+
+    def __init__(self, objects: dict[str, bytes], changes: int) -> None:
+        super().__init__(objects=objects)
+        self.left = changes
+
+    def _change(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def put(self, key: str, data: bytes) -> None:
+        self._change()
+        super().put(key, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._change()
+        return super().put_if_absent(key, data)
+
+    def delete(self, key: str) -> None:
+        self._change()
+        super().delete(key)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def commit_three(tmp_path: Path, store: MemoryStore) -> tuple[Ground, list[CommitView]]:
+    node = Node(tmp_path / "save")
+    views = []
+    ground = node.attached(store)
+    for step in (10, 20, 30):
+        node.tag = f"global_step{step}"
+        node.write_all(str(step).encode(), size=20)
+        result = node.ship(ground, node.order(node.sealed(step=step)))
+        assert result.commit is not None
+        views.append(result.commit)
+    return ground, views
+
+
+def order_for(view: CommitView) -> Retire:
+    c = view.commit
+    return Retire(
+        tag=c.tag, generation=c.generation, form=c.form, reason="keep_last = 2", commit_sha256=view.sha256
+    )
+
+
+def test_a_retired_checkpoint_is_gone_but_for_its_tombstone(tmp_path: Path, store: MemoryStore) -> None:
+    ground, views = commit_three(tmp_path, store)
+    retire(ground, order_for(views[0]), lambda: None)
+    left = [key for key in store.objects if "global_step10" in key]
+    assert left == ["_ckptd/retired/global_step10~g1~zero.json"]
+    stone = parse(Tombstone, store.objects[left[0]], "")
+    assert len(stone.fingerprints) == 4
+    seen = observe.observe(store)
+    assert (len(seen.commits), seen.retiring, seen.latest) == (2, (), "global_step30")
+    retire(ground, order_for(views[0]), lambda: None)
+
+
+def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: MemoryStore) -> None:
+    ground, views = commit_three(tmp_path, store)
+    before = dict(store.objects)
+    finished = MemoryStore(objects=dict(before))
+    retire(
+        Ground(store=finished, abilities=ground.abilities, identity=ground.identity),
+        order_for(views[0]),
+        lambda: None,
+    )
+    for changes in itertools.count():
+        dying = Dying(dict(before), changes)
+        cut = Ground(store=dying, abilities=ground.abilities, identity=ground.identity)
+        try:
+            retire(cut, order_for(views[0]), lambda: None)
+        except Killed:
+            pass
+        else:
+            assert changes > 6
+            break
+        after = MemoryStore(objects=dying.objects)
+        seen = observe.observe(after)
+        committed = {view.commit.tag for view in seen.commits}
+        whole = all(key in after.objects for key in before if key.startswith("global_step10/"))
+        assert whole or "global_step10" not in committed
+        if seen.retired and after.objects != finished.objects:
+            assert seen.retiring == (("global_step10", 1, "zero"),)
+        retire(
+            Ground(store=after, abilities=ground.abilities, identity=ground.identity),
+            order_for(views[0]),
+            lambda: None,
+        )
+        assert after.objects == finished.objects
+
+
+def test_objects_that_another_manifest_lists_stay(tmp_path: Path, store: MemoryStore) -> None:
+    node = Node(tmp_path / "save")
+    node.tag = "global_step10"
+    node.write_all(size=20)
+    ground = node.attached(store)
+    zero = node.ship(ground, node.order(node.sealed(step=10)))
+    order = node.order(node.sealed(step=10), form="universal")
+    shared = [f.model_copy(update={"key": f"global_step10/{f.path}"}) for f in order.files]
+    universal = node.ship(ground, order.model_copy(update={"files": tuple(shared)}))
+    assert universal.outcome == "committed"
+    node.tag = "global_step20"
+    node.write_all(size=20)
+    node.ship(ground, node.order(node.sealed(step=20)))
+    assert zero.commit is not None
+    retire(ground, order_for(zero.commit), lambda: None)
+    assert all(file.key in store.objects for file in shared)
+    assert [view.commit.form for view in observe.observe(store).commits] == ["universal", "zero"]
+
+
+def test_what_may_not_go_stays(tmp_path: Path, store: MemoryStore) -> None:
+    ground, views = commit_three(tmp_path, store)
+    before = dict(store.objects)
+    with pytest.raises(RefusedError, match="newest"):
+        retire(ground, order_for(views[2]), lambda: None)
+    wrong = order_for(views[0]).model_copy(update={"commit_sha256": "0" * 64})
+    with pytest.raises(CommitConflict):
+        retire(ground, wrong, lambda: None)
+    absent = order_for(views[0]).model_copy(update={"generation": 7})
+    with pytest.raises(NotFoundError):
+        retire(ground, absent, lambda: None)
+    assert store.objects == before
+    observe.record(store, Decision(kind="pin", tag="global_step10"))
+    with pytest.raises(RefusedError, match="pinned"):
+        retire(ground, order_for(views[0]), lambda: None)
+    observe.record(store, Decision(kind="unpin", tag="global_step10"))
+    retire(ground, order_for(views[0]), lambda: None)
+
+
+def test_a_damaged_manifest_stops_retention(tmp_path: Path, store: MemoryStore) -> None:
+    ground, views = commit_three(tmp_path, store)
+    key = views[1].commit.manifests[0].key
+    store.objects[key] = store.objects[key].replace(b"global", b"glabol")
+    before = dict(store.objects)
+    for view in views[:2]:
+        with pytest.raises(RefusedError, match="nothing"):
+            retire(ground, order_for(view), lambda: None)
+    assert store.objects == before
+
+
+def test_pointers_follow_branch_and_step_not_the_step_alone(tmp_path: Path, store: MemoryStore) -> None:
+    node = Node(tmp_path / "save")
+    ground = node.attached(store)
+    for tag, branch, step in (("global_step100", 0, 100), ("global_step60", 1, 60)):
+        node.tag = tag
+        node.write_all(tag.encode(), size=20)
+        node.ship(ground, node.order(node.sealed(step=step, branch=branch)))
+    assert store.objects["latest"] == b"global_step60"
+    store.objects["latest"] = b"nonsense"
+    observe.point(store)
+    assert store.objects["latest"] == b"global_step60"
+
+
+def test_decisions_survive_as_the_newest_of_their_subject(store: MemoryStore) -> None:
+    attach(store, Node(Path("/nowhere")).settings(store.url, job_id=JOB_ID))
+    for kind in ("pin", "unpin", "pin"):
+        observe.record(store, Decision.model_validate({"kind": kind, "tag": "a/b ~c"}))
+    again = observe.record(store, Decision(kind="pin", tag="a/b ~c", serial=0, at="later"))
+    assert again.serial == 2
+    seen = observe.observe(store).decisions
+    assert [(d.kind, d.serial) for d in seen] == [("pin", 0), ("unpin", 1), ("pin", 2)]
+    assert observe.is_pinned(store, "a/b ~c")
+    assert not observe.is_pinned(store, "other")
+    observe.record(store, Decision(kind="first-start", tag="*", tags=("x", "y")))
+    assert "_ckptd/decisions/first-start~%2A~0.json" in store.objects
+
+
+def test_confirm_names_what_is_wrong(tmp_path: Path, store: MemoryStore) -> None:
+    _, views = commit_three(tmp_path, store)
+    good = (views[0].key, views[0].sha256)
+    assert observe.confirm(store, (good,)).ok
+    assert not observe.confirm(store, ()).ok
+    assert not observe.confirm(store, (good, (views[0].key, "0" * 64))).ok
+    store.objects["_ckptd/retired/global_step10~g1~zero.json"] = b"{}"
+    assert "retired" in (observe.confirm(store, (good,)).reason or "")
+    del store.objects[views[1].key]
+    assert "gone" in (observe.confirm(store, ((views[1].key, views[1].sha256),)).reason or "")
+
+
+def test_describe_tells_committed_manifests(tmp_path: Path, store: MemoryStore) -> None:
+    commit_three(tmp_path, store)
+    view = observe.describe(store, "global_step20")
+    assert [m.committed for m in view.manifests] == [True]
+    assert [c.commit.tag for c in view.commits] == ["global_step20"]
+    assert observe.describe(store, "global_step2").manifests == ()
+
+
+def test_a_newer_format_stops_everything(tmp_path: Path, store: MemoryStore) -> None:
+    ground, views = commit_three(tmp_path, store)
+    key = views[1].key
+    store.objects[key] = store.objects[key].replace(b'"format":"1.0"', b'"format":"2.0"')
+    with pytest.raises(RefusedError, match=r"2\.0"):
+        observe.observe(store)
+    with pytest.raises(RefusedError):
+        retire(ground, order_for(views[0]), lambda: None)
+    store.objects[key] = b"{half"
+    assert observe.observe(store).damaged != ()
