@@ -1,0 +1,99 @@
+"""Extent cloning on a real XFS: the same bytes, almost no new disk, nothing copied but headers and edges."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd import files
+from ckptd.convert.supervise import ConvertOptions, convert
+from tests.unit.synthetic import Shapes, write_stage3, write_stage12
+from tests.unit.test_convert_children import tree
+from tests.unit.test_zero_ranges import check
+
+pytestmark = pytest.mark.root
+GROUPS: list[Shapes] = [{f"w{i}": (512, 256) for i in range(8)}, {"norm": (1000,), "odd": (7,)}]
+
+
+def _why_not() -> str | None:
+    if os.geteuid() != 0:
+        return "not root: cannot mount a loop device"
+    missing = [tool for tool in ("mkfs.xfs", "mount", "losetup") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+@pytest.fixture
+def xfs(tmp_path: Path) -> Iterator[Path]:
+    why = _why_not()
+    if why:
+        pytest.skip(why)
+    image, mounted = tmp_path / "image", tmp_path / "xfs"
+    with image.open("wb") as out:
+        out.truncate(512 << 20)
+    mounted.mkdir()
+    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", str(image)], check=True)
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a loop device here: {done.stderr.decode().strip()}")
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def used_bytes(mounted: Path) -> int:
+    os.sync()
+    status = os.statvfs(mounted)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_conversion_clones_extents(xfs: Path, tmp_path: Path, stage: int) -> None:
+    write = write_stage3 if stage == 3 else write_stage12
+    made = write(xfs / "save", GROUPS, 2)
+    for path in made.folder.iterdir():
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+    before = used_bytes(xfs)
+    report = convert(made.folder, xfs / "universal", ConvertOptions(compat="superset", verify=True))
+    grown = used_bytes(xfs) - before
+    check(made, xfs / "universal", GROUPS, bare=False)
+    assert report.bytes_cloned > 0.9 * report.bytes
+    assert grown < 0.2 * report.bytes
+    with files.opened_dir(xfs / "universal") as fd:
+        assert files.stat_beneath(fd, "ckptd.json") is not None
+    again = convert(made.folder, xfs / "again", ConvertOptions(compat="superset"))
+    assert tree(xfs / "again") == tree(xfs / "universal"), "bytes are a function of plan and alignment"
+    assert again.plan_sha256 == report.plan_sha256
+    copied = convert(_copy(made.folder, tmp_path / "save"), tmp_path / "universal", ConvertOptions())
+    assert copied.bytes_cloned == 0 or _clones(tmp_path)
+    check(made, tmp_path / "universal", GROUPS, bare=False)
+
+
+def _copy(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target)
+    return target
+
+
+def _clones(folder: Path) -> bool:
+    one, two = folder / "probe1", folder / "probe2"
+    one.write_bytes(bytes(8192))
+    with one.open("rb") as source, two.open("wb") as target:
+        return files.clone_file(source.fileno(), target.fileno())
+
+
+def test_the_reserve_does_not_stop_a_clone(xfs: Path) -> None:
+    """Clones cost almost nothing, so P13's reserve is measured against what is really written."""
+    groups: list[Shapes] = [{f"w{i}": (512, 512) for i in range(8)}]
+    slack = 12 << 20  # XFS preallocates behind each file being written
+    made = write_stage12(xfs / "save", groups, 2)
+    os.sync()
+    with files.opened_dir(xfs) as fd:
+        free = files.free_bytes(fd)
+    report = convert(made.folder, xfs / "universal", ConvertOptions(reserve_bytes=free - slack))
+    assert report.bytes_cloned > slack
