@@ -156,6 +156,8 @@ class Worker:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, 0o600, dir_fd=self.temporary_fd)
         self.batch.append((fd, name, output))
+        if self.clone:
+            os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
         at = 0
         for part in output.parts:
             self._check_stop()
