@@ -1,0 +1,1 @@
+"""Benchmarks: real checkpoints, real tools, interleaved runs, medians with their spread."""

@@ -1,0 +1,176 @@
+"""`python -m bench.convert`: conversion against `ds_to_universal` and against `cp -r` on the same disk.
+
+Makes a real checkpoint once (minutes), then runs the tools in turn, cold and warm, flushed, and writes
+docs/performance.md and docs/performance.png. `--tiny` tries the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import recipe, report
+from bench.measure import Run, make_cold, make_warm, measure
+from tests.real import REPOSITORY
+
+ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+CACHES: dict[str, Callable[[list[Path]], float]] = {"cold": make_cold, "warm": make_warm}
+
+
+@dataclass(slots=True)
+class Series:
+    """All runs of one tool in one state of the page cache."""
+
+    tool: str
+    cache: str
+    runs: list[Run] = field(default_factory=list)
+    child_rss_bytes: list[int] = field(default_factory=list)
+    cloned_bytes: int = 0
+
+    def median(self, what: str) -> float:
+        """Median of a field of the runs."""
+        return float(statistics.median(getattr(run, what) for run in self.runs))
+
+    def spread(self, what: str) -> tuple[float, float]:
+        """Least and greatest."""
+        values = [getattr(run, what) for run in self.runs]
+        return min(values), max(values)
+
+
+def commands(source: Path, out: Path) -> dict[str, list[str]]:
+    """The three tools with their defaults; stock is told where to put its folder."""
+    stock = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    return {
+        "cp": ["cp", "-r", str(source), str(out)],
+        "ckptd": [
+            sys.executable,
+            "-m",
+            "ckptd",
+            "convert",
+            str(source),
+            str(out),
+            "--compat",
+            "strict",
+            "--json",
+        ],
+        "stock": [*stock, "--input_folder", str(source), "--output_folder", str(out)],
+    }
+
+
+def compare(source: Path, runs: int, tools: list[str]) -> list[Series]:
+    """Interleave tools and caches `runs` times."""
+    place = source.parent.parent / "out"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    files = [p for p in source.iterdir() if p.is_file()]
+    found = {(tool, cache): Series(tool, cache) for cache in CACHES for tool in tools}
+    for number in range(runs):
+        for cache, prepare in CACHES.items():
+            for tool in tools:
+                out = place / "converted"
+                shutil.rmtree(out, ignore_errors=True)
+                subprocess.run(["sync", "-f", str(place)], check=True)
+                share = prepare(files)
+                time.sleep(1.0)
+                run = measure(commands(source, out)[tool], cwd=REPOSITORY, env=ENVIRONMENT, flush=place)
+                series = found[tool, cache]
+                series.runs.append(run)
+                if tool == "ckptd":
+                    series.child_rss_bytes.append(json.loads(run.stdout)["peak_rss_bytes"])
+                    series.cloned_bytes = json.loads(run.stdout)["bytes_cloned"]
+                print(
+                    f"{number + 1}/{runs} {cache} ({share:.0%} resident) {tool}: {run.wall_seconds:.2f} s",
+                    flush=True,
+                )
+    shutil.rmtree(place)
+    return list(found.values())
+
+
+def cloning(source: Path, runs: int) -> list[Series]:
+    """The same conversion on a loop-mounted XFS, where extents are cloned; nothing without the rights."""
+    if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None:
+        return []
+    size = sum(p.stat().st_size for p in source.iterdir())
+    image, mounted = recipe.CACHE / "xfs.image", recipe.CACHE / "xfs"
+    mounted.mkdir(exist_ok=True)
+    with image.open("wb") as out:
+        out.truncate(max(512 << 20, 2 * size))
+    subprocess.run(["mkfs.xfs", "-q", "-f", "-m", "reflink=1", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=False).returncode != 0:
+        return []
+    series = Series("ckptd, XFS clones", "cold")
+    try:
+        copied = mounted / "save" / source.name
+        shutil.copytree(source, copied)
+        for _ in range(runs):
+            subprocess.run(["sync", "-f", str(mounted)], check=True)
+            make_cold([p for p in copied.iterdir() if p.is_file()])
+            out_folder = mounted / "converted"
+            run = measure(
+                commands(copied, out_folder)["ckptd"], cwd=REPOSITORY, env=ENVIRONMENT, flush=mounted
+            )
+            series.runs.append(run)
+            series.child_rss_bytes.append(json.loads(run.stdout)["peak_rss_bytes"])
+            series.cloned_bytes = json.loads(run.stdout)["bytes_cloned"]
+            shutil.rmtree(out_folder)
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+        image.unlink()
+    return [series]
+
+
+def start_up(arguments: list[str], runs: int = 10) -> float:
+    """Median seconds of a short command."""
+    taken = []
+    for _ in range(runs):
+        started = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "ckptd", *arguments], cwd=REPOSITORY, capture_output=True, check=False
+        )
+        taken.append(time.monotonic() - started)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Run everything and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--stages", type=int, nargs="*", default=[2, 3])
+    parser.add_argument(
+        "--tiny", action="store_true", help="small checkpoints, no report: tries the benchmark"
+    )
+    parser.add_argument("--without-stock", action="store_true")
+    given = parser.parse_args()
+    tools = ["cp", "ckptd"] if given.without_stock else ["cp", "ckptd", "stock"]
+    stages: list[report.Stage] = []
+    for stage in given.stages:
+        chosen = (recipe.TINY if given.tiny else recipe.LARGE)[stage]
+        source = recipe.checkpoint(chosen)
+        size = sum(p.stat().st_size for p in source.iterdir())
+        print(f"stage {stage}: {source}, {size / 1e9:.2f} GB", flush=True)
+        series = compare(source, given.runs, tools) + cloning(source, given.runs)
+        stages.append(report.Stage(stage, chosen.world_size, size, series))
+    first = recipe.checkpoint((recipe.TINY if given.tiny else recipe.LARGE)[given.stages[0]])
+    latencies = {
+        "ckptd --version": start_up(["--version"]),
+        "ckptd status (no job there)": start_up(["status", "/nonexistent"]),
+        "ckptd inspect (a whole checkpoint)": start_up(["inspect", str(first)]),
+    }
+    text = report.render(stages, latencies)
+    if given.tiny or given.without_stock:
+        print(text)
+        return
+    report.write(text, stages)
+
+
+if __name__ == "__main__":
+    main()

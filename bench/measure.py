@@ -1,0 +1,142 @@
+"""Running one command and measuring it: wall, CPU, peak memory of its process tree, bytes written.
+
+Memory is the sum of resident sets over the tree, sampled every 20 ms: pages that forked workers share are
+counted once per process, for every tool alike. Page cache is set before a run and proved with mincore.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SAMPLE_SECONDS = 0.02
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured run; bytes written are those charged by the kernel (0 where extents are cloned)."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    peak_rss_bytes: int
+    written_bytes: int
+    stdout: str
+
+
+def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Path) -> Run:
+    """Run `command` and flush the file system of `flush`; both count.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    started = time.monotonic()
+    child = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    watcher = _Watcher(child.pid)
+    outputs = ["", ""]
+    assert child.stdout is not None
+    assert child.stderr is not None
+    readers = [
+        threading.Thread(target=lambda i=i, s=s: outputs.__setitem__(i, s.read()), daemon=True)
+        for i, s in enumerate((child.stdout, child.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    subprocess.run(["sync", "-f", str(flush)], check=True)
+    wall = time.monotonic() - started
+    for reader in readers:
+        reader.join()
+    watcher.stop()
+    if child.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{outputs[0][-2000:]}\n{outputs[1][-4000:]}")
+    cpu = usage.ru_utime + usage.ru_stime
+    return Run(wall, cpu, watcher.peak_bytes, usage.ru_oublock * 512, outputs[0])
+
+
+class _Watcher:
+    """Samples the resident sets of a process tree until stopped."""
+
+    def __init__(self, root: int) -> None:
+        self.root = root
+        self.peak_bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End sampling."""
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            self.peak_bytes = max(self.peak_bytes, sum(_rss(pid) for pid in _tree(self.root)))
+
+
+def _tree(root: int) -> list[int]:
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                words = Path(f"/proc/{pid}/task/{task}/children").read_text()
+                todo += [int(word) for word in words.split()]
+        except OSError:
+            continue
+    return found
+
+
+def _rss(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+def make_cold(paths: Sequence[Path]) -> float:
+    """Flush and drop the files' pages; returns the share that is still resident (0 is cold)."""
+    for path in paths:
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return resident_share(paths)
+
+
+def make_warm(paths: Sequence[Path]) -> float:
+    """Read every file once; returns the resident share (1 is warm)."""
+    for path in paths:
+        with path.open("rb", buffering=0) as stream:
+            while stream.read(_BLOCK_BYTES):
+                pass
+    return resident_share(paths)
+
+
+def resident_share(paths: Sequence[Path]) -> float:
+    """Share of the files' pages that the page cache holds (`mincore`)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    held = total = 0
+    for path in paths:
+        size = path.stat().st_size
+        pages = -(-size // _PAGE_BYTES)
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+            vector = ctypes.create_string_buffer(pages)
+            view = (ctypes.c_char * size).from_buffer(mapped)
+            if libc.mincore(ctypes.addressof(view), size, vector) == 0:
+                held += sum(1 for page in vector.raw if page & 1)
+            del view
+        total += pages
+    return held / max(1, total)

@@ -1,0 +1,161 @@
+"""Turns measured series into docs/performance.md and, where matplotlib is, docs/performance.png."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.real import REPOSITORY
+
+if TYPE_CHECKING:
+    from bench.convert import Series
+
+PAGE = REPOSITORY / "docs" / "performance.md"
+PICTURE = REPOSITORY / "docs" / "performance.png"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+NAMES = {"cp": "`cp -r`", "stock": "`ds_to_universal`", "ckptd": "`ckptd convert`"}
+TARGETS = (
+    ("cold", "cp", 1.2, "at most {} × `cp -r`"),
+    ("cold", "stock", 4.0, "at least {} × faster than stock"),
+    ("warm", "cp", 2.0, "at most {} × `cp -r`"),
+    ("warm", "stock", 5.0, "at least {} × faster than stock"),
+)
+CHILD_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """All series of one checkpoint."""
+
+    zero_stage: int
+    ranks: int
+    bytes: int
+    series: list[Series]
+
+    def find(self, tool: str, cache: str) -> Series | None:
+        """One series."""
+        return next((s for s in self.series if (s.tool, s.cache) == (tool, cache)), None)
+
+
+def machine() -> str:
+    """CPU, memory, kernel and versions."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("torch", "deepspeed"))
+    return (
+        f"{os.cpu_count()} × {model}, {memory:.0f} GiB RAM, Linux {platform.release().split('-')[0]}, "
+        f"Python {sys.version.split()[0]}, {versions}; a virtual disk"
+    )
+
+
+def render(stages: list[Stage], latencies: dict[str, float]) -> str:
+    """The measured part of the page."""
+    lines = [f"Machine: {machine()}.", ""]
+    for stage in stages:
+        lines += _table(stage)
+    lines += ["| command | median s |", "|---|---|"]
+    lines += [
+        f"| `{name.split(' (')[0]}`{_rest(name)} | {seconds:.2f} |" for name, seconds in latencies.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rest(name: str) -> str:
+    return f" ({name.split(' (', 1)[1]}" if " (" in name else ""
+
+
+def _table(stage: Stage) -> list[str]:
+    runs = len(stage.series[0].runs)
+    what = f"ZeRO stage {stage.zero_stage}, {stage.ranks} ranks, 319 M parameters, bf16"
+    lines = [
+        f"**{what}: {stage.bytes / 1e9:.2f} GB**, {runs} interleaved runs each, median (least – greatest):",
+        "",
+        "| cache | tool | wall s | CPU s | peak RSS of the tree MiB | written GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for s in stage.series:
+        low, high = s.spread("wall_seconds")
+        wall = f"{s.median('wall_seconds'):.2f} ({low:.2f} – {high:.2f})"
+        lines.append(
+            f"| {s.cache} | {NAMES.get(s.tool, s.tool)} | {wall} "
+            f"| {s.median('cpu_seconds'):.1f} | {s.median('peak_rss_bytes') / 2**20:.0f} "
+            f"| {s.median('written_bytes') / 1e9:.2f} |"
+        )
+    children = [b for s in stage.series for b in s.child_rss_bytes]
+    lines += ["", f"Largest resident set of a converting child: {max(children) / 2**20:.0f} MiB.", ""]
+    lines += [f"* {words}" for words in verdicts(stage)]
+    return [*lines, ""]
+
+
+def verdicts(stage: Stage) -> list[str]:
+    """Each target with the figure that was reached."""
+    said = []
+    for cache, tool, bound, words in TARGETS:
+        ours, other = stage.find("ckptd", cache), stage.find(tool, cache)
+        if ours is None or other is None:
+            continue
+        a, b = ours.median("wall_seconds"), other.median("wall_seconds")
+        figure, ok = (a / b, a / b <= bound) if tool == "cp" else (b / a, b / a >= bound)
+        said.append(f"{cache}, {words.format(bound)}: {figure:.2f} ({'reached' if ok else 'NOT reached'})")
+    children = [b for s in stage.series for b in s.child_rss_bytes]
+    ok = max(children) <= CHILD_LIMIT_BYTES
+    said.append(
+        f"child at most 64 MiB: {max(children) / 2**20:.0f} MiB ({'reached' if ok else 'NOT reached'})"
+    )
+    return said
+
+
+def write(text: str, stages: list[Stage]) -> None:
+    """Replace the measured part of the page, keep the rest."""
+    page = PAGE.read_text()
+    head, _, rest = page.partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{text}{END}{rest.partition(END)[2]}")
+    if importlib.util.find_spec("matplotlib") is not None:
+        _draw(stages)
+    print(f"wrote {PAGE}")
+
+
+def _draw(stages: list[Stage]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {"cp": "#9aa0a6", "ckptd": "#1a73e8", "stock": "#d93025"}
+    figure, axes = pyplot.subplots(1, len(stages), figsize=(4.6 * len(stages), 3.4), squeeze=False)
+    for axis, stage in zip(axes[0], stages, strict=True):
+        for place, cache in enumerate(("cold", "warm")):
+            for i, tool in enumerate(colours):
+                series = stage.find(tool, cache)
+                if series is None:
+                    continue
+                wall = series.median("wall_seconds")
+                low, high = series.spread("wall_seconds")
+                at = place * 4 + i
+                label = NAMES[tool].strip("`") if place == 0 else None
+                axis.bar(
+                    at, wall, color=colours[tool], yerr=[[wall - low], [high - wall]], capsize=3, label=label
+                )
+                axis.text(at, high, f" {wall:.1f}", ha="center", va="bottom", fontsize=8)
+        axis.set_xticks([1, 5], ["cold cache", "warm cache"])
+        axis.set_title(
+            f"ZeRO-{stage.zero_stage}, {stage.bytes / 1e9:.1f} GB, {stage.ranks} ranks", fontsize=10
+        )
+        axis.set_ylabel("seconds to a flushed result")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=130)
