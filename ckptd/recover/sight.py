@@ -150,7 +150,7 @@ def orders_in_status(state_dir: Path, save_dir: Path) -> dict[str, Order]:
             for job in status["jobs"]
             if job["save_dir"] == str(save_dir)
             for row in job["checkpoints"]
-            if isinstance(row.get("branch"), int) and isinstance(row.get("step"), int)
+            if isinstance(row.get("branch"), int) and row["local"]["present"] and row["step"] is not None
         ]
         return {
             str(row["tag"]): Order(row["branch"], row["step"], int(row.get("save_seq") or 0)) for row in rows

@@ -1,0 +1,334 @@
+"""`ckptd resume`: which checkpoint, from where, what goes aside, what the exit codes promise (H54)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.listing import OURS
+from ckptd.errors import (
+    ConfigError,
+    DamagedError,
+    NoSpaceError,
+    NotFoundError,
+    NothingCommitted,
+    RefusedError,
+    RemoteNotOurs,
+    RemoteUnreachable,
+)
+from ckptd.recover.choose import Nodes
+from tests.unit.recover_scene import EXTRA, Scene, scene
+
+__all__ = ["scene"]
+
+
+def test_in_place(scene: Scene) -> None:
+    scene.save(5)
+    scene.save(10)
+    scene.commit("global_step5", 5)
+    before = scene.tree()
+    done = scene.resume()
+    assert done.path == scene.save_dir / "global_step10"
+    assert scene.tree() == before
+    assert done.plan.steps == ()
+    assert "step 10" in done.advice[0]
+
+
+def test_a_torn_newer_one_goes_aside(scene: Scene) -> None:
+    scene.save(5)
+    torn = scene.tear(10)
+    assert scene.pointer() == torn
+    done = scene.resume(remote=False)
+    assert done.path.name == "global_step5"
+    assert scene.pointer() == "global_step5"
+    assert scene.aside() == ["global_step10.1"]
+    assert not (scene.save_dir / torn).exists()
+    again = scene.tree()
+    assert scene.resume(remote=False).path == done.path
+    assert scene.tree() == again
+    scene.tear(10)
+    scene.resume(remote=False)
+    assert scene.aside() == ["global_step10.1", "global_step10.2"]
+
+
+def test_a_missing_shard_is_torn(scene: Scene) -> None:
+    scene.save(5)
+    scene.save(10)
+    (scene.save_dir / "global_step10" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    assert scene.resume(remote=False).path.name == "global_step5"
+    assert "rank 1" in "\n".join(scene.said)
+
+
+def test_older_torn_ones_stay(scene: Scene) -> None:
+    scene.tear(5)
+    scene.save(10)
+    scene.resume(remote=False)
+    assert scene.aside() == []
+    assert (scene.save_dir / "global_step5").exists()
+
+
+def test_a_replaced_node(scene: Scene) -> None:
+    for step in (5, 10):
+        scene.save(step)
+        scene.commit(f"global_step{step}", step)
+    lost = scene.shards("global_step10")
+    times = {p.name: p.stat().st_mtime_ns for p in (scene.save_dir / "global_step10").iterdir()}
+    scene.lose_node()
+    done = scene.resume()
+    assert done.path == scene.save_dir / "global_step10"
+    assert scene.shards("global_step10") == lost
+    assert {p.name: p.stat().st_mtime_ns for p in done.path.iterdir()} == times
+    assert scene.pointer() == "global_step10"
+    assert (scene.save_dir / EXTRA).read_text() == "{}"
+    assert not list(scene.staging.iterdir())
+    assert scene.resume().plan.steps == ()
+
+
+def test_the_committed_one_is_newer_than_the_local(scene: Scene) -> None:
+    for step in (5, 10):
+        scene.save(step)
+        scene.commit(f"global_step{step}", step)
+    (scene.save_dir / "global_step10").rename(scene.root / "gone")
+    assert scene.resume().path.name == "global_step10"
+    assert (scene.save_dir / "global_step5").exists()
+
+
+def test_a_local_one_that_no_remote_has(scene: Scene) -> None:
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    scene.save(10)
+    assert scene.resume().path.name == "global_step10"
+    scene.lose_node()
+    assert scene.resume().path.name == "global_step5"
+
+
+def test_order_is_branch_then_step(scene: Scene) -> None:
+    """After a rewind the newest is the lower step of the newer branch (P9)."""
+    scene.save(100)
+    scene.commit("global_step100", 100)
+    scene.save(60)
+    scene.commit("global_step60", 60, branch=2)
+    assert scene.resume().path.name == "global_step60"
+    scene.lose_node()
+    assert scene.resume().path.name == "global_step60"
+
+
+def test_no_clock_decides(scene: Scene) -> None:
+    import os
+
+    for step, at in ((10, 2_000_000_000), (20, 1_000_000_000)):
+        tag = scene.save(step)
+        for path in (scene.save_dir / tag).iterdir():
+            os.utime(path, (at, at))
+    assert scene.resume(remote=False).path.name == "global_step20"
+
+
+def test_the_daemons_status_tells_of_a_rewind(scene: Scene) -> None:
+    scene.save(100)
+    scene.commit("global_step100", 100)
+    scene.save(60)
+    assert scene.resume().path.name == "global_step100"
+    rows = [
+        {"tag": "global_step60", "branch": 2, "step": 60, "local": {"present": True}},
+        {"tag": "global_step100", "branch": 1, "step": 100, "local": {"present": True}},
+        {"tag": "global_step60", "branch": 1, "step": 60, "local": {"present": False}},
+        {"tag": "global_step70", "branch": None, "step": None, "local": {"present": True}},
+    ]
+    status = {"jobs": [{"save_dir": str(scene.save_dir), "checkpoints": rows}]}
+    (scene.root / "status.json").write_text(json.dumps(status))
+    assert scene.resume(state_dir=scene.root).path.name == "global_step60"
+    (scene.root / "status.json").write_text("{torn")
+    assert scene.resume(state_dir=scene.root).path.name == "global_step100"
+
+
+def test_a_tag_that_was_saved_again_is_the_newest(scene: Scene) -> None:
+    for step in (60, 100):
+        scene.save(step)
+        scene.commit(f"global_step{step}", step)
+    scene.save(60, salt="again")
+    assert scene.resume().path.name == "global_step60"
+
+
+def test_a_foreign_folder_under_the_tag_goes_aside(scene: Scene) -> None:
+    scene.save(10)
+    scene.commit("global_step10", 10)
+    good = scene.shards("global_step10")
+    scene.lose_node()
+    (scene.save_dir / "global_step10" / "wandb").mkdir(parents=True)
+    (scene.save_dir / "global_step10" / "wandb" / "log").write_text("mine")
+    scene.resume()
+    assert scene.shards("global_step10") == good
+    assert (scene.save_dir / OURS / "aside" / "global_step10.1" / "wandb" / "log").read_text() == "mine"
+
+
+def test_dry_run_changes_nothing(scene: Scene) -> None:
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    scene.tear(10)
+    before = scene.tree()
+    done = scene.resume(dry_run=True, world_size=4)
+    assert done.path == scene.save_dir / OURS / "derived/universal/global_step5"
+    assert scene.tree() == before
+    assert any(line.startswith("would move global_step10 aside") for line in scene.said)
+    scene.lose_node()
+    assert scene.resume(dry_run=True).path == scene.save_dir / "global_step5"
+    assert not scene.save_dir.exists()
+
+
+def test_damaged_copies_fall_back(scene: Scene) -> None:
+    for step in (5, 10):
+        scene.save(step)
+        scene.commit(f"global_step{step}", step)
+    scene.lose_node()
+    victim = scene.nas / "global_step10" / "mp_rank_00_model_states.pt"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    assert scene.resume().path.name == "global_step5"
+    text = "\n".join(scene.said)
+    assert "mp_rank_00_model_states.pt" in text
+    assert "CRC64" in text
+    assert not (scene.save_dir / "global_step10").exists()
+    assert not list(scene.staging.iterdir())
+    victim.unlink()
+    (scene.save_dir / "global_step5").rename(scene.root / "x")
+    assert scene.resume().path.name == "global_step5"
+    assert "is gone" in "\n".join(scene.said)
+    (scene.save_dir / "global_step5").rename(scene.root / "y")
+    for path in (scene.nas / "_ckptd" / "nodes").rglob("*.json"):
+        path.write_bytes(path.read_bytes().replace(b'"step":5', b'"step":6'))
+    with pytest.raises(DamagedError):
+        scene.resume()
+
+
+def test_a_copy_that_grew_is_damaged(scene: Scene) -> None:
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    scene.lose_node()
+    with (scene.nas / "global_step5" / "mp_rank_00_model_states.pt").open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(DamagedError):
+        scene.resume()
+
+
+def test_start_fresh_is_said_only_when_it_is_sure(scene: Scene) -> None:
+    scene.ground()
+    with pytest.raises(NothingCommitted) as caught:
+        scene.resume()
+    assert caught.value.exit_code == 4
+    torn = scene.tear(5)
+    with pytest.raises(NothingCommitted):
+        scene.resume(dry_run=True)
+    assert scene.pointer() == torn
+    with pytest.raises(NothingCommitted):
+        scene.resume()
+    assert scene.pointer() is None
+    assert scene.aside() == ["global_step5.1", "latest.1"]
+
+
+def test_never_fresh_without_the_remote(scene: Scene) -> None:
+    with pytest.raises(RemoteUnreachable):
+        scene.resume()
+    scene.nas.mkdir()
+    with pytest.raises(RemoteNotOurs) as caught:
+        scene.resume()
+    assert caught.value.exit_code == 69
+    assert "init-remote" in caught.value.hint
+    scene.save(5)
+    with pytest.raises(RemoteNotOurs):
+        scene.resume()
+    assert scene.resume(remote=False).path.name == "global_step5"
+
+
+def test_the_remote_is_away_and_the_daemon_knew(scene: Scene) -> None:
+    scene.save(5)
+    rows = [{"tag": "global_step5", "branch": 1, "step": 5, "local": {"present": True}}]
+    status = {"jobs": [{"save_dir": str(scene.save_dir), "checkpoints": rows}]}
+    (scene.root / "status.json").write_text(json.dumps(status))
+    assert scene.resume(state_dir=scene.root).path.name == "global_step5"
+    rows.append({"tag": "global_step9", "branch": 1, "step": 9, "local": {"present": True}})
+    (scene.root / "status.json").write_text(json.dumps(status))
+    with pytest.raises(RemoteUnreachable):
+        scene.resume(state_dir=scene.root)
+
+
+def test_another_jobs_remote(scene: Scene) -> None:
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    with pytest.raises(RemoteNotOurs) as caught:
+        scene.resume(name="other")
+    assert "job run" in caught.value.message
+
+
+def test_nothing_at_all(scene: Scene) -> None:
+    with pytest.raises(NotFoundError):
+        scene.resume(remote=False)
+
+
+def test_save_dir_without_its_parent(scene: Scene) -> None:
+    (scene.root / "nvme").rename(scene.root / "unmounted")
+    with pytest.raises(ConfigError):
+        scene.resume()
+
+
+def test_no_room(scene: Scene) -> None:
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    scene.lose_node()
+    with pytest.raises(NoSpaceError) as caught:
+        scene.resume(local={"min_free": "100%"})
+    assert caught.value.exit_code == 74
+    assert not (scene.save_dir / "latest").exists()
+
+
+def test_a_running_trainer_is_left_alone(scene: Scene) -> None:
+    tag = scene.tear(5)
+    with (scene.save_dir / tag / "mp_rank_00_model_states.pt").open("r+b"), pytest.raises(RefusedError):
+        scene.resume(remote=False)
+    assert (scene.save_dir / tag).exists()
+
+
+def test_a_suspect_one_is_not_thrown_away(scene: Scene) -> None:
+    import os
+
+    scene.ground()
+    tag = scene.save(5)
+    os.utime(scene.save_dir / tag / "mp_rank_00_model_states.pt", (1_000_000_000, 1_000_000_000))
+    with pytest.raises(RefusedError) as caught:
+        scene.resume()
+    assert "suspect" in caught.value.message
+    assert (scene.save_dir / tag).exists()
+
+
+def test_several_nodes_choose_what_is_committed(scene: Scene) -> None:
+    """With --nnodes only COMMITs count, and each node gets its own shards and the shared files."""
+    scene.save(5)
+    shards = scene.shards("global_step5")
+    optim = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    scene.commit("global_step5", 5, only=lambda name: name != optim.format(1))
+    scene.node = "n1"
+    scene.commit("global_step5", 5, only=lambda name: name == optim.format(1))
+    scene.save(10)
+    assert scene.resume().path.name == "global_step10"
+    for rank in (0, 1):
+        scene.lose_node()
+        done = scene.resume(nodes=Nodes(count=2, rank=rank))
+        assert done.path.name == "global_step5"
+        mine = {"mp_rank_00_model_states.pt", optim.format(rank)}
+        assert scene.shards("global_step5") == {name: shards[name] for name in mine}
+        assert scene.resume(nodes=Nodes(count=2, rank=rank)).plan.steps == ()
+    scene.lose_node()
+    assert scene.resume().path.name == "global_step5"
+    assert scene.shards("global_step5") == shards
+
+
+def test_a_symlinked_save_dir_is_refused(scene: Scene) -> None:
+    scene.lose_node()
+    target = scene.root / "elsewhere"
+    target.mkdir()
+    scene.save_dir.symlink_to(target)
+    with pytest.raises(ConfigError):
+        scene.resume()
+    assert not list(Path(target).iterdir())
