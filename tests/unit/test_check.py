@@ -1,0 +1,240 @@
+"""`ckptd check`: what it proves on a node and a remote, that it leaves nothing, its exit codes (P19)."""
+
+from __future__ import annotations
+
+import configparser
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import DaemonConfig, load_job
+from ckptd.config_quantities import parse_share
+from ckptd.errors import ConfigError, NotPermitted
+from ckptd.local.probe import Finding, probe_save_dir
+from ckptd.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
+from ckptd.recover.check import check_job
+
+UNIT = Path(__file__).parents[2] / "systemd" / "ckptd@.service"
+NOBODY = 65534
+
+
+def job_file(tmp_path: Path, *, same: bool = True, url: str = "") -> Path:
+    """A job on this machine's disk."""
+    (tmp_path / "nvme").mkdir(exist_ok=True)
+    (tmp_path / "nas").mkdir(exist_ok=True)
+    path = tmp_path / "run.toml"
+    url = url or f"{tmp_path}/nas/run"
+    path.write_text(
+        f'save_dir = "{tmp_path}/nvme/run"\n[[remote]]\nname = "nas"\nurl = "{url}"\n'
+        f"same_filesystem = {str(same).lower()}\n"
+    )
+    return path
+
+
+def findings(path: Path, **options: bool) -> dict[str, Finding]:
+    """Findings by what they are about (the worst of several)."""
+    found: dict[str, Finding] = {}
+    for finding in check_job(load_job(path), DaemonConfig(), os.environ, **options):
+        if finding.what not in found or finding.verdict == "fail":
+            found[finding.what] = finding
+    return found
+
+
+def ckptd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command."""
+    return subprocess.run(
+        [sys.executable, "-m", "ckptd", *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_before_the_first_start(tmp_path: Path) -> None:
+    found = findings(job_file(tmp_path))
+    assert found["save_dir"].verdict == "note"
+    assert "waits" in found["save_dir"].text
+    assert found["remote nas"].verdict == "note"
+    assert "not initialised yet" in found["remote nas"].text
+    assert not (tmp_path / "nas" / "run").exists()
+    assert not (tmp_path / "nvme" / "run").exists()
+
+
+def test_init_remote_and_then_all_is_well(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    (tmp_path / "nvme" / "run").mkdir()
+    found = findings(path, init_remote=True)
+    assert "made this job's remote" in found["remote nas"].text
+    assert (tmp_path / "nas" / "run" / "_ckptd" / "remote.json").is_file()
+    again = findings(path)
+    assert again["remote nas"].verdict == "ok"
+    assert again["write"].verdict == "ok"
+    assert again["children"].what == "children"
+    assert list((tmp_path / "nvme" / "run").iterdir()) == []
+    assert [p.name for p in (tmp_path / "nas" / "run").rglob("*") if p.is_file()] == ["remote.json"]
+
+
+def test_no_probe_touches_nothing(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    (tmp_path / "nvme" / "run").mkdir()
+    found = findings(path, writes=False)
+    assert found["write"].verdict == "note"
+    assert found["remote nas"].verdict == "note"
+
+
+def test_the_same_disk_is_no_remote(tmp_path: Path) -> None:
+    found = findings(job_file(tmp_path, same=False))
+    assert found["remote nas"].verdict == "fail"
+    assert found["remote nas"].exit_code == 69
+
+
+def test_a_remote_that_is_not_there(tmp_path: Path) -> None:
+    found = findings(job_file(tmp_path, url="/nowhere/at/all"))
+    assert found["remote nas"].verdict == "fail"
+    assert found["remote nas"].exit_code == 69
+
+
+def test_another_jobs_remote(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    findings(path, init_remote=True)
+    other = path.rename(tmp_path / "other.toml")
+    found = findings(other)
+    assert found["remote nas"].exit_code == 69
+    assert "job run" in found["remote nas"].text
+
+
+def test_existing_folders_of_ours_stay(tmp_path: Path) -> None:
+    save_dir = tmp_path / "run"
+    (save_dir / "_ckptd" / "derived").mkdir(parents=True)
+    found = {f.what: f for f in probe_save_dir(save_dir, parse_share("5%"), writes=True)}
+    assert found["write"].verdict == "ok"
+    assert [p.name for p in (save_dir / "_ckptd").iterdir()] == ["derived"]
+
+
+def test_little_room_is_said(tmp_path: Path) -> None:
+    found = {f.what: f for f in probe_save_dir(tmp_path, parse_share("100%"), writes=False)}
+    assert found["room"].verdict == "note"
+    assert "min_free" in found["room"].text
+
+
+def _as_nobody(save_dir: Path, queue: multiprocessing.Queue[list[Finding]]) -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    queue.put(list(probe_save_dir(save_dir, parse_share("5%"), writes=True)))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.parametrize(("mode", "shard_mode"), [(0o755, 0o644), (0o777, 0o600), (0o1777, 0o644)])
+def test_somebody_elses_save_dir(mode: int, shard_mode: int) -> None:
+    base = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
+    try:
+        base.chmod(0o755)
+        save_dir = base / "run"
+        folder = save_dir / "global_step5"
+        folder.mkdir(parents=True)
+        shard = folder / "mp_rank_00_model_states.pt"
+        shard.write_bytes(b"PK")
+        shard.chmod(shard_mode)
+        save_dir.chmod(mode)
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.Queue[list[Finding]] = context.Queue()
+        process = context.Process(target=_as_nobody, args=(save_dir, queue))
+        process.start()
+        found = queue.get(timeout=30)
+        process.join()
+    finally:
+        shutil.rmtree(base)
+    failed = {f.what: f for f in found if f.verdict == "fail"}
+    assert failed
+    assert {f.exit_code for f in failed.values()} == {77}
+    assert any("root (0)" in f.text or "root (0)" in f.hint for f in found)
+    if shard_mode == 0o600:
+        assert "mp_rank_00_model_states.pt" in failed["read"].text
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    assert ckptd("check", str(path)).returncode == 0
+    bad = tmp_path / "bad.toml"
+    bad.write_text('output_dir = "/x"\n')
+    done = ckptd("check", str(path), str(bad))
+    assert done.returncode == 78
+    assert '"save_dir"' in done.stdout
+    assert "run: " in done.stdout
+    assert ckptd("check", "--config-dir", str(tmp_path / "none")).returncode == 66
+    assert ckptd("check", str(job_file(tmp_path, same=False))).returncode == 69
+
+
+def test_init_prints_what_check_takes(tmp_path: Path) -> None:
+    (tmp_path / "nas").mkdir()
+    done = ckptd("init", str(tmp_path / "run"), str(tmp_path / "nas" / "run"))
+    assert done.returncode == 0
+    path = tmp_path / "run.toml"
+    path.write_text(done.stdout.replace("# same_filesystem = false", "same_filesystem = true"))
+    assert ckptd("check", str(path)).returncode == 0
+    assert ckptd("init", "run", "s3://bucket/run").returncode == 78
+
+
+def test_state_dir_of(tmp_path: Path) -> None:
+    save_dir = tmp_path / "run"
+    nowhere = {"HOME": "/nonexistent"}
+    assert state_dir_of(save_dir, "run", None, nowhere) == save_dir / "_ckptd" / "state"
+    assert state_dir_of(save_dir, "run", tmp_path / "s", nowhere, jobs_in_daemon=2) == tmp_path / "s" / "run"
+    given = nowhere | {"STATE_DIRECTORY": "/var/lib/ckptd/alice"}
+    assert state_dir_of(save_dir, "run", None, given) == Path("/var/lib/ckptd/alice/run")
+    with pytest.raises(ConfigError):
+        state_dir_of(save_dir, "run", None, nowhere, jobs_in_daemon=2)
+    at_home = state_dir_of(save_dir, "run", None, {"HOME": str(tmp_path)})
+    assert at_home.parent == Path(f"/var/tmp/ckptd-{os.getuid()}")
+    assert at_home != state_dir_of(tmp_path / "other", "run", None, {"HOME": str(tmp_path)})
+
+
+def test_private_state_is_ours_alone() -> None:
+    place = Path(f"/var/tmp/ckptd-{os.getuid()}") / "test-state-dir"
+    try:
+        prepare_state_dir(place)
+        assert place.stat().st_mode & 0o777 == 0o700
+        prepare_state_dir(place)
+        place.chmod(0o755)
+        with pytest.raises(NotPermitted):
+            prepare_state_dir(place)
+        place.rmdir()
+        place.symlink_to("/tmp")
+        with pytest.raises(NotPermitted):
+            prepare_state_dir(place)
+    finally:
+        if place.is_symlink():
+            place.unlink()
+        elif place.exists():
+            place.rmdir()
+
+
+def test_file_systems() -> None:
+    assert filesystem_type(Path("/proc/self")) == "proc"
+    assert is_network("nfs4")
+    assert is_network("fuse.sshfs")
+    assert not is_network("ext4")
+
+
+def test_the_unit() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(UNIT)
+    service = unit["Service"]
+    assert service["Type"] == "notify"
+    assert service["User"] == "%i"
+    assert "--config-dir /etc/ckptd/%i" in service["ExecStart"]
+    assert service["RestartPreventExitStatus"] == "78"
+
+
+@pytest.mark.parametrize("tool", [t for t in [shutil.which("systemd-analyze")] if t])
+def test_systemd_takes_the_unit(tmp_path: Path, tool: str) -> None:
+    unit = tmp_path / "ckptd@root.service"
+    unit.write_text(UNIT.read_text())
+    done = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ckptd" not in done.stderr
