@@ -45,7 +45,7 @@ def main() -> int:
 def _plan(request: dict[str, Any]) -> None:
     with files.opened_dir(request["folder"]) as dir_fd:
         sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
-        save = Surveyor(dir_fd, sources, request["folders"]).survey()
+        save = Surveyor(lambda path: files.reading(dir_fd, path), sources, request["folders"]).survey()
     layout_name = choose_layout(request["compat"], save.ds_version)
     layout = UniversalLayout(save, layout_name, block=request["block"], strict=request["strict"])
     header = Header(

@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd import files
 from ckptd.errors import RefusedError
 from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
 from ckptd.torchfile.fingerprint import fingerprint, tensor_fingerprint
@@ -78,36 +77,34 @@ class OptimShard:
     groups: list[ShardGroup]
 
 
-def open_shard(dir_fd: int, source: Source) -> Opened:
-    """Read one shard's directory, fingerprint and pickle.
+def open_shard(fd: int, source: Source) -> Opened:
+    """Read directory, fingerprint and pickle of the shard open at `fd`.
 
     Raises:
         RefusedError: a pre-zip archive, or one that is no DeepSpeed shard.
         TornArchiveError: truncated or garbled.
-        SourceChanged: it vanished.
     """
-    with files.reading(dir_fd, source.path) as fd:
-        status = os.fstat(fd)
-        if frame(fd, expected=True) is Framing.LEGACY:
-            raise RefusedError(
-                f"{source.path} is a pre-zip torch.save file",
-                hint="set checkpoint.checkpoint_serialization to true; the ZeRO form is safe all the same",
-            )
-        directory = read_directory(fd, source.path)
-        record = directory.records["data.pkl"]
-        root = unpickle(os.pread(fd, record.size, record.offset), source.path, directory)
-        if not isinstance(root, dict):
-            raise RefusedError(f"{source.path} is no DeepSpeed shard (its pickle is a {type(root).__name__})")
-        return Opened(
-            source=source,
-            size_bytes=status.st_size,
-            identity=(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
-            fingerprint=fingerprint(fd, directory),
-            tensor_fingerprint=tensor_fingerprint(fd, directory),
-            directory=directory,
-            facts=shard_facts(root, fd),
-            root=root,
+    status = os.fstat(fd)
+    if frame(fd, expected=True) is Framing.LEGACY:
+        raise RefusedError(
+            f"{source.path} is a pre-zip torch.save file",
+            hint="set checkpoint.checkpoint_serialization to true; the ZeRO form is safe all the same",
         )
+    directory = read_directory(fd, source.path)
+    record = directory.records["data.pkl"]
+    root = unpickle(os.pread(fd, record.size, record.offset), source.path, directory)
+    if not isinstance(root, dict):
+        raise RefusedError(f"{source.path} is no DeepSpeed shard (its pickle is a {type(root).__name__})")
+    return Opened(
+        source=source,
+        size_bytes=status.st_size,
+        identity=(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
+        fingerprint=fingerprint(fd, directory),
+        tensor_fingerprint=tensor_fingerprint(fd, directory),
+        directory=directory,
+        facts=shard_facts(root, fd),
+        root=root,
+    )
 
 
 def flat(value: Any, source: Source, what: str) -> Flat:

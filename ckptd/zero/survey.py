@@ -7,6 +7,8 @@ saves, contradictory, or of a kind that has no range-copy form here.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from ckptd.zero import stage3, stage12
 from ckptd.zero.facts import RawFacts, as_dict, numel
 from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
 
+Opening = Callable[[str], AbstractContextManager[int]]
 SAFE = "the ZeRO form is safe all the same"
 
 
@@ -53,10 +56,10 @@ class Save:
 
 
 class Surveyor:
-    """Opens shards one by one and compares them."""
+    """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while."""
 
-    def __init__(self, dir_fd: int, sources: list[Source], folders: list[str]) -> None:
-        self.dir_fd = dir_fd
+    def __init__(self, opening: Opening, sources: list[Source], folders: list[str]) -> None:
+        self.opening = opening
         self.sources = sources
         self.folders = folders
         self.reads: list[Read] = []
@@ -100,9 +103,13 @@ class Surveyor:
             reads=self.reads,
         )
 
+    def _look(self, source: Source) -> Opened:
+        with self.opening(source.path) as fd:
+            return open_shard(fd, source)
+
     def _open(self, source: Source) -> Opened:
         """Open a shard and give it its number in the plan."""
-        opened = open_shard(self.dir_fd, replace(source, index=len(self.reads)))
+        opened = self._look(replace(source, index=len(self.reads)))
         self.reads.append(
             Read(source.path, source.role, opened.size_bytes, opened.identity, opened.fingerprint)
         )
@@ -128,14 +135,14 @@ class Surveyor:
         model = next((s for s in self.sources if s.role == "model"), None)
         if model is None:
             raise RefusedError("there is no DeepSpeed checkpoint in this folder (no *_optim_states.pt)")
-        facts = open_shard(self.dir_fd, model).facts
+        facts = self._look(model).facts
         if facts.zero_stage == 0:
             raise RefusedError("a checkpoint without ZeRO (stage 0) has no universal form", hint=SAFE)
         raise DamagedError("no optimizer shard is here (*_optim_states.pt), only model states")
 
     def _refuse_model_parallel(self, ranks: int, *, pipeline: bool) -> None:
         model = next((s for s in self.sources if s.role == "model"), None)
-        facts = open_shard(self.dir_fd, model).facts if model else RawFacts()
+        facts = self._look(model).facts if model else RawFacts()
         tp, pp = facts.tp or (1 if pipeline else ranks), facts.pp or (ranks if pipeline else 1)
         what = f"pipeline parallel degree {pp}" if pp > 1 else f"tensor parallel degree {tp}"
         if pp > 1 and tp > 1:

@@ -46,7 +46,7 @@ def survey(folder: Path) -> Save:
         if shard is not None:
             listed.append(Source(0, path.name, shard.role.value, shard.shard.d, shard.shard.mm))
     with files.opened_dir(folder) as fd:
-        return Surveyor(fd, listed, []).survey()
+        return Surveyor(lambda path: files.reading(fd, path), listed, []).survey()
 
 
 def convert_here(folder: Path, out: Path, layout: str, *, block: bool = False) -> Save:
