@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.config import config_digest
 from ckptd.core import actions as a
-from ckptd.core.generation import Already, Retired, Use
-from ckptd.core.lifecycle import State
 from ckptd.core.planner import plan
-from ckptd.core.view import ZERO, GenerationAnswer, ShipState
+from ckptd.daemon.checks import notice_gone, see_problems
 from ckptd.daemon.chores import Chores, recover
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
@@ -76,10 +74,10 @@ class Job:
         self.job_id: str | None = None
         self._daemon = daemon
         self._memory_budget_bytes = memory_budget_bytes
-        self._workers = workers
+        self.workers = workers
         self._post = post
         self._fd: int | None = None
-        self._watcher: Watcher | None = None
+        self.watcher: Watcher | None = None
         self._hinted_at: float | None = None
         self._needs_turn = True
         self._turns = 0
@@ -126,8 +124,8 @@ class Job:
             raise LockHeld(msg) from error
         self._fd = fd
         self.problems.clear("save-dir-missing", save_dir)
-        self._watcher = Watcher(save_dir, self.hint)
-        self._watcher.start()
+        self.watcher = Watcher(save_dir, self.hint)
+        self.watcher.start()
 
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
@@ -166,12 +164,12 @@ class Job:
         self.knowledge = Knowledge(
             state, self.state_dir, self.links, self.node, self.config.save_spread_seconds, self.wake
         )
-        self.intake = Intake(self.config, state, self._workers, self.knowledge, self.wake)
+        self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
         self.shipping = Shipping(
             self.config, config_digest(self.config), state, self.links, self._audit, self.wake
         )
         self.chores = Chores(
-            self.config, state, self._workers, self._audit, self._memory_budget_bytes // 2, self.wake
+            self.config, state, self.workers, self._audit, self._memory_budget_bytes // 2, self.wake
         )
         return state
 
@@ -277,14 +275,14 @@ class Job:
         self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
         self.intake.look(listing, save_dir_fd, now_seconds)
-        self._notice_gone(state)
+        notice_gone(self, state)
         self._prove_rights(save_dir_fd, state)
-        self._choose_generations(state)
+        self.knowledge.choose_generations()
         self._pace(state)
-        if self._watcher is not None:
-            self._watcher.follow(state.in_flight)
+        if self.watcher is not None:
+            self.watcher.follow(state.in_flight)
         self._plan_and_act(state, save_dir_fd)
-        self._see_problems(state)
+        see_problems(self, state)
         if state.is_first_scan:
             state.is_first_scan = False
             self.wake()
@@ -336,31 +334,6 @@ class Job:
         self.close()
         self.wake()
 
-    def _notice_gone(self, state: JobState) -> None:
-        """Saves whose folder vanished without us: the trainer's right; an alarm if it was not safe."""
-        assert state.listing is not None
-        folders = {f.tag for f in state.listing.folders}
-        pruning = {row.save_id for row in state.journal.open_deletions()}
-        for row in list(state.rows.values()):
-            tag = row.save.tag
-            if row.state != "present" or tag in folders or row.id in pruning or state.busy[row.id]:
-                continue
-            safe = all(
-                state.ship(row.id, r.name, ZERO).state is ShipState.COMMITTED
-                for r in self.config.remotes
-                if r.required
-            )
-            state.journal.end_save(row.id, "vanished")
-            if not safe and not row.held:
-                self.problems.put(
-                    "vanished-uncommitted",
-                    tag,
-                    f"{tag} was removed before it was committed",
-                    "raise the trainer's own save limit, or save less often",
-                )
-            log.info("%s was removed by somebody else", tag)
-            state.load()
-
     def _prove_rights(self, save_dir_fd: int, state: JobState) -> None:
         """P19, once there is something to keep; and P1's device check."""
         about = str(self.config.save_dir)
@@ -381,121 +354,29 @@ class Job:
         if state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
             self._may_delete = False
 
-    def _choose_generations(self, state: JobState) -> None:
-        """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
-        for row in list(state.rows.values()):
-            if row.state != "present" and not row.held:
-                continue
-            for name, link in self.links.items():
-                record = state.ship(row.id, name, ZERO)
-                key = (row.id, name, ZERO)
-                if record.state not in (ShipState.NEW, ShipState.FAILED) or key in state.generations:
-                    continue
-                match self.knowledge.choose(row.save, link):
-                    case Use(generation=g):
-                        state.generations[key] = GenerationAnswer(generation=g)
-                    case Already() as already:
-                        found = {
-                            "state": ShipState.COMMITTED,
-                            "generation": already.generation,
-                            "commit_key": already.commit_key,
-                            "commit_sha256": already.commit_sha256,
-                            "unlisted": already.unlisted,
-                        }
-                        state.put_ship(row.id, record.model_copy(update=found))
-                        log.info("%s is committed on %s already; nothing is sent", row.save.tag, name)
-                    case Retired(generation=g):
-                        update = {"state": ShipState.RETIRED, "generation": g}
-                        state.put_ship(row.id, record.model_copy(update=update))
-                    case None:
-                        pass
-
     def _pace(self, state: JobState) -> None:
         is_busy = bool(state.in_flight)
         self.chores.pace(is_save_in_flight=is_busy)
         for link in self.links.values():
             link.pace(BUSY_FRACTION if is_busy else 1.0)
 
-    def _see_problems(self, state: JobState) -> None:
-        """Problems that hold for as long as each turn sees them."""
-        see = self.problems
-        see.begin_turn()
-        for tag, verdict in state.verdicts.items():
-            reason = f"{tag}: {verdict.reason}"
-            if verdict.state is State.TORN_RESAVE:
-                see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
-            elif verdict.state is State.INCOMPLETE:
-                see.see("incomplete-save", tag, reason, "its writer is gone; ckptd resume moves it aside")
-            elif verdict.state is State.SUSPECT:
-                see.see(
-                    "suspect-save", tag, reason, f"if it is one save: ckptd accept {self.config.name} {tag}"
-                )
-            elif verdict.state is State.REFUSED:
-                see.see("tag-refused", tag, reason, "rename the folder, or choose another tag in the trainer")
-        unsealed = [
-            t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)
-        ]
-        if unsealed and not self.knowledge.has_heard_all and not self.knowledge.is_rebuilt:
-            text = f"{unsealed[0]} waits: a new journal asks every remote once what it holds already"
-            see.see("waiting-for-remote", "journal", text, "bring the remote back")
-        view = self.view
-        if view is not None and view.disk.free_bytes < view.disk.reserve_bytes:
-            free, need = view.disk.free_bytes / 1e9, view.disk.reserve_bytes / 1e9
-            text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
-            see.see("disk-low", "disk", text, "nothing uncommitted is deleted; free space or save less often")
-        if self._watcher is not None and self._watcher.problem:
-            see.see("no-file-events", "inotify", self._watcher.problem, "nothing to do")
-        see.end_turn()
-
-    # --- idle, end -------------------------------------------------------------------------------------
+    # --- end -------------------------------------------------------------------------------------------
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
-        state = self.state
-        if state is None or state.is_first_scan or self._needs_turn or state.plan is None:
-            return self.state is None and self._turns > 1
-        under_way = state.moving or state.converting or state.asking or self._workers.open or state.in_flight
-        unsealed = any(
-            v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)
-            or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
-            for tag, v in state.verdicts.items()
-        )
-        attaching = any(
-            link.attached is None and link.seconds_to_retry() == 0 for link in self.links.values()
-        )
-        fresh = all(link.is_ready for link in self.links.values())
-        pending = any(link.open_orders for link in self.links.values())
-        actions = [x for x in state.plan.actions if not isinstance(x, a.AskConfirmation | a.Describe)]
-        if not fresh:
-            return not under_way and not attaching and not pending
-        return not under_way and not unsealed and not actions and not pending
+    def needs_turn(self) -> bool:
+        """A result arrived that no turn has seen."""
+        return self._needs_turn
 
     @property
-    def exit_code(self) -> int:
-        """0 safe, 3 behind, 1 a person is needed."""
-        severities = {p.severity for p in self.problems.all()}
-        if "attention" in severities:
-            return 1
-        return 3 if "behind" in severities or self._is_behind else 0
-
-    @property
-    def _is_behind(self) -> bool:
-        if self.view is None:
-            return False
-        required = [r.name for r in self.view.remotes if r.is_required]
-        return any(
-            s.is_intact and s.ship(r, ZERO).state not in (ShipState.COMMITTED, ShipState.RETIRED)
-            for s in self.view.saves
-            for r in required
-            if s.is_adopted or not s.was_found_first
-        )
+    def turns(self) -> int:
+        """Turns taken."""
+        return self._turns
 
     def close(self) -> None:
         """Stop everything of this job; what is half done is continued by the next start."""
-        if self._watcher is not None:
-            self._watcher.stop()
-            self._watcher = None
+        if self.watcher is not None:
+            self.watcher.stop()
+            self.watcher = None
         if self.state is not None:
             self.chores.stop()
             for link in self.links.values():

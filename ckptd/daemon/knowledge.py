@@ -7,17 +7,18 @@ A save that a COMMIT lists already is recognised by its fingerprints and keeps i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core import manifest as mf
-from ckptd.core.generation import GenerationChoice, choose_generation
+from ckptd.core.generation import Already, GenerationChoice, Retired, Use, choose_generation
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
-from ckptd.core.view import ZERO
+from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.intake import Recogniser
 from ckptd.errors import CkptdError
 from ckptd.remote import messages as m
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ckptd.core.save import SealedSave
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
+
+log = logging.getLogger("ckptd.knowledge")
 
 DECISIONS = "decisions"
 _BESIDE = (Role.SIDE, Role.EXTRA)
@@ -209,7 +212,37 @@ class Knowledge(Recogniser):
 
     # --- generations -----------------------------------------------------------------------------------
 
-    def choose(self, save: SealedSave, link: RemoteLink) -> GenerationChoice | None:
+    def choose_generations(self) -> None:
+        """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
+        state = self._state
+        for row in list(state.rows.values()):
+            if row.state != "present" and not row.held:
+                continue
+            for name, link in self._links.items():
+                record = state.ship(row.id, name, ZERO)
+                key = (row.id, name, ZERO)
+                if record.state not in (ShipState.NEW, ShipState.FAILED) or key in state.generations:
+                    continue
+                match self._choose(row.save, link):
+                    case Use(generation=g):
+                        state.generations[key] = GenerationAnswer(generation=g)
+                    case Already() as already:
+                        found = {
+                            "state": ShipState.COMMITTED,
+                            "generation": already.generation,
+                            "commit_key": already.commit_key,
+                            "commit_sha256": already.commit_sha256,
+                            "unlisted": already.unlisted,
+                        }
+                        state.put_ship(row.id, record.model_copy(update=found))
+                        log.info("%s is committed on %s already; nothing is sent", row.save.tag, name)
+                    case Retired(generation=g):
+                        update = {"state": ShipState.RETIRED, "generation": g}
+                        state.put_ship(row.id, record.model_copy(update=update))
+                    case None:
+                        pass
+
+    def _choose(self, save: SealedSave, link: RemoteLink) -> GenerationChoice | None:
         """`choose_generation` on what the link was told of the tag; None while it was not asked."""
         if save.tag not in link.tag_views or link.settings.job_id is None:
             return None

@@ -17,6 +17,7 @@ import psutil
 import sdnotify
 
 from ckptd import __version__
+from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
 from ckptd.daemon.report import job_status
 from ckptd.daemon.workers import Workers
@@ -141,7 +142,7 @@ class Daemon:
             if not self.jobs:
                 return
             self._publish_when_due(now)
-            is_idle = all(job.is_idle for job in self.jobs)
+            is_idle = all(is_idle(job) for job in self.jobs)
             if is_idle and (self._once or self._deadline is not None):
                 return
             if self._deadline is not None and now >= self._deadline:
@@ -212,7 +213,7 @@ class Daemon:
         return found
 
     def _exit_code(self) -> int:
-        codes = [job.exit_code for job in self.jobs] + [error.exit_code for _, _, error in self.invalid]
+        codes = [exit_code(job) for job in self.jobs] + [error.exit_code for _, _, error in self.invalid]
         if not self._once and self._deadline is None:
             return 0 if self.jobs else max(codes, default=0)
         for code in (1, 3):

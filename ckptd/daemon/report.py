@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.daemon.checks import is_idle
 from ckptd.daemon.viewing import next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
@@ -48,7 +49,7 @@ def job_status(job: Job) -> st.JobStatus:
     is_current = newest is None or (
         safe is not None and (newest.save.branch, newest.save.step) <= (safe.branch, safe.step)
     )
-    if not is_current and state == "ok" and job.is_idle:
+    if not is_current and state == "ok" and is_idle(job):
         state = "behind"
     same_branch = newest is not None and safe is not None and newest.save.branch == safe.branch
     return st.JobStatus(

@@ -7,21 +7,16 @@ between leaves a ship that the next start continues (P7).
 from __future__ import annotations
 
 import logging
-import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd import __version__
-from ckptd.core.layouts import Role
-from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name
 from ckptd.core.view import UNIVERSAL, ZERO, Confirmation, ShipRecord, ShipState
 from ckptd.daemon.links import backoff_seconds, error_of
+from ckptd.daemon.orders import files_to_ship, ship_order
 from ckptd.daemon.state import JobState, Moving
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
-from ckptd.local import fs
-from ckptd.local.scan import scan_folder
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -29,9 +24,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import AskConfirmation, Retire, Ship
-    from ckptd.core.listing import ListedFile
     from ckptd.daemon.links import RemoteLink
-    from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.ship")
@@ -66,8 +59,11 @@ class Shipping:
         old = state.ship(*key)
         if old.generation not in (None, action.generation) or old.attempt != action.attempt:
             state.journal.forget_objects(*key)
-        files = self._files(row, action, save_dir_fd)
+        files = files_to_ship(row, action, save_dir_fd)
         if files is None:
+            if row.held:
+                state.journal.set_held(row.id, held=False)
+                state.load()
             return
         record = old.model_copy(
             update={
@@ -78,7 +74,16 @@ class Shipping:
             }
         )
         state.put_ship(action.save_id, record)
-        order = self._order(row, action, files)
+        order = ship_order(
+            row,
+            action,
+            files,
+            root=str(self._config.save_dir),
+            settings=link.settings,
+            config_digest=self._config_digest,
+            objects=state.journal.objects(*key),
+            save_spread_seconds=self._config.save_spread_seconds,
+        )
         total = sum(f.bytes for f in files)
         state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
         state.busy[action.save_id] += 1
@@ -90,116 +95,6 @@ class Shipping:
             action.remote,
             action.generation,
             total / 1e6,
-        )
-
-    def _files(self, row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
-        folder = folder_name(row.save.tag, action.generation, action.form, action.attempt)
-        if action.form == UNIVERSAL:
-            source = f"{fs.DERIVED}/{UNIVERSAL}/{row.save.tag}"
-            listing = scan_folder(save_dir_fd, source)
-            if listing is None:
-                return None
-            return tuple(_derived_file(f, folder, source) for f in listing.files)
-        if row.held:
-            source = f"{fs.HOLD}/{hold_name(row)}"
-            held = scan_folder(save_dir_fd, source)
-            if held is None:
-                self._state.journal.set_held(row.id, held=False)
-                self._state.load()
-                return None
-            identities = {f.path: f.identity for f in held.files}
-        else:
-            source = row.save.tag
-            identities = {f.path: f.identity for f in row.save.files}
-        files = [
-            m.ShipFile(
-                path=f.path,
-                key=f"{folder}/{f.path}",
-                source=f"{source}/{f.path}",
-                identity=identities.get(f.path, f.identity),
-                bytes=f.identity.size_bytes,
-                role=f.role,
-                shard=f.shard,
-                fingerprint=f.fingerprint,
-                tensor_fingerprint=f.tensor_fingerprint,
-                mode=f.mode,
-            )
-            for f in row.save.files
-        ]
-        return tuple(files) + self._extras(row, folder, save_dir_fd)
-
-    def _extras(self, row: SaveRow, folder: str, save_dir_fd: int) -> tuple[m.ShipFile, ...]:
-        found = []
-        for extra in row.save.extras:
-            try:
-                status = os.stat(extra.path, dir_fd=save_dir_fd, follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            found.append(
-                m.ShipFile(
-                    path=f"{EXTRA_FOLDER}/{extra.path}",
-                    key=f"{folder}/{EXTRA_FOLDER}/{extra.path}",
-                    source=extra.path,
-                    identity=None,
-                    bytes=status.st_size,
-                    role=Role.EXTRA,
-                    fingerprint="",
-                    mode=extra.mode,
-                    check_zip_crc=False,
-                )
-            )
-        return tuple(found)
-
-    def _order(self, row: SaveRow, action: Ship, files: tuple[m.ShipFile, ...]) -> m.ShipOrder:
-        save, link = row.save, self._links[action.remote]
-        settings = link.settings
-        assert settings.job_id is not None
-        source = None
-        if action.form == UNIVERSAL:
-            source = DerivedSource(
-                generation=action.generation,
-                fingerprints=save.fingerprints,
-                plan_sha256=row.derived.plan_sha256,
-                layout=row.derived.layout,
-                alignment=row.derived.alignment,
-            )
-        manifest = NodeManifest(
-            job_id=settings.job_id,
-            tag=save.tag,
-            generation=action.generation,
-            form=action.form,
-            folder=folder_name(save.tag, action.generation, action.form, action.attempt),
-            node=settings.node,
-            node_id=settings.node_id,
-            attempt=action.attempt,
-            run_id=save.run_id,
-            ckptd_version=__version__,
-            config_digest=self._config_digest,
-            branch=save.branch,
-            step=save.step,
-            save_seq=save.save_seq,
-            save_window=save.window,
-            writer=save.writer,
-            grid=save.grid,
-            source=source,
-            files=(),
-        )
-        objects = self._state.journal.objects(row.id, action.remote, action.form)
-        return m.ShipOrder(
-            root=str(self._config.save_dir),
-            manifest=manifest,
-            files=files,
-            shipped=tuple(
-                m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof="read-back")
-                for o in objects
-                if o.proof == "read-back"
-            ),
-            partly=tuple(
-                m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16))
-                for o in objects
-                if o.proof is None and o.flushed_bytes
-            ),
-            save_spread_seconds=self._config.save_spread_seconds,
         )
 
     def _on_ship(self, action: Ship, answer: m.Answer) -> None:
@@ -417,22 +312,3 @@ class Shipping:
 
         link.ship_order = link.order(order, done)
         log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
-
-
-def hold_name(row: SaveRow) -> str:
-    """Folder of a hold: the tag and the save's journal id."""
-    return f"{row.save.tag}.{row.id}"
-
-
-def _derived_file(file: ListedFile, folder: str, source: str) -> m.ShipFile:
-    return m.ShipFile(
-        path=file.path,
-        key=f"{folder}/{file.path}",
-        source=f"{source}/{file.path}",
-        identity=file.identity,
-        bytes=file.identity.size_bytes,
-        role=Role.UNIVERSAL,
-        fingerprint="",
-        mode=file.mode,
-        check_zip_crc=False,
-    )

@@ -1,0 +1,119 @@
+"""What each turn sees on the side: vanished saves, standing problems, whether anything is left to do (P17).
+
+Reads the job's memory only; raises and clears problems, decides nothing about data.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ckptd.core import actions as a
+from ckptd.core.lifecycle import State
+from ckptd.core.view import ZERO, ShipState
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+
+log = logging.getLogger("ckptd.job")
+
+
+def notice_gone(job: Job, state: JobState) -> None:
+    """Saves whose folder vanished without us: the trainer's right; an alarm if it was not safe."""
+    assert state.listing is not None
+    folders = {f.tag for f in state.listing.folders}
+    pruning = {row.save_id for row in state.journal.open_deletions()}
+    for row in list(state.rows.values()):
+        tag = row.save.tag
+        if row.state != "present" or tag in folders or row.id in pruning or state.busy[row.id]:
+            continue
+        state.journal.end_save(row.id, "vanished")
+        log.info("%s was removed by somebody else", tag)
+        required = [r.name for r in job.config.remotes if r.required]
+        if not row.held and any(
+            state.ship(row.id, name, ZERO).state is not ShipState.COMMITTED for name in required
+        ):
+            job.problems.put(
+                "vanished-uncommitted",
+                tag,
+                f"{tag} was removed before it was committed",
+                "raise the trainer's own save limit, or save less often",
+            )
+        state.load()
+
+
+def see_problems(job: Job, state: JobState) -> None:
+    """Problems that hold for as long as each turn sees them."""
+    see = job.problems
+    see.begin_turn()
+    for tag, verdict in state.verdicts.items():
+        reason = f"{tag}: {verdict.reason}"
+        if verdict.state is State.TORN_RESAVE:
+            see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
+        elif verdict.state is State.INCOMPLETE:
+            see.see("incomplete-save", tag, reason, "its writer is gone; ckptd resume moves it aside")
+        elif verdict.state is State.SUSPECT:
+            see.see("suspect-save", tag, reason, f"if it is one save: ckptd accept {job.config.name} {tag}")
+        elif verdict.state is State.REFUSED:
+            see.see("tag-refused", tag, reason, "rename the folder, or choose another tag in the trainer")
+    unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
+    if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
+        text = f"{unsealed[0]} waits: a new journal asks every remote once what it holds already"
+        see.see("waiting-for-remote", "journal", text, "bring the remote back")
+    if job.view is not None and job.view.disk.free_bytes < job.view.disk.reserve_bytes:
+        free, need = job.view.disk.free_bytes / 1e9, job.view.disk.reserve_bytes / 1e9
+        text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
+        see.see("disk-low", "disk", text, "nothing uncommitted is deleted; free space or save less often")
+    if job.watcher is not None and job.watcher.problem:
+        see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
+    see.end_turn()
+
+
+def is_idle(job: Job) -> bool:
+    """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
+    state = job.state
+    if state is None:
+        return job.turns > 1
+    if state.is_first_scan or job.needs_turn or state.plan is None:
+        return False
+    links = job.links.values()
+    if state.moving or state.converting or state.asking or job.workers.open or state.in_flight:
+        return False
+    if any(link.open_orders or (link.attached is None and not link.seconds_to_retry()) for link in links):
+        return False
+    if not all(link.is_ready for link in links):
+        return True
+    unsealed = any(
+        v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)
+        or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
+        for tag, v in state.verdicts.items()
+    )
+    waits = any(
+        record.retry_at_seconds
+        for records in state.ships.values()
+        for record in records.values()
+        if record.state is ShipState.FAILED and record.tries < 3
+    )
+    actions = [x for x in state.plan.actions if not isinstance(x, a.Describe)]
+    return not unsealed and not actions and not waits
+
+
+def exit_code(job: Job) -> int:
+    """0 safe, 3 behind, 1 a person is needed (docs/contract.md)."""
+    severities = {p.severity for p in job.problems.all()}
+    if "attention" in severities:
+        return 1
+    return 3 if "behind" in severities or _is_behind(job) else 0
+
+
+def _is_behind(job: Job) -> bool:
+    if job.view is None:
+        return False
+    required = [r.name for r in job.view.remotes if r.is_required]
+    return any(
+        s.is_intact and s.ship(r, ZERO).state not in (ShipState.COMMITTED, ShipState.RETIRED)
+        for s in job.view.saves
+        for r in required
+        if s.is_adopted or not s.was_found_first
+    )

@@ -1,0 +1,163 @@
+"""What an order to ship says: files, keys, identities, the manifest's head, what an earlier attempt finished.
+
+Built from journal rows in the deciding thread; nothing is sent here (docs/contract.md *In the remote*).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ckptd import __version__
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name
+from ckptd.core.view import UNIVERSAL
+from ckptd.local import fs
+from ckptd.local.scan import scan_folder
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.actions import Ship
+    from ckptd.core.listing import ListedFile
+    from ckptd.core.save import SealedFile
+    from ckptd.journal import ObjectRow, SaveRow
+
+
+def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+    """Every file of one form, from the hold where there is one; None when its source is gone."""
+    folder = folder_name(row.save.tag, action.generation, action.form, action.attempt)
+    if action.form == UNIVERSAL:
+        source = f"{fs.DERIVED}/{UNIVERSAL}/{row.save.tag}"
+        derived = scan_folder(save_dir_fd, source)
+        return None if derived is None else tuple(_derived(f, folder, source) for f in derived.files)
+    source = row.save.tag
+    identities = {f.path: f.identity for f in row.save.files}
+    if row.held:
+        source = f"{fs.HOLD}/{hold_name(row)}"
+        held = scan_folder(save_dir_fd, source)
+        if held is None:
+            return None
+        identities = {f.path: f.identity for f in held.files}
+    shards = tuple(
+        m.ShipFile(
+            path=f.path,
+            key=f"{folder}/{f.path}",
+            source=f"{source}/{f.path}",
+            identity=identities.get(f.path, f.identity),
+            bytes=f.identity.size_bytes,
+            role=f.role,
+            shard=f.shard,
+            fingerprint=f.fingerprint,
+            tensor_fingerprint=f.tensor_fingerprint,
+            mode=f.mode,
+        )
+        for f in row.save.files
+    )
+    return shards + _extras(row.save.extras, folder, save_dir_fd)
+
+
+def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tuple[m.ShipFile, ...]:
+    """Files of save_dir that travel along, as they are now: trainers rewrite them at each save."""
+    found = []
+    for extra in extras:
+        try:
+            status = os.stat(extra.path, dir_fd=save_dir_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        found.append(
+            m.ShipFile(
+                path=f"{EXTRA_FOLDER}/{extra.path}",
+                key=f"{folder}/{EXTRA_FOLDER}/{extra.path}",
+                source=extra.path,
+                identity=None,
+                bytes=status.st_size,
+                role=Role.EXTRA,
+                fingerprint="",
+                mode=extra.mode,
+                check_zip_crc=False,
+            )
+        )
+    return tuple(found)
+
+
+def _derived(file: ListedFile, folder: str, source: str) -> m.ShipFile:
+    return m.ShipFile(
+        path=file.path,
+        key=f"{folder}/{file.path}",
+        source=f"{source}/{file.path}",
+        identity=file.identity,
+        bytes=file.identity.size_bytes,
+        role=Role.UNIVERSAL,
+        fingerprint="",
+        mode=file.mode,
+        check_zip_crc=False,
+    )
+
+
+def ship_order(
+    row: SaveRow,
+    action: Ship,
+    files: tuple[m.ShipFile, ...],
+    *,
+    root: str,
+    settings: m.RemoteSettings,
+    config_digest: str,
+    objects: Sequence[ObjectRow],
+    save_spread_seconds: float,
+) -> m.ShipOrder:
+    """The whole order; `objects` is what the journal knows of an earlier attempt."""
+    save = row.save
+    assert settings.job_id is not None
+    source = None
+    if action.form == UNIVERSAL:
+        source = DerivedSource(
+            generation=action.generation,
+            fingerprints=save.fingerprints,
+            plan_sha256=row.derived.plan_sha256,
+            layout=row.derived.layout,
+            alignment=row.derived.alignment,
+        )
+    manifest = NodeManifest(
+        job_id=settings.job_id,
+        tag=save.tag,
+        generation=action.generation,
+        form=action.form,
+        folder=folder_name(save.tag, action.generation, action.form, action.attempt),
+        node=settings.node,
+        node_id=settings.node_id,
+        attempt=action.attempt,
+        run_id=save.run_id,
+        ckptd_version=__version__,
+        config_digest=config_digest,
+        branch=save.branch,
+        step=save.step,
+        save_seq=save.save_seq,
+        save_window=save.window,
+        writer=save.writer,
+        grid=save.grid,
+        source=source,
+        files=(),
+    )
+    return m.ShipOrder(
+        root=root,
+        manifest=manifest,
+        files=files,
+        shipped=tuple(
+            m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof="read-back")
+            for o in objects
+            if o.proof == "read-back"
+        ),
+        partly=tuple(
+            m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16))
+            for o in objects
+            if o.proof is None and o.flushed_bytes
+        ),
+        save_spread_seconds=save_spread_seconds,
+    )
+
+
+def hold_name(row: SaveRow) -> str:
+    """Folder of a hold: the tag and the save's journal id."""
+    return f"{row.save.tag}.{row.id}"
