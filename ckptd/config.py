@@ -25,9 +25,9 @@ from ckptd.config_model import (
     Retention,
     Section,
     config_digest,
-    url_path,
 )
 from ckptd.config_relations import check_job_paths, conflicts
+from ckptd.config_values import url_path
 from ckptd.errors import ConfigError, NotFoundError, from_os_error
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -25,16 +24,28 @@ from pydantic import (
 
 from ckptd.config_quantities import (
     Bandwidth,
-    OptionalSeconds,
     Seconds,
     Share,
     ShareOrBytes,
     show_bandwidth,
 )
+from ckptd.config_values import (
+    Count,
+    Form,
+    Name,
+    Names,
+    StateDir,
+    Url,
+    check_save_dir,
+    known_form,
+    known_policy,
+    known_trainer,
+    only_never,
+    reject,
+)
 from ckptd.core.retention import RetentionPolicy
 
 MIN_MEMORY_BUDGET_BYTES = 256 << 20
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
 
 
 def _key(default: Any, name: str, shown: str, text: str) -> Any:
@@ -49,84 +60,6 @@ def _key(default: Any, name: str, shown: str, text: str) -> Any:
 
 def _required(name: str, shown: str, text: str) -> Any:
     return Field(validation_alias=name, description=text, json_schema_extra={"toml": f"{name} = {shown}"})
-
-
-def _fail(text: str) -> None:
-    raise ValueError(text)
-
-
-def _name(value: str) -> str:
-    if not value or not set(value) <= _NAME_CHARACTERS or value[0] in ".-":
-        _fail("a name is made of letters, digits and . _ = + -, and starts with none of . and -")
-    return value
-
-
-def _path(value: object) -> Path:
-    if not isinstance(value, str | Path):
-        _fail('a path is a string, such as "/nvme/llama-7b"')
-    path = Path(str(value))
-    if not path.is_absolute():
-        _fail("the path must be absolute")
-    if "\0" in str(value) or ".." in path.parts:
-        _fail("the path must not contain '..' or NUL")
-    return path
-
-
-def _save_dir(value: object) -> Path:
-    if isinstance(value, str) and any(c in value for c in "*?["):
-        _fail("globs are not in this version; write one job file per directory")
-    path = _path(value)
-    if path == Path("/"):
-        _fail("save_dir cannot be the root directory")
-    return path
-
-
-def _url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.password or (parts.username and ":" in parts.netloc):
-        _fail("a secret does not belong in a URL")
-    if parts.scheme not in ("", "file"):
-        _fail(f"{parts.scheme}:// is not in this version; it takes directories, such as /mnt/nas/llama-7b")
-    path = url_path(value)
-    if path is None or not path.is_absolute() or ".." in path.parts or path == Path("/"):
-        _fail("the path must be absolute, without '..', and not the root directory")
-    return value
-
-
-def _pattern(value: str) -> str:
-    if not value or "/" in value or value.startswith("_ckptd"):
-        _fail("a pattern names files directly in save_dir, such as tokenizer*")
-    return value
-
-
-def url_path(url: str) -> Path | None:
-    """The directory that a remote's URL names; None for other kinds of stores."""
-    parts = urlsplit(url)
-    if parts.scheme == "":
-        return Path(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None
-
-
-Name = Annotated[str, AfterValidator(_name)]
-Url = Annotated[str, AfterValidator(_url)]
-StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else _path(v))]
-Names = Annotated[tuple[Annotated[str, AfterValidator(_pattern)], ...], Strict(False)]
-Count = Annotated[int, Field(ge=1)]
-
-
-def _known_form(value: object) -> object:
-    if isinstance(value, str) and value.startswith("weights-"):
-        _fail(f'the form "{value}" is not in this version; it knows "zero" and "universal"')
-    return value
-
-
-def _known_trainer(value: object) -> object:
-    if value in ("huggingface", "lightning", "accelerate", "megatron"):
-        _fail(f'the trainer "{value}" is not in this version; it knows plain DeepSpeed save_dirs')
-    return value
-
-
-Form = Annotated[Literal["zero", "universal"], BeforeValidator(_known_form)]
 
 
 class Section(BaseModel):
@@ -152,7 +85,7 @@ class Retention(Section):
     @model_validator(mode="after")
     def _one_limit(self) -> Retention:
         if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
-            _fail("save_total_limit and keep_last are one key; they say different numbers")
+            reject("save_total_limit and keep_last are one key; they say different numbers")
         return self
 
     @property
@@ -168,7 +101,7 @@ class LocalConfig(Retention):
     """`[local]`: what stays on this node."""
 
     forms: Annotated[
-        tuple[Annotated[Literal["universal"], BeforeValidator(_known_form)], ...], Strict(False)
+        tuple[Annotated[Literal["universal"], BeforeValidator(known_form)], ...], Strict(False)
     ] = _key(
         ("universal",),
         "forms",
@@ -205,11 +138,11 @@ class RemoteConfig(Retention):
     @model_validator(mode="after")
     def _consistent(self) -> RemoteConfig:
         if len(set(self.forms)) != len(self.forms) or not self.forms:
-            _fail("forms names at least one form, each once")
+            reject("forms names at least one form, each once")
         if self.required and "zero" not in self.forms:
-            _fail('a required remote takes "zero"; add it to forms or set required = false')
+            reject('a required remote takes "zero"; add it to forms or set required = false')
         if self.required and self.verify == "none":
-            _fail('verify = "none" proves nothing; set required = false')
+            reject('verify = "none" proves nothing; set required = false')
         return self
 
     @property
@@ -222,10 +155,10 @@ class RemoteConfig(Retention):
 class JobConfig(Section):
     """One job file: one save_dir and its remotes."""
 
-    save_dir: Annotated[Path, BeforeValidator(_save_dir)] = _required(
+    save_dir: Annotated[Path, BeforeValidator(check_save_dir)] = _required(
         "save_dir", '"/nvme/llama-7b"', "where the trainer saves; may appear later, its parent must exist"
     )
-    trainer: Annotated[Literal["auto", "deepspeed"], BeforeValidator(_known_trainer)] = _key(
+    trainer: Annotated[Literal["auto", "deepspeed"], BeforeValidator(known_trainer)] = _key(
         "auto", "trainer", '"auto"', "who writes; auto | deepspeed"
     )
     settle_seconds: Seconds = _key(
@@ -237,11 +170,8 @@ class JobConfig(Section):
         '"newest"',
         "found at the first start, shipped: newest | all | none; never deleted but with all",
     )
-    unuploaded: Literal["keep", "thin", "delete"] = _key(
-        "keep",
-        "unuploaded",
-        '"keep"',
-        "keep: nothing goes before it is committed | thin: it may once a newer one is | delete",
+    unuploaded: Annotated[Literal["keep"], BeforeValidator(known_policy)] = _key(
+        "keep", "unuploaded", '"keep"', "nothing goes before it is committed"
     )
     extra: Names | None = _key(
         None, "extra", '["tokenizer*"]', "files directly in save_dir that travel along; default all ≤ 16 MiB"
@@ -250,7 +180,7 @@ class JobConfig(Section):
     save_spread_seconds: Seconds = _key(
         60.0, "save_spread", '"60s"', "shards written further apart than this are of two saves"
     )
-    incomplete_after_seconds: OptionalSeconds = _key(
+    incomplete_after_seconds: Annotated[float | None, BeforeValidator(only_never)] = _key(
         None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
@@ -267,9 +197,9 @@ class JobConfig(Section):
             values = [getattr(remote, field) for remote in self.remotes]
             for value in values:
                 if values.count(value) > 1:
-                    _fail(f'two remotes have {field} = "{value}"')
+                    reject(f'two remotes have {field} = "{value}"')
         if self.deletes_locally and not any(r.required for r in self.remotes):
-            _fail("local checkpoints may be deleted, but no remote is required; set required = true on one")
+            reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
         return self
 
     @property
@@ -285,16 +215,15 @@ class JobConfig(Section):
     @property
     def opt_outs(self) -> tuple[str, ...]:
         """Promises that the configuration weakens; the first line of status says them (P1)."""
-        if self.unuploaded == "keep":
-            return ()
-        return (f'unuploaded = "{self.unuploaded}": checkpoints may go before they are committed',)
+        lax = [r.name for r in self.remotes if r.verify == "none"]
+        return tuple(f'remote {name}: verify = "none", copies are not proved' for name in lax)
 
 
 def _budget(value: Share) -> Share:
     if value.bytes is not None and value.bytes < MIN_MEMORY_BUDGET_BYTES:
-        _fail('the whole process tree needs at least "256MiB"')
+        reject('the whole process tree needs at least "256MiB"')
     if value.percent is not None and value.percent <= 0:
-        _fail('the budget must be more than "0%"')
+        reject('the budget must be more than "0%"')
     return value
 
 
@@ -307,7 +236,9 @@ class DaemonConfig(Section):
         '"1GiB"',
         'of the whole process tree; at least "256MiB"; or "2%"',
     )
-    bandwidth_bytes_per_second: Bandwidth = _key(None, "bandwidth", '"none"', "of all jobs together")
+    bandwidth_bytes_per_second: Bandwidth = _key(
+        None, "bandwidth", '"none"', "of each remote that sets none itself"
+    )
     state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
 

@@ -146,6 +146,5 @@ def show_seconds(seconds: float) -> str:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
-OptionalSeconds = Annotated[float | None, BeforeValidator(parse_optional_duration)]
 Bandwidth = Annotated[int | None, BeforeValidator(parse_bandwidth)]
 ShareOrBytes = Annotated[Share, BeforeValidator(parse_share)]

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd.config_model import url_path
+from ckptd.config_values import url_path
 from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import errors
-from ckptd.config_model import url_path
 from ckptd.config_quantities import show_bytes
+from ckptd.config_values import url_path
 from ckptd.convert.supervise import probe_restrictions
 from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir

@@ -272,7 +272,7 @@ def test_digest_is_of_what_all_nodes_share(tmp_path: Path, base: dict[str, Any])
     assert digest(settle="9s", node_name="n1") == first
     assert digest(local={"keep_last": 3, "min_free": "9%"}) == first
     assert digest(local={"save_total_limit": 4}) != first
-    assert digest(unuploaded="thin") != first
+    assert digest(save_spread="90s") != first
     assert digest(remote=[base["remote"][0] | {"url": str(tmp_path / "nas" / "elsewhere")}]) == first
     assert digest(remote=[base["remote"][0] | {"keep_last": 9}]) != first
 

@@ -1,0 +1,117 @@
+"""Values of single keys: names, paths, URLs, patterns, and what this version does not take yet.
+
+A validator raises ValueError with the reason; `config_explain` adds file, key and value.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+from urllib.parse import unquote, urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
+
+from ckptd.config_quantities import parse_optional_duration
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
+
+
+def reject(text: str) -> NoReturn:
+    """End a validation with this reason."""
+    raise ValueError(text)
+
+
+def check_name(value: str) -> str:
+    """A name of a job, remote or node."""
+    if not value or not set(value) <= _NAME_CHARACTERS or value[0] in ".-":
+        reject("a name is made of letters, digits and . _ = + -, and starts with none of . and -")
+    return value
+
+
+def absolute_path(value: object) -> Path:
+    """An absolute path without `..`."""
+    if not isinstance(value, str | Path):
+        reject('a path is a string, such as "/nvme/llama-7b"')
+    path = Path(str(value))
+    if not path.is_absolute():
+        reject("the path must be absolute")
+    if "\0" in str(value) or ".." in path.parts:
+        reject("the path must not contain '..' or NUL")
+    return path
+
+
+def check_save_dir(value: object) -> Path:
+    """An absolute path that is neither a glob nor the root directory."""
+    if isinstance(value, str) and any(c in value for c in "*?["):
+        reject("globs are not in this version; write one job file per directory")
+    path = absolute_path(value)
+    if path == Path("/"):
+        reject("save_dir cannot be the root directory")
+    return path
+
+
+def check_url(value: str) -> str:
+    """A directory as absolute path or file:// URL, without a secret in it."""
+    parts = urlsplit(value)
+    if parts.password or (parts.username and ":" in parts.netloc):
+        reject("a secret does not belong in a URL")
+    if parts.scheme not in ("", "file"):
+        reject(f"{parts.scheme}:// is not in this version; it takes directories, such as /mnt/nas/llama-7b")
+    path = url_path(value)
+    if path is None or not path.is_absolute() or ".." in path.parts or path == Path("/"):
+        reject("the path must be absolute, without '..', and not the root directory")
+    return value
+
+
+def check_pattern(value: str) -> str:
+    """A shell pattern for names directly in save_dir."""
+    if not value or "/" in value or value.startswith("_ckptd"):
+        reject("a pattern names files directly in save_dir, such as tokenizer*")
+    return value
+
+
+def url_path(url: str) -> Path | None:
+    """The directory that a remote's URL names; None for other kinds of stores."""
+    parts = urlsplit(url)
+    if parts.scheme == "":
+        return Path(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+Url = Annotated[str, AfterValidator(check_url)]
+StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else absolute_path(v))]
+Names = Annotated[tuple[Annotated[str, AfterValidator(check_pattern)], ...], Strict(False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def known_form(value: object) -> object:
+    """Refuse forms of later versions by name."""
+    if isinstance(value, str) and value.startswith("weights-"):
+        reject(f'the form "{value}" is not in this version; it knows "zero" and "universal"')
+    return value
+
+
+def known_policy(value: object) -> object:
+    """Refuse policies of later versions by name."""
+    if value in ("thin", "delete"):
+        reject(f'unuploaded = "{value}" is not in this version; nothing goes before it is committed')
+    return value
+
+
+def only_never(value: object) -> float | None:
+    """ "never" is the only value so far."""
+    seconds = parse_optional_duration(value)
+    if seconds is not None:
+        reject('only "never" is in this version: an incomplete save is left alone')
+    return None
+
+
+def known_trainer(value: object) -> object:
+    """Refuse trainers of later versions by name."""
+    if value in ("huggingface", "lightning", "accelerate", "megatron"):
+        reject(f'the trainer "{value}" is not in this version; it knows plain DeepSpeed save_dirs')
+    return value
+
+
+Form = Annotated[Literal["zero", "universal"], BeforeValidator(known_form)]
