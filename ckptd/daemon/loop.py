@@ -142,8 +142,8 @@ class Daemon:
             if not self.jobs:
                 return
             self._publish_when_due(now)
-            is_idle = all(is_idle(job) for job in self.jobs)
-            if is_idle and (self._once or self._deadline is not None):
+            all_idle = all(is_idle(job) for job in self.jobs)
+            if all_idle and (self._once or self._deadline is not None):
                 return
             if self._deadline is not None and now >= self._deadline:
                 log.warning("the drain deadline passed")
