@@ -160,7 +160,7 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
     from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     age = _age_seconds(document["generated_at"])
     for job in jobs:
         console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, age))}")

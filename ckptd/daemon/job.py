@@ -81,6 +81,8 @@ class Job:
         self._hinted_at: float | None = None
         self._needs_turn = True
         self._turns = 0
+        self._tags_at_start: frozenset[str] | None = None
+        """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
         self._may_delete = False
 
     # --- opening ---------------------------------------------------------------------------------------
@@ -107,6 +109,7 @@ class Job:
         try:
             fd = os.open(save_dir, files.DIR_FLAGS)
         except FileNotFoundError:
+            self._tags_at_start = frozenset()
             self.problems.put(
                 "save-dir-missing",
                 save_dir,
@@ -162,7 +165,13 @@ class Job:
                 settings, self.problems, self._post, self._on_attached(remote.name), lambda _: self.wake()
             )
         self.knowledge = Knowledge(
-            state, self.state_dir, self.links, self.node, self.config.save_spread_seconds, self.wake
+            state,
+            self.state_dir,
+            self.links,
+            self.node,
+            self._tags_at_start or frozenset(),
+            self.config.save_spread_seconds,
+            self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
         self.shipping = Shipping(
@@ -261,6 +270,8 @@ class Job:
             self._reopen()
             return
         listing = scan(save_dir_fd)
+        if self._tags_at_start is None:
+            self._tags_at_start = frozenset(f.tag for f in listing.folders)
         if self.state is None:
             is_inside = self.state_dir.is_relative_to(self.config.save_dir)
             if not listing.folders and is_inside:

@@ -78,6 +78,7 @@ class Knowledge(Recogniser):
         state_dir: Path,
         links: Mapping[str, RemoteLink],
         node: str,
+        tags_at_start: frozenset[str],
         save_spread_seconds: float,
         wake: Callable[[], None],
     ) -> None:
@@ -88,7 +89,7 @@ class Knowledge(Recogniser):
         self._save_spread_seconds = save_spread_seconds
         self._wake = wake
         self._first: frozenset[str] | None = None
-        self._tags_at_start: frozenset[str] | None = None
+        self._tags_at_start = tags_at_start
         self.decisions: tuple[Decision, ...] = ()
 
     @property
@@ -177,9 +178,6 @@ class Knowledge(Recogniser):
         """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
         if self._first is not None:
             return self._first
-        listing = self._state.listing
-        if self._tags_at_start is None and listing is not None:
-            self._tags_at_start = frozenset(f.tag for f in listing.folders)
         recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
         if recorded is None:
             if not self.has_heard_all:
@@ -201,7 +199,7 @@ class Knowledge(Recogniser):
         decision = Decision(
             kind="first-start",
             tag="*",
-            tags=tuple(sorted(self._tags_at_start or ())),
+            tags=tuple(sorted(self._tags_at_start)),
             by=self._node,
             serial=time.time_ns(),
         )

@@ -69,6 +69,9 @@ class RemoteLink:
         self._tries = 0
         self._retry_at_seconds = 0.0
         self._is_asking = False
+        self._asked_at_seconds = 0.0
+        self._changed_at_seconds = 0.0
+        """When our own mover last changed the remote: an observation asked for earlier is out of date."""
         self._describing: set[str] = set()
         self._fraction = 1.0
 
@@ -117,6 +120,7 @@ class RemoteLink:
         """Ask for a fresh observation unless one is under way."""
         if not self._is_asking and self.attached is not None:
             self._is_asking = True
+            self._asked_at_seconds = time.monotonic()
             self.order(m.Observe(), self._observed)
 
     def describe(self, tag: str, then: Callable[[], None]) -> None:
@@ -170,6 +174,7 @@ class RemoteLink:
             del self._open[order_id]
             if self.ship_order == order_id:
                 self.ship_order = None
+                self._changed_at_seconds = time.monotonic()
         handler(answer)
 
     def _attached(self, answer: m.Answer) -> None:
@@ -186,7 +191,9 @@ class RemoteLink:
 
     def _observed(self, answer: m.Answer) -> None:
         self._is_asking = False
-        if isinstance(answer, m.Observation):
+        if isinstance(answer, m.Observation) and self._asked_at_seconds < self._changed_at_seconds:
+            self.observe()
+        elif isinstance(answer, m.Observation):
             self.observation = answer
             self.observed_at_seconds = time.monotonic()
             self.well()
@@ -217,6 +224,13 @@ class RemoteLink:
             self.observation = None
         self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
         log.warning("remote %s: %s", self.name, error)
+
+    def forget_commit(self, key: str) -> None:
+        """A COMMIT was retired: do not plan on it until the next observation."""
+        seen = self.observation
+        if seen is not None:
+            left = tuple(v for v in seen.commits if v.key != key)
+            self.observation = seen.model_copy(update={"commits": left})
 
     # --- what the planner needs ------------------------------------------------------------------------
 

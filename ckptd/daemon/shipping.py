@@ -301,6 +301,8 @@ class Shipping:
         def done(answer: m.Answer) -> None:
             if isinstance(answer, m.Failed):
                 link.trouble(error_of(answer))
+                return
+            link.forget_commit(commit.key)
             for save_id, records in list(self._state.ships.items()):
                 for record in list(records.values()):
                     if record.remote == action.remote and record.commit_sha256 == commit.sha256:
