@@ -11,13 +11,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 import stat
 from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError, SourceChanged
+from ckptd.pages import cached_bytes as cached_bytes
+from ckptd.pages import clone_file as clone_file
+from ckptd.pages import clone_range as clone_range
+from ckptd.pages import copy_range as copy_range
+from ckptd.pages import drop_pages as drop_pages
+from ckptd.pages import flush_range as flush_range
+from ckptd.pages import start_flush as start_flush
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,14 +32,10 @@ if TYPE_CHECKING:
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FICLONE = 0x40049409
-FICLONERANGE = 0x4020940D
 TEMPORARY_PREFIX = ".ckptd-tmp-"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _RENAME_NOREPLACE = 1
-_SYNC_WRITE = 2
-_SYNC_WRITE_AND_WAIT = 1 | 2 | 4
 
 
 def identity_of(status: os.stat_result) -> FileIdentity:
@@ -281,81 +283,6 @@ def rename_noreplace(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> No
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), src, None, dst)
-
-
-def clone_file(src_fd: int, dst_fd: int) -> bool:
-    """Share all extents of `src_fd` with the empty file `dst_fd`; False where the file system cannot."""
-    try:
-        fcntl.ioctl(dst_fd, FICLONE, src_fd)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM):
-            return False
-        raise
-    return True
-
-
-def clone_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> bool:
-    """Share the extents of one block-aligned range (FICLONERANGE); False where it cannot be done."""
-    argument = (
-        src_fd.to_bytes(8, "little", signed=True)
-        + src_offset.to_bytes(8, "little")
-        + length.to_bytes(8, "little")
-        + dst_offset.to_bytes(8, "little")
-    )
-    try:
-        fcntl.ioctl(dst_fd, FICLONERANGE, argument)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM):
-            return False
-        raise
-    return True
-
-
-def copy_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> None:
-    """Copy bytes inside the kernel where it can (`copy_file_range`), else through a 1 MiB buffer.
-
-    Raises:
-        SourceChanged: the source ends before `length` bytes.
-    """
-    done = 0
-    in_kernel = True
-    while done < length:
-        count = 0
-        if in_kernel:
-            try:
-                count = os.copy_file_range(
-                    src_fd, dst_fd, length - done, offset_src=src_offset + done, offset_dst=dst_offset + done
-                )
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                in_kernel = False
-                continue
-        else:
-            data = os.pread(src_fd, min(1 << 20, length - done), src_offset + done)
-            count = os.pwrite(dst_fd, data, dst_offset + done) if data else 0
-        if count == 0:
-            msg = f"a source ended {length - done} bytes early"
-            raise SourceChanged(msg)
-        done += count
-
-
-def flush_range(fd: int, offset: int, length: int) -> None:
-    """Write back the dirty pages of a range and wait (no metadata: not durability, only bounded memory)."""
-    _libc.sync_file_range(
-        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_SYNC_WRITE_AND_WAIT)
-    )
-
-
-def start_flush(fd: int) -> None:
-    """Start writing back all dirty pages of a file and do not wait: a later fsync finds little to do."""
-    _libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_WRITE))
-
-
-def drop_pages(fd: int, offset: int = 0, length: int = 0) -> None:
-    """Ask the kernel to forget clean cached pages of a range (`length` 0: to the end)."""
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def remove_file(dir_fd: int, name: str) -> None:

@@ -25,6 +25,7 @@ RANK = {
     "budget": 2,
     "torchfile": 3,
     "zero": 4,
+    "pages": 4,
     "files": 5,
     "convert": 6,
     "local": 6,

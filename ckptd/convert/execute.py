@@ -126,6 +126,7 @@ class Worker:
         out_fd: int,
         temporary_fd: int,
         sources: list[int],
+        cold: frozenset[int],
         folders: Folders,
         settings: Settings,
         counters: Counters,
@@ -135,6 +136,7 @@ class Worker:
         self.out_fd = out_fd
         self.temporary_fd = temporary_fd
         self.sources = sources
+        self.cold = cold
         self.folders = folders
         self.settings = settings
         self.counters = counters
@@ -240,6 +242,8 @@ class Worker:
             if done or step < length:
                 files.flush_range(fd, at + done, step)
                 files.drop_pages(fd, at + done, step)
+            if source in self.cold:
+                files.drop_pages(source, offset + done, step)
             done += step
 
     def _widen(self, fd: int, at: int, part: Widen) -> None:

@@ -86,6 +86,8 @@ class Execution:
         self.out_fd = files.open_dir_beneath(work_fd, "out")
         self.temporary_fd = files.open_dir_beneath(work_fd, "tmp")
         self.sources: list[int] = []
+        self.cold: frozenset[int] = frozenset()
+        """Descriptors of sources that were not in the page cache: what we read of them is dropped again."""
         self.settings = Settings.within(
             request.memory_budget_bytes,
             threads=request.threads,
@@ -133,6 +135,9 @@ class Execution:
             if _identity(os.fstat(fd)) != identity:
                 raise SourceChanged(f"{source.path} was written since it was read")
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            cached = files.cached_bytes(fd)
+            if cached is not None and cached < source.bytes // 2:
+                self.cold |= {fd}
 
     def _recheck_sources(self, plan: PlanReader) -> None:
         for source, identity in zip(plan.header.sources, plan.identities, strict=True):
@@ -189,6 +194,7 @@ class Execution:
             out_fd=self.out_fd,
             temporary_fd=self.temporary_fd,
             sources=self.sources,
+            cold=self.cold,
             folders=self.folders,
             settings=self.settings,
             counters=self.counters,

@@ -1,0 +1,106 @@
+"""Ranges of open files: share extents, copy inside the kernel, keep the page cache small (design.md §4, P12).
+
+Everything here takes descriptors that `ckptd.files` opened; nothing here opens or names a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+
+from ckptd.errors import SourceChanged
+
+FICLONE = 0x40049409
+FICLONERANGE = 0x4020940D
+_SYNC_WRITE = 2
+_SYNC_WRITE_AND_WAIT = 1 | 2 | 4
+_CACHESTAT = 451
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def clone_file(src_fd: int, dst_fd: int) -> bool:
+    """Share all extents of `src_fd` with the empty file `dst_fd`; False where the file system cannot."""
+    try:
+        fcntl.ioctl(dst_fd, FICLONE, src_fd)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM):
+            return False
+        raise
+    return True
+
+
+def clone_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> bool:
+    """Share the extents of one block-aligned range (FICLONERANGE); False where it cannot be done."""
+    argument = (
+        src_fd.to_bytes(8, "little", signed=True)
+        + src_offset.to_bytes(8, "little")
+        + length.to_bytes(8, "little")
+        + dst_offset.to_bytes(8, "little")
+    )
+    try:
+        fcntl.ioctl(dst_fd, FICLONERANGE, argument)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM):
+            return False
+        raise
+    return True
+
+
+def copy_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> None:
+    """Copy bytes inside the kernel where it can (`copy_file_range`), else through a 1 MiB buffer.
+
+    Raises:
+        SourceChanged: the source ends before `length` bytes.
+    """
+    done = 0
+    in_kernel = True
+    while done < length:
+        count = 0
+        if in_kernel:
+            try:
+                count = os.copy_file_range(
+                    src_fd, dst_fd, length - done, offset_src=src_offset + done, offset_dst=dst_offset + done
+                )
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                in_kernel = False
+                continue
+        else:
+            data = os.pread(src_fd, min(1 << 20, length - done), src_offset + done)
+            count = os.pwrite(dst_fd, data, dst_offset + done) if data else 0
+        if count == 0:
+            msg = f"a source ended {length - done} bytes early"
+            raise SourceChanged(msg)
+        done += count
+
+
+def flush_range(fd: int, offset: int, length: int) -> None:
+    """Write back the dirty pages of a range and wait (no metadata: not durability, only bounded memory)."""
+    _libc.sync_file_range(
+        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_SYNC_WRITE_AND_WAIT)
+    )
+
+
+def start_flush(fd: int) -> None:
+    """Start writing back all dirty pages of a file and do not wait: a later fsync finds little to do."""
+    _libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_WRITE))
+
+
+def cached_bytes(fd: int) -> int | None:
+    """Bytes of a file in the page cache (`cachestat`, Linux ≥ 6.5); None where the kernel cannot say."""
+    whole = (ctypes.c_uint64 * 2)(0, 0)
+    counts = (ctypes.c_uint64 * 5)()
+    if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), whole, counts, ctypes.c_uint(0)) != 0:
+        return None
+    return int(counts[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def drop_pages(fd: int, offset: int = 0, length: int = 0) -> None:
+    """Ask the kernel to forget clean cached pages of a range (`length` 0: to the end)."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
