@@ -224,13 +224,27 @@ def _derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Act
     target = proven[-1].save.tag if proven else None
     wanted = f"{OURS}/derived/{UNIVERSAL}/{target}" if target else None
     is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
-    if is_ours and view.latest_universal != wanted:
+    if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
         actions.append(PointUniversal(tag=target))
     for save in ready:
         reason = _why_drop(view, save, proven, local_keeps)
         if reason and not save.is_busy and save.save.tag != target:
             actions.append(DropDerived(save_id=save.id, reason=reason))
     return actions
+
+
+def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
+    """`latest_universal` names a form that `resume` fetched, newer than all that this node holds (H54, P9).
+
+    Its save is not on the node, so its order is its COMMIT's; before the remotes were asked it is kept.
+    """
+    tag = (view.latest_universal or "").rpartition("/")[2]
+    if not tag or any(s.save.tag == tag and s.is_present for s in view.saves):
+        return False
+    orders = [order_of(c) for remote in view.remotes for c in remote.commits if c.tag == tag]
+    if not orders:
+        return not all(remote.is_attached for remote in view.remotes)
+    return not proven or max(orders) > proven[-1].save.order
 
 
 def _is_shipped_anywhere(save: SaveView) -> bool:
