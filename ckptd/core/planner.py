@@ -202,7 +202,9 @@ def _convert(view: JobView) -> list[Action]:
     for save in candidates if view.disk.can_clone else candidates[:1]:
         state = save.universal.state
         is_open = state is DerivedState.NONE or (
-            state is DerivedState.FAILED and save.universal.tries < MAX_CONVERSION_TRIES
+            state is DerivedState.FAILED
+            and save.universal.tries < MAX_CONVERSION_TRIES
+            and view.now_seconds >= save.universal.retry_at_seconds
         )
         if not is_open or (save.is_busy and state is DerivedState.CONVERTING):
             continue

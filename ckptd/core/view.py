@@ -76,6 +76,8 @@ class DerivedRecord(Model):
     is_source_verified: bool = False
     bytes: int = 0
     tries: int = 0
+    retry_at_seconds: float = 0.0
+    """Monotonic; reset by a restart."""
     reason: str | None = None
 
 

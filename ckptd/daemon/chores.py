@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from ckptd.convert import supervise
 from ckptd.core.listing import OURS
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.daemon.links import backoff_seconds
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
+from ckptd.local.derived import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, Prune, ReleaseHold
     from ckptd.daemon.workers import Workers
+    from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
@@ -135,51 +138,66 @@ class Chores:
             memory_budget_bytes=self._memory_budget_bytes, reserve_bytes=reserve_bytes
         )
 
-        def work(fd: int) -> supervise.ConvertReport:
-            os.close(fs.ensure_ours(fd, f"{fs.DERIVED}/{UNIVERSAL}"))
-            os.close(fs.ensure_ours(fd, fs.STAGING))
-            source = self._config.save_dir / tag
-            target = self._config.save_dir / fs.DERIVED / UNIVERSAL / tag
-            report = supervise.convert(
-                source,
-                target,
-                options,
-                on_progress=progress,
-                should_stop=self._stop.is_set,
-                should_pause=self._pause.is_set,
-                work_dir=self._config.save_dir / fs.STAGING,
-            )
-            if not fs.folder_is_intact(fd, tag, row.save.files):
-                fs.remove_ours(fd, f"{fs.DERIVED}/{UNIVERSAL}", tag)
-                msg = f"{tag} was saved again while it was converted"
-                raise SourceChanged(msg)
-            return report
-
         self._in_worker(
             f"converting {tag}",
             save_dir_fd,
-            work,
-            lambda report: self._converted(row.id, report),
+            lambda fd: self._convert(fd, row, options, progress),
+            lambda record: self._converted(row.id, record),
             lambda error: self._not_converted(row.id, error),
         )
 
-    def _converted(self, save_id: int, report: supervise.ConvertReport) -> None:
-        state = self._state
-        tag = state.rows[save_id].save.tag
-        state.busy[save_id] -= 1
-        state.converting = None
-        record = DerivedRecord(
+    def _convert(
+        self,
+        fd: int,
+        row: SaveRow,
+        options: supervise.ConvertOptions,
+        progress: Callable[[supervise.ConvertProgress], None],
+    ) -> DerivedRecord:
+        """In a worker: what is there already and was made from this save serves, anything else makes room."""
+        tag, place = row.save.tag, f"{fs.DERIVED}/{UNIVERSAL}"
+        os.close(fs.ensure_ours(fd, place))
+        os.close(fs.ensure_ours(fd, fs.STAGING))
+        found = describe(fd, f"{place}/{tag}")
+        if found is not None and found.is_made_from(dict(row.save.fingerprints)):
+            return DerivedRecord(
+                state=DerivedState.READY,
+                plan_sha256=found.plan_sha256,
+                layout=found.layout,
+                alignment=found.alignment,
+            )
+        fs.remove_ours(fd, place, tag)
+        report = supervise.convert(
+            self._config.save_dir / tag,
+            self._config.save_dir / place / tag,
+            options,
+            on_progress=progress,
+            should_stop=self._stop.is_set,
+            should_pause=self._pause.is_set,
+            work_dir=self._config.save_dir / fs.STAGING,
+        )
+        if not fs.folder_is_intact(fd, tag, row.save.files):
+            fs.remove_ours(fd, place, tag)
+            msg = f"{tag} was saved again while it was converted"
+            raise SourceChanged(msg)
+        made = describe(fd, f"{place}/{tag}")
+        return DerivedRecord(
             state=DerivedState.READY,
             plan_sha256=report.plan_sha256,
             layout=report.layout,
-            alignment=64,
+            alignment=made.alignment if made else 0,
             is_cloned=report.bytes_cloned > 0,
             is_source_verified=report.verified,
             bytes=report.bytes,
         )
+
+    def _converted(self, save_id: int, record: DerivedRecord) -> None:
+        state = self._state
+        tag = state.rows[save_id].save.tag
+        state.busy[save_id] -= 1
+        state.converting = None
         state.put_derived(save_id, record)
         state.problems.clear("conversion-failed", tag)
-        log.info("%s converted to universal in %.1f s", tag, report.seconds)
+        log.info("%s has its universal form (%s, %.1f MB)", tag, record.layout, record.bytes / 1e6)
         self._wake()
 
     def _not_converted(self, save_id: int, error: CkptdError) -> None:
@@ -199,6 +217,7 @@ class Chores:
             )
         elif not isinstance(error, SourceChanged):
             update["tries"] = row.derived.tries + 1
+            update["retry_at_seconds"] = time.monotonic() + backoff_seconds(row.derived.tries + 3)
             text = f"converting {tag}: {error.message}"
             state.problems.put("conversion-failed", tag, text, error.hint or "tried again; see the log")
         state.put_derived(save_id, row.derived.model_copy(update=update))
@@ -308,40 +327,3 @@ class Chores:
                 os.close(fd)
 
         self._workers.submit(what, run, done, failed)
-
-
-def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
-    """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
-
-    A prune whose intent is journalled rested on confirmed COMMITs; the folder in the trash holds the sealed
-    files by identity, so finishing removes exactly those (docs/design.md §5 *Permit*).
-    """
-    names = set(fs.trash_names(save_dir_fd))
-    for deletion in state.journal.open_deletions():
-        if deletion.trash in names:
-            names.discard(deletion.trash)
-            trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
-            try:
-                fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)
-            finally:
-                os.close(trash_fd)
-            state.journal.end_deletion(deletion.id, done=True)
-            state.journal.end_save(deletion.save_id, "pruned")
-            log.info("finished pruning %s", deletion.intent.tag)
-        else:
-            row = state.rows.get(deletion.save_id)
-            gone = row is not None and not fs.folder_is_intact(save_dir_fd, row.save.tag, row.save.files)
-            state.journal.end_deletion(deletion.id, done=gone)
-    fs.empty_our_trash(save_dir_fd)
-    for name in names:
-        if not name.startswith("ours."):
-            tag = name.rsplit(".", 1)[0]
-            if fs.return_from_trash(save_dir_fd, name, tag):
-                audit.write(
-                    "trash", tag=tag, generation=0, form="zero", reason="moved back: no permit on record"
-                )
-                log.warning("%s was in the trash without a permit on record; moved back", tag)
-    for row in list(state.rows.values()):
-        if row.derived.state is DerivedState.CONVERTING:
-            state.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.NONE}))
-    state.load()

@@ -20,11 +20,12 @@ from ckptd.config import config_digest
 from ckptd.core import actions as a
 from ckptd.core.planner import plan
 from ckptd.daemon.checks import notice_gone, see_problems
-from ckptd.daemon.chores import Chores, recover
+from ckptd.daemon.chores import Chores
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.recovery import recover
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
 from ckptd.daemon.viewing import build_view

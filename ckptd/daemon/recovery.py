@@ -1,0 +1,59 @@
+"""After a restart: what a crash left half done on this node is finished or taken back (P7).
+
+Runs once, in the deciding thread, before the first plan; everything it does is idempotent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from ckptd.core.view import DerivedState
+from ckptd.local import fs
+
+if TYPE_CHECKING:
+    from ckptd.daemon.state import JobState
+    from ckptd.observe.audit import Audit
+
+log = logging.getLogger("ckptd.local")
+
+
+def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
+    """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
+
+    A prune whose intent is journalled rested on confirmed COMMITs; the folder in the trash holds the sealed
+    files by identity, so finishing removes exactly those (docs/design.md §5 *Permit*).
+    """
+    names = set(fs.trash_names(save_dir_fd))
+    for deletion in state.journal.open_deletions():
+        if deletion.trash in names:
+            names.discard(deletion.trash)
+            trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
+            try:
+                fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)
+            finally:
+                os.close(trash_fd)
+            state.journal.end_deletion(deletion.id, done=True)
+            state.journal.end_save(deletion.save_id, "pruned")
+            log.info("finished pruning %s", deletion.intent.tag)
+        else:
+            row = state.rows.get(deletion.save_id)
+            gone = row is not None and not fs.folder_is_intact(save_dir_fd, row.save.tag, row.save.files)
+            state.journal.end_deletion(deletion.id, done=gone)
+    fs.empty_our_trash(save_dir_fd)
+    for name in names:
+        if not name.startswith("ours."):
+            tag = name.rsplit(".", 1)[0]
+            if fs.return_from_trash(save_dir_fd, name, tag):
+                audit.write(
+                    "trash", tag=tag, generation=0, form="zero", reason="moved back: no permit on record"
+                )
+                log.warning("%s was in the trash without a permit on record; moved back", tag)
+    for row in list(state.rows.values()):
+        derived = row.derived
+        if derived.state is DerivedState.CONVERTING:
+            state.put_derived(row.id, derived.model_copy(update={"state": DerivedState.NONE}))
+        elif derived.retry_at_seconds:
+            state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}))
+    state.load()
