@@ -19,3 +19,30 @@ def next_order(step: int, highest: Order | None) -> Order:
     if step < highest.step:
         return Order(highest.branch + 1, step, 1)
     return Order(highest.branch, step, highest.save_seq + 1)
+
+
+def rebuilt_order(step: int, highest: Order | None) -> Order:
+    """The order of a save that was there before a *new* journal was begun, and that no remote knows.
+
+    Below the highest known step it counts as old, not as a rewind: guessing a rewind would let an old save
+    pass for the newest. If the run was rewound after all, its next save says so (`next_order`).
+
+    >>> rebuilt_order(5, Order(2, 8, 3))
+    Order(branch=2, step=5, save_seq=0)
+    """
+    if highest is not None and step < highest.step:
+        return Order(highest.branch, step, 0)
+    return next_order(step, highest)
+
+
+def sealing_order(steps: dict[str, int], latest: str | None) -> list[str]:
+    """Tags of several saves that became known at once, in the order in which they count as saved.
+
+    By step; but what lies above the trainer's own `latest` goes first: it was saved before the run was
+    rewound to below it. A hint of order only, no clock is asked (P9).
+
+    >>> sealing_order({"a": 7, "b": 9, "c": 10}, "a")
+    ['b', 'c', 'a']
+    """
+    limit = steps.get(latest) if latest is not None else None
+    return sorted(steps, key=lambda tag: (limit is None or steps[tag] <= limit, steps[tag], tag))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
 from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
-from ckptd.core.order import next_order
+from ckptd.core.order import next_order, rebuilt_order, sealing_order
 from ckptd.core.save import Order, SealedFile, SealedSave
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
@@ -38,6 +38,9 @@ IN_FLIGHT_SECONDS = 60.0
 
 class Recogniser:
     """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
+
+    tags_at_start: frozenset[str] = frozenset()
+    """Tags that were there when this daemon first looked."""
 
     def may_seal(self, tag: str) -> bool:
         """False while a remote that may know the tag has not been asked."""
@@ -253,7 +256,9 @@ class Intake:
             return
         due = {folder.tag for folder, _ in ready}
         waits_for = [t for t in found_first if self._is_undecided(t) and t not in due]
-        for folder, verdict in sorted(ready, key=lambda row: row[1].step or 0):
+        latest = self._state.listing.latest if self._state.listing else None
+        rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest)
+        for folder, verdict in sorted(ready, key=lambda row: rank.index(row[0].tag)):
             if folder.tag in found_first and waits_for:
                 continue
             if not self._recogniser.may_seal(folder.tag):
@@ -288,7 +293,9 @@ class Intake:
         if order is None:
             known = [row.save.order for row in state.rows.values()]
             remote = self._recogniser.highest()
-            order = next_order(step, max([*known, *([remote] if remote else [])], default=None))
+            highest = max([*known, *([remote] if remote else [])], default=None)
+            is_old = state.journal.was_new and folder.tag in self._recogniser.tags_at_start
+            order = rebuilt_order(step, highest) if is_old else next_order(step, highest)
         listing = state.listing
         extras = tuple(f for f in (listing.extras if listing else ()) if self._is_extra(f.path))
         save = SealedSave(

@@ -89,7 +89,7 @@ class Knowledge(Recogniser):
         self._save_spread_seconds = save_spread_seconds
         self._wake = wake
         self._first: frozenset[str] | None = None
-        self._tags_at_start = tags_at_start
+        self.tags_at_start = tags_at_start
         self.decisions: tuple[Decision, ...] = ()
 
     @property
@@ -199,7 +199,7 @@ class Knowledge(Recogniser):
         decision = Decision(
             kind="first-start",
             tag="*",
-            tags=tuple(sorted(self._tags_at_start)),
+            tags=tuple(sorted(self.tags_at_start)),
             by=self._node,
             serial=time.time_ns(),
         )
