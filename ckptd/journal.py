@@ -11,18 +11,21 @@ import json
 import os
 import sqlite3
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ckptd.core.facts import FileFacts
-from ckptd.core.identity import FileIdentity, FolderIdentity, Model
+from ckptd.core.identity import FileIdentity
 from ckptd.core.manifest import Decision
-from ckptd.core.save import SealedFile, SealedSave
+from ckptd.core.rows import DeletionIntent, DeletionRow, ObjectRow, SaveRow, SaveState
+from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
 from ckptd.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+__all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
 
 SCHEMA = 1
 
@@ -44,54 +47,6 @@ CREATE TABLE deletions (id INTEGER PRIMARY KEY, save_id INTEGER NOT NULL, trash 
 CREATE TABLE decisions (kind TEXT NOT NULL, tag TEXT NOT NULL, serial INTEGER NOT NULL, body TEXT NOT NULL,
                         PRIMARY KEY (kind, tag, serial));
 """
-
-SaveState = Literal["present", "superseded", "vanished", "pruned"]
-
-
-class SaveRow(Model):
-    """A row of `saves`."""
-
-    id: int
-    save: SealedSave
-    state: SaveState
-    found_first: bool
-    adopted: bool
-    held: bool
-    derived: DerivedRecord
-    seen_at: float
-    sealed_at: float
-    ended_at: float | None
-
-
-class ObjectRow(Model):
-    """Progress of one object of a ship: `proof` set when it is durable and verified."""
-
-    key: str
-    bytes: int
-    flushed_bytes: int
-    crc64: str
-    proof: str | None
-
-
-class DeletionIntent(Model):
-    """What a prune was going to do, written before the folder is renamed aside."""
-
-    tag: str
-    generation: int
-    folder: FolderIdentity
-    files: tuple[SealedFile, ...]
-    commits: tuple[tuple[str, str, str], ...]
-    """(remote, key, sha256)."""
-    reason: str
-
-
-class DeletionRow(Model):
-    """A row of `deletions`."""
-
-    id: int
-    save_id: int
-    trash: str
-    intent: DeletionIntent
 
 
 def _identity_key(identity: FileIdentity) -> str:

@@ -13,9 +13,10 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
-from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
+from ckptd.core.lifecycle import Context, State, Verdict, judge
 from ckptd.core.order import next_order, rebuilt_order, sealing_order
-from ckptd.core.save import Order, SealedFile, SealedSave
+from ckptd.core.save import Order, SealedSave
+from ckptd.core.sealing import memory_of, refreshed, same_files, sealed_extra, sealed_file
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
 from ckptd.local import fs
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.facts import FileFacts
     from ckptd.core.layouts import Grid
-    from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
+    from ckptd.core.listing import FolderListing, SaveDirListing
     from ckptd.core.manifest import SaveWindow
     from ckptd.daemon.workers import Workers
 
@@ -151,7 +152,7 @@ class Intake:
                 for r in self._state.rows.values()
             ),
         )
-        return judge(folder, facts, self._memory(folder, facts), context)
+        return judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.quiet[folder.tag]
@@ -162,29 +163,10 @@ class Intake:
 
     def _is_sealed(self, folder: FolderListing) -> bool:
         row = self._state.row_of_tag(folder.tag)
-        return row is not None and _same_files(row.save, folder)
+        return row is not None and same_files(row.save, folder)
 
     def _is_sealed_digest(self, tag: str, digest: str) -> bool:
         return self._flushed.get(tag) == digest
-
-    def _memory(self, folder: FolderListing, facts: dict[str, FileFacts]) -> Memory | None:
-        """Identities of the last sealed save; one whose ctime alone changed counts as kept (H50)."""
-        row = self._state.row_of_tag(folder.tag)
-        if row is None:
-            return None
-        now = {f.path: f for f in folder.shards}
-        shards = {}
-        for file in row.save.files:
-            if file.path not in now and not any(f.path == file.path for f in folder.files):
-                shards[file.path] = file.identity
-                continue
-            current = now.get(file.path)
-            if current is None:
-                continue
-            is_same = _only_ctime(file, current) and facts.get(file.path) is not None
-            is_same = is_same and facts[file.path].fingerprint == file.fingerprint
-            shards[file.path] = current.identity if is_same else file.identity
-        return Memory(shards=shards)
 
     # --- inspection and flushing -----------------------------------------------------------------------
 
@@ -263,7 +245,11 @@ class Intake:
                 continue
             if not self._recogniser.may_seal(folder.tag):
                 continue
-            if self._refresh(folder):
+            row = self._state.row_of_tag(folder.tag)
+            same = refreshed(row.save, folder, self._state.facts[folder.tag]) if row else None
+            if row is not None and same is not None:
+                self._state.journal.replace_sealed(row.id, same)
+                self._state.load()
                 continue
             assert verdict.grid is not None
             assert verdict.window is not None
@@ -287,7 +273,7 @@ class Intake:
         found_first: frozenset[str],
     ) -> None:
         state = self._state
-        sealed = tuple(_sealed(f, state.facts[folder.tag][f.path]) for f in folder.files)
+        sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path]) for f in folder.files)
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
         order = self._recogniser.known_order(folder.tag, fingerprints)
         if order is None:
@@ -302,7 +288,7 @@ class Intake:
             tag=folder.tag,
             folder=folder.folder,
             files=sealed,
-            extras=tuple(_sealed_extra(f) for f in extras),
+            extras=tuple(sealed_extra(f) for f in extras),
             grid=grid,
             branch=order.branch,
             step=order.step,
@@ -329,52 +315,6 @@ class Intake:
             grid.proof,
         )
 
-    def _refresh(self, folder: FolderListing) -> bool:
-        """The same save whose ctimes changed alone: keep the row, take the new identities (H50)."""
-        row = self._state.row_of_tag(folder.tag)
-        if row is None:
-            return False
-        now = {f.path: f for f in folder.files}
-        facts = self._state.facts[folder.tag]
-        if set(now) != {f.path for f in row.save.files} or folder.folder != row.save.folder:
-            return False
-        for file in row.save.files:
-            same = _only_ctime(file, now[file.path]) or file.identity == now[file.path].identity
-            if not same or facts[file.path].fingerprint != file.fingerprint:
-                return False
-        files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in row.save.files)
-        self._state.journal.replace_sealed(row.id, row.save.model_copy(update={"files": files}))
-        self._state.load()
-        return True
-
     def _is_extra(self, name: str) -> bool:
         patterns = self._config.extra
         return patterns is None or any(fnmatch.fnmatch(name, p) for p in patterns)
-
-
-def _same_files(save: SealedSave, folder: FolderListing) -> bool:
-    """Every sealed file is there with its identity (others may have appeared: H8)."""
-    now = {f.path: f.identity for f in folder.files}
-    return save.folder == folder.folder and all(now.get(f.path) == f.identity for f in save.files)
-
-
-def _only_ctime(file: SealedFile, now: ListedFile) -> bool:
-    return file.identity.model_copy(update={"ctime_ns": now.identity.ctime_ns}) == now.identity
-
-
-def _sealed(file: ListedFile, facts: FileFacts) -> SealedFile:
-    return SealedFile(
-        path=file.path,
-        identity=file.identity,
-        fingerprint=facts.fingerprint,
-        tensor_fingerprint=facts.tensor_fingerprint,
-        role=facts.role,
-        shard=facts.shard,
-        mode=file.mode,
-    )
-
-
-def _sealed_extra(file: ListedFile) -> SealedFile:
-    from ckptd.core.layouts import Role
-
-    return SealedFile(path=file.path, identity=file.identity, fingerprint="", role=Role.EXTRA, mode=file.mode)

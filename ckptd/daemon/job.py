@@ -6,11 +6,9 @@ is created before, P11), then *active*.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
-import secrets
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -26,12 +24,12 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
+from ckptd.daemon.setup import check_device, is_still, node_id_of, prove_rights, remote_settings
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
 from ckptd.daemon.viewing import build_view
-from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
+from ckptd.errors import LockHeld, from_os_error
 from ckptd.journal import Journal
-from ckptd.local import fs
 from ckptd.local.scan import scan
 from ckptd.local.state_dir import prepare_state_dir
 from ckptd.local.watch import Watcher
@@ -146,21 +144,11 @@ class Job:
         state.load()
         self.state = state
         self._audit = Audit(self.state_dir / "audit.jsonl")
-        node_id = self._node_id()
-        self._check_device(save_dir_fd, state)
+        node_id = node_id_of(self.state_dir)
+        check_device(self, state, save_dir_fd)
         for remote in self.config.remotes:
-            settings = m.RemoteSettings(
-                name=remote.name,
-                url=remote.url,
-                job=self.config.name,
-                job_id=journal.meta(f"job_id:{remote.name}"),
-                remote_id=journal.meta(f"remote_id:{remote.name}"),
-                same_filesystem=remote.same_filesystem,
-                save_dir=str(self.config.save_dir),
-                verify=remote.verify,
-                bytes_per_second=remote.bandwidth_bytes_per_second or self._daemon.bandwidth_bytes_per_second,
-                node=self.node,
-                node_id=node_id,
+            settings = remote_settings(
+                self.config, remote, self._daemon, journal, node=self.node, node_id=node_id
             )
             self.links[remote.name] = RemoteLink(
                 settings, self.problems, self._post, self._on_attached(remote.name), lambda _: self.wake()
@@ -182,28 +170,6 @@ class Job:
             self.config, state, self.workers, self._audit, self._memory_budget_bytes // 2, self.wake
         )
         return state
-
-    def _node_id(self) -> str:
-        path = self.state_dir / "node_id"
-        with contextlib.suppress(FileNotFoundError):
-            return path.read_text().strip()
-        node_id = secrets.token_hex(8)
-        with files.opened_dir(self.state_dir) as fd:
-            files.write_atomic(fd, "node_id", node_id.encode())
-        return node_id
-
-    def _check_device(self, save_dir_fd: int, state: JobState) -> None:
-        device = str(os.fstat(save_dir_fd).st_dev)
-        known = state.journal.meta("device")
-        if known is None:
-            state.journal.set_meta("device", device)
-        elif known != device:
-            self.problems.put(
-                "device-changed",
-                str(self.config.save_dir),
-                f"{self.config.save_dir} lies on another file system than before; nothing is deleted",
-                "is the NVMe mounted? if this is meant, delete the journal in the state directory",
-            )
 
     def _on_attached(self, name: str) -> Callable[[m.Attached], None]:
         def attached(answer: m.Attached) -> None:
@@ -267,7 +233,7 @@ class Job:
         self._hinted_at = None
         self._scanned_at = now_seconds
         self._turns += 1
-        if not os.path.samestat(os.fstat(save_dir_fd), _stat_or(self.config.save_dir, save_dir_fd)):
+        if not is_still(self.config.save_dir, save_dir_fd):
             self._reopen()
             return
         listing = scan(save_dir_fd)
@@ -288,7 +254,7 @@ class Job:
         self.intake.accepted = self.knowledge.accepted
         self.intake.look(listing, save_dir_fd, now_seconds)
         notice_gone(self, state)
-        self._prove_rights(save_dir_fd, state)
+        self._may_delete = prove_rights(self, state, save_dir_fd, had_them=self._may_delete)
         self.knowledge.choose_generations()
         self._pace(state)
         if self.watcher is not None:
@@ -346,26 +312,6 @@ class Job:
         self.close()
         self.wake()
 
-    def _prove_rights(self, save_dir_fd: int, state: JobState) -> None:
-        """P19, once there is something to keep; and P1's device check."""
-        about = str(self.config.save_dir)
-        if not state.rows:
-            return
-        if not self._may_delete:
-            try:
-                fs.prove_rights(save_dir_fd, about)
-                state.can_clone = fs.can_clone(save_dir_fd)
-            except (NotPermitted, OSError) as error:
-                text = error.message if isinstance(error, CkptdError) else str(error)
-                self.problems.put(
-                    "no-rights", about, text, "run ckptd as the training user; nothing is deleted"
-                )
-                return
-            self.problems.clear("no-rights", about)
-            self._may_delete = True
-        if state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
-            self._may_delete = False
-
     def _pace(self, state: JobState) -> None:
         is_busy = bool(state.in_flight)
         self.chores.pace(is_save_in_flight=is_busy)
@@ -400,12 +346,3 @@ class Job:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _stat_or(path: Path, fd: int) -> os.stat_result:
-    try:
-        return os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return os.stat("/proc/self", follow_symlinks=False)
-    except OSError:
-        return os.fstat(fd)

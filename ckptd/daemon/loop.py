@@ -19,7 +19,7 @@ import sdnotify
 from ckptd import __version__
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
-from ckptd.daemon.report import job_status
+from ckptd.daemon.report import job_status, publish
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld
 from ckptd.local.state_dir import prepare_state_dir, state_dir_of
@@ -198,7 +198,7 @@ class Daemon:
         )
         for directory in self._status_dirs():
             try:
-                st.publish(document, directory)
+                publish(document, directory)
             except OSError as error:
                 log.error("cannot publish status in %s: %s", directory, error.strerror)
         self._notifier.notify("STATUS=" + "; ".join(f"{j.name}: {j.state}" for j in jobs)[:200])

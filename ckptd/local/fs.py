@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS
-from ckptd.errors import CkptdError, NotPermitted, RefusedError, SourceChanged, from_os_error
+from ckptd.errors import CkptdError, RefusedError, SourceChanged, from_os_error
 from ckptd.local.scan import scan_folder
 
 if TYPE_CHECKING:
@@ -183,25 +183,6 @@ def trash_names(save_dir_fd: int) -> list[str]:
         os.close(fd)
 
 
-def can_clone(save_dir_fd: int) -> bool:
-    """Try to share extents between two small files of ours on the file system of save_dir."""
-    fd = ensure_ours(save_dir_fd, STAGING)
-    names = [f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}" for _ in range(2)]
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    opened: list[int] = []
-    try:
-        opened = [os.open(name, flags, 0o600, dir_fd=fd) for name in names]
-        files.write_all(opened[0], b"\0" * 65536)
-        os.fsync(opened[0])
-        return files.clone_file(opened[0], opened[1])
-    finally:
-        for other in opened:
-            os.close(other)
-        for name in names:
-            files.remove_file(fd, name)
-        os.close(fd)
-
-
 def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) -> None:
     """Clone a sealed save into `_ckptd/hold/<name>`; whole or not at all (P1). Never a hard link (H14).
 
@@ -304,43 +285,6 @@ def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:
                 os.fdatasync(fd)
         files.fsync_dir(folder.fd)
     files.fsync_dir(save_dir_fd)
-
-
-def prove_rights(save_dir_fd: int, save_dir: str) -> None:
-    """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
-
-    Raises:
-        NotPermitted: with who owns the directory and who we are.
-    """
-    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
-    try:
-        with (
-            contextlib.closing(_Fd(ensure_ours(save_dir_fd, STAGING))) as staging,
-            contextlib.closing(_Fd(ensure_ours(save_dir_fd, TRASH))) as trash,
-        ):
-            os.mkdir(name, 0o700, dir_fd=staging.fd)
-            os.rename(name, name, src_dir_fd=staging.fd, dst_dir_fd=trash.fd)
-            os.rmdir(name, dir_fd=trash.fd)
-    except PermissionError as error:
-        raise _who(save_dir_fd, save_dir) from error
-    status = os.fstat(save_dir_fd)
-    is_sticky = bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
-    if is_sticky or not os.access(".", os.W_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True):
-        raise _who(save_dir_fd, save_dir)
-
-
-def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
-    import pwd
-
-    def name(uid: int) -> str:
-        try:
-            return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-        except KeyError:
-            return str(uid)
-
-    owner = os.fstat(save_dir_fd).st_uid
-    msg = f"{save_dir} is owned by {name(owner)}, ckptd runs as {name(os.geteuid())}"
-    return NotPermitted(msg, hint=f"run ckptd as {name(owner)}; until then nothing is deleted")
 
 
 def folder_is_intact(save_dir_fd: int, tag: str, sealed: Sequence[SealedFile]) -> bool:

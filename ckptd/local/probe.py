@@ -18,7 +18,8 @@ from ckptd import files
 from ckptd.config_quantities import show_bytes
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, from_os_error
-from ckptd.local.fs import STAGING, TRASH, can_clone, prove_rights
+from ckptd.local.fs import STAGING, TRASH
+from ckptd.local.rights import can_clone, prove_rights
 from ckptd.local.scan import scan
 from ckptd.local.state_dir import filesystem_type, is_network
 

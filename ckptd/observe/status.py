@@ -5,12 +5,8 @@ Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-
-from ckptd import files
 
 SCHEMA_VERSION = 1
 FILE_NAME = "status.json"
@@ -139,9 +135,3 @@ class Status:
 def rfc3339(unix_seconds: float) -> str:
     """UTC, milliseconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def publish(status: Status, state_dir: Path) -> None:
-    """Write status.json by rename, readable for any user (0644)."""
-    with files.opened_dir(state_dir) as fd:
-        files.write_atomic(fd, FILE_NAME, json.dumps(asdict(status)).encode(), mode=0o644)

@@ -1,0 +1,77 @@
+"""From listed and inspected files to a sealed save, and back: is it still that save? (§3, P4, H50)"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.layouts import Role
+from ckptd.core.lifecycle import Memory
+from ckptd.core.save import SealedFile, SealedSave
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.facts import FileFacts
+    from ckptd.core.listing import FolderListing, ListedFile
+    from ckptd.core.rows import SaveRow
+
+
+def same_files(save: SealedSave, folder: FolderListing) -> bool:
+    """Every sealed file is there with its identity (others may have appeared: H8)."""
+    now = {f.path: f.identity for f in folder.files}
+    return save.folder == folder.folder and all(now.get(f.path) == f.identity for f in save.files)
+
+
+def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, FileFacts]) -> Memory | None:
+    """Identities of the last sealed save of the tag; one whose ctime alone changed counts as kept (H50)."""
+    if row is None:
+        return None
+    here = {f.path: f for f in folder.files}
+    shards = {f.path for f in folder.shards}
+    memory = {}
+    for file in row.save.files:
+        current = here.get(file.path)
+        if current is None:
+            memory[file.path] = file.identity
+        elif file.path in shards:
+            known = facts.get(file.path)
+            is_same = (
+                _only_ctime(file, current) and known is not None and known.fingerprint == file.fingerprint
+            )
+            memory[file.path] = current.identity if is_same else file.identity
+    return Memory(shards=memory)
+
+
+def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:
+    """The same save with new ctimes, when nothing but ctimes changed; None when it is another save (H50)."""
+    now = {f.path: f for f in folder.files}
+    if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
+        return None
+    for file in save.files:
+        is_same = file.identity == now[file.path].identity or _only_ctime(file, now[file.path])
+        if not is_same or facts[file.path].fingerprint != file.fingerprint:
+            return None
+    files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in save.files)
+    return save.model_copy(update={"files": files})
+
+
+def sealed_file(file: ListedFile, facts: FileFacts) -> SealedFile:
+    """A file of the checkpoint folder, as inspected."""
+    return SealedFile(
+        path=file.path,
+        identity=file.identity,
+        fingerprint=facts.fingerprint,
+        tensor_fingerprint=facts.tensor_fingerprint,
+        role=facts.role,
+        shard=facts.shard,
+        mode=file.mode,
+    )
+
+
+def sealed_extra(file: ListedFile) -> SealedFile:
+    """A file directly in save_dir that travels along; read whole when shipped, not sealed by identity."""
+    return SealedFile(path=file.path, identity=file.identity, fingerprint="", role=Role.EXTRA, mode=file.mode)
+
+
+def _only_ctime(file: SealedFile, now: ListedFile) -> bool:
+    return file.identity.model_copy(update={"ctime_ns": now.identity.ctime_ns}) == now.identity

@@ -1,0 +1,100 @@
+"""What a job needs once before it acts: node id, settings of remotes, device, rights (P1, P19)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.errors import CkptdError, NotPermitted
+from ckptd.local import rights
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+    from ckptd.journal import Journal
+
+
+def node_id_of(state_dir: Path) -> str:
+    """The random id of this node, made once and kept in the state directory."""
+    path = state_dir / "node_id"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    node_id = secrets.token_hex(8)
+    with files.opened_dir(state_dir) as fd:
+        files.write_atomic(fd, "node_id", node_id.encode())
+    return node_id
+
+
+def remote_settings(
+    config: JobConfig,
+    remote: RemoteConfig,
+    daemon: DaemonConfig,
+    journal: Journal,
+    *,
+    node: str,
+    node_id: str,
+) -> m.RemoteSettings:
+    """What a remote's child is told: the job file's words, and the identity seen before (P2)."""
+    return m.RemoteSettings(
+        name=remote.name,
+        url=remote.url,
+        job=config.name,
+        job_id=journal.meta(f"job_id:{remote.name}"),
+        remote_id=journal.meta(f"remote_id:{remote.name}"),
+        same_filesystem=remote.same_filesystem,
+        save_dir=str(config.save_dir),
+        verify=remote.verify,
+        bytes_per_second=remote.bandwidth_bytes_per_second or daemon.bandwidth_bytes_per_second,
+        node=node,
+        node_id=node_id,
+    )
+
+
+def check_device(job: Job, state: JobState, save_dir_fd: int) -> None:
+    """Another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
+    device = str(os.fstat(save_dir_fd).st_dev)
+    known = state.journal.meta("device")
+    if known is None:
+        state.journal.set_meta("device", device)
+    elif known != device:
+        job.problems.put(
+            "device-changed",
+            str(job.config.save_dir),
+            f"{job.config.save_dir} lies on another file system than before; nothing is deleted",
+            "is the NVMe mounted? if this is meant, delete the journal in the state directory",
+        )
+
+
+def prove_rights(job: Job, state: JobState, save_dir_fd: int, *, had_them: bool) -> bool:
+    """May anything be deleted here? Proved once, when there is something to keep (P19)."""
+    about = str(job.config.save_dir)
+    if not state.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
+        return False
+    if had_them:
+        return True
+    try:
+        rights.prove_rights(save_dir_fd, about)
+        state.can_clone = rights.can_clone(save_dir_fd)
+    except (NotPermitted, OSError) as error:
+        text = error.message if isinstance(error, CkptdError) else str(error)
+        job.problems.put("no-rights", about, text, "run ckptd as the training user; nothing is deleted")
+        return False
+    job.problems.clear("no-rights", about)
+    return True
+
+
+def is_still(path: Path, fd: int) -> bool:
+    """True while `path` names the open directory; an error other than "not there" changes nothing."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,67 @@
+"""What this process may and can do in a save_dir, proved by doing it below `_ckptd` (P19, P11)."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import stat
+
+from ckptd import files
+from ckptd.errors import NotPermitted
+from ckptd.local.fs import STAGING, TRASH, ensure_ours
+
+
+def can_clone(save_dir_fd: int) -> bool:
+    """Try to share extents between two small files of ours on the file system of save_dir."""
+    fd = ensure_ours(save_dir_fd, STAGING)
+    names = [f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}" for _ in range(2)]
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    opened: list[int] = []
+    try:
+        opened = [os.open(name, flags, 0o600, dir_fd=fd) for name in names]
+        files.write_all(opened[0], b"\0" * 65536)
+        os.fsync(opened[0])
+        return files.clone_file(opened[0], opened[1])
+    finally:
+        for other in opened:
+            os.close(other)
+        for name in names:
+            files.remove_file(fd, name)
+        os.close(fd)
+
+
+def prove_rights(save_dir_fd: int, save_dir: str) -> None:
+    """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
+
+    Raises:
+        NotPermitted: with who owns the directory and who we are.
+    """
+    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
+    try:
+        staging, trash = ensure_ours(save_dir_fd, STAGING), ensure_ours(save_dir_fd, TRASH)
+        try:
+            os.mkdir(name, 0o700, dir_fd=staging)
+            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=trash)
+            os.rmdir(name, dir_fd=trash)
+        finally:
+            os.close(staging)
+            os.close(trash)
+    except PermissionError as error:
+        raise _who(save_dir_fd, save_dir) from error
+    status = os.fstat(save_dir_fd)
+    is_sticky = bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
+    if is_sticky or not os.access(".", os.W_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True):
+        raise _who(save_dir_fd, save_dir)
+
+
+def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
+    def name(uid: int) -> str:
+        try:
+            return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+        except KeyError:
+            return str(uid)
+
+    owner = os.fstat(save_dir_fd).st_uid
+    msg = f"{save_dir} is owned by {name(owner)}, ckptd runs as {name(os.geteuid())}"
+    return NotPermitted(msg, hint=f"run ckptd as {name(owner)}; until then nothing is deleted")
