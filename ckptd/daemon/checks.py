@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core import actions as a
 from ckptd.core.lifecycle import State
+from ckptd.core.planner import is_committed
 from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
@@ -65,6 +66,22 @@ def see_problems(job: Job, state: JobState) -> None:
         free, need = job.view.disk.free_bytes / 1e9, job.view.disk.reserve_bytes / 1e9
         text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
         see.see("disk-low", "disk", text, "nothing uncommitted is deleted; free space or save less often")
+    for link in job.links.values():
+        if link.observation is not None and link.observation.damaged:
+            text = f"{link.name}: {link.observation.damaged[0]}"
+            see.see(
+                "remote-damaged", link.name, text, "what it lists counts as not committed; see ckptd list"
+            )
+    waiting = (
+        [s.save.tag for s in job.view.saves if s.is_intact and not is_committed(job.view, s)]
+        if job.view
+        else []
+    )
+    if len(waiting) > 1 and not state.can_clone and job.config.remotes:
+        text = f"{len(waiting)} checkpoints wait and cannot be held: the trainer may outrun the upload"
+        see.see(
+            "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
+        )
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()

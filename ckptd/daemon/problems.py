@@ -37,6 +37,7 @@ Code = Literal[
     "waiting-for-remote",
     "journal-set-aside",
     "no-file-events",
+    "internal",
 ]
 CODES: tuple[str, ...] = get_args(Code)
 
