@@ -209,7 +209,7 @@ class Journal:
     # --- ships -----------------------------------------------------------------------------------------
 
     def ships(self) -> dict[int, dict[tuple[str, str], ShipRecord]]:
-        """save id → (remote, form) → record; one left `shipping` by a crash counts as new."""
+        """save id → (remote, form) → record."""
         result: dict[int, dict[tuple[str, str], ShipRecord]] = {}
         for save_id, text in self._db.execute("SELECT save_id, record FROM ships"):
             record = ShipRecord.model_validate_json(text)

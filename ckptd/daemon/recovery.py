@@ -9,7 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import DerivedState
+from ckptd.core.view import DerivedState, ShipState
 from ckptd.local import fs
 
 if TYPE_CHECKING:
@@ -56,4 +56,8 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             state.put_derived(row.id, derived.model_copy(update={"state": DerivedState.NONE}))
         elif derived.retry_at_seconds:
             state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}))
+    for save_id, records in list(state.ships.items()):
+        for record in list(records.values()):
+            if record.state is ShipState.SHIPPING:
+                state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
     state.load()
