@@ -312,7 +312,7 @@ def _commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
 
 def _retire(view: JobView, remote_keeps: dict[tuple[str, str], tuple[str, ...]]) -> list[Action]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
-    if view.is_first_scan or not view.may_delete or view.deletions_left <= 0:
+    if view.is_first_scan or not view.may_delete or view.retirements_left <= 0:
         return []
     actions: list[Action] = []
     for remote in view.remotes:

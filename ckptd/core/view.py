@@ -183,9 +183,12 @@ class JobView:
     may_delete: bool
     """Rights proved (P19), same device as before, seat belt not reached."""
     deletions_left: int
+    """The seat belt for this node's disk: checkpoints that may still go in this hour."""
     disk: Disk
     generations: Mapping[tuple[int, str, str], GenerationAnswer]
     """(save id, remote, form) → generation, for saves whose tag the remote knows."""
     confirmations: Mapping[int, Confirmation]
     is_converting: bool
     now_seconds: float
+    retirements_left: int = 3
+    """The seat belt for remotes."""

@@ -289,7 +289,8 @@ class Shipping:
             reason=action.reason,
             commits=[(commit.key, commit.sha256)],
         )
-        self._state.deleted_at.append(time.monotonic())
+        if commit.form == ZERO:
+            self._state.retired_at.append(time.monotonic())
         order = m.Retire(
             tag=commit.tag,
             generation=commit.generation,

@@ -76,7 +76,9 @@ class JobState:
     moving: dict[ShipKey, Moving] = field(default_factory=dict)
     converting: Converting | None = None
     deleted_at: deque[float] = field(default_factory=deque)
-    """Monotonic times of deletions, for the seat belt."""
+    """Monotonic times of prunes, for the seat belt."""
+    retired_at: deque[float] = field(default_factory=deque)
+    """Monotonic times of zero COMMITs retired, likewise."""
     completed_at: deque[float] = field(default_factory=deque)
     problems: Problems = field(default_factory=Problems)
     plan: Plan | None = None

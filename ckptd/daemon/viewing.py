@@ -10,6 +10,7 @@ from ckptd.core.view import ZERO, Disk, JobView, RemoteCommit, RemoteView, SaveV
 from ckptd.files import free_bytes
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Mapping
 
     from ckptd.config_model import JobConfig
@@ -72,7 +73,8 @@ def build_view(
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
         may_delete=may_delete,
-        deletions_left=_deletions_left(state, retention.save_total_limit),
+        deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
+        retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.generations,
         confirmations=state.confirmations,
@@ -81,13 +83,17 @@ def build_view(
     )
 
 
-def _deletions_left(state: JobState, limit: int | None) -> int:
+def _left(state: JobState, done: deque[float], limit: int | None) -> int:
     """The seat belt: deletions in any hour ≤ saves completed in it + max(3, 2 × save_total_limit)."""
     now = time.monotonic()
-    for times in (state.deleted_at, state.completed_at):
+    for times in (done, state.completed_at):
         while times and now - times[0] > HOUR_SECONDS:
             times.popleft()
-    return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(state.deleted_at)
+    return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(done)
+
+
+def _largest_limit(config: JobConfig) -> int:
+    return max((remote.policy.save_total_limit or 0 for remote in config.remotes), default=0)
 
 
 def _save(
