@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 PAGE = REPOSITORY / "docs" / "performance.md"
 PICTURE = REPOSITORY / "docs" / "performance.png"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-NAMES = {"cp": "`cp -r`", "stock": "`ds_to_universal`", "ckptd": "`ckptd convert`"}
+NAMES = {
+    "read": "reading the source only",
+    "cp": "`cp -r`",
+    "stock": "`ds_to_universal`",
+    "ckptd": "`ckptd convert`",
+}
 TARGETS = (
     ("cold", "cp", 1.2, "at most {} × `cp -r`"),
     ("cold", "stock", 4.0, "at least {} × faster than stock"),
