@@ -165,7 +165,7 @@ def _make(world_size: int, batch: list[Recipe]) -> None:
                     "recipe": asdict(recipe),
                     "load": None,
                     "tag": None,
-                    "steps": STEPS,
+                    "steps": max(STEPS, *recipe.save_at),
                     "save_at": recipe.save_at,
                     "init_seed": 7,
                     "losses": str(place / "losses.json"),

@@ -239,6 +239,7 @@ class Job:
         listing = scan(save_dir_fd)
         if self._tags_at_start is None:
             self._tags_at_start = frozenset(f.tag for f in listing.folders)
+            log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
             is_inside = self.state_dir.is_relative_to(self.config.save_dir)
             if not listing.folders and is_inside:

@@ -157,6 +157,17 @@ class Daemon:
             self.invalid.append((job.config.name, str(job.config.save_dir), error))
             job.close()
             self.jobs.remove(job)
+        except Exception as error:  # a defect in one job's turn must not end the watch over the others
+            log.exception("the turn of job %s failed", job.config.name)
+            _say_internal(job, error)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # likewise for what a worker or a remote reported
+            log.exception("taking in a result failed")
+            for job in self.jobs:
+                _say_internal(job, error)
 
     def _wait(self) -> None:
         """Sleep until something happens or is due; then take all that happened."""
@@ -165,9 +176,9 @@ class Daemon:
         if self._deadline is not None or self._once:
             pause = min(pause, 1.0)
         try:
-            self._queue.get(timeout=min(max(pause, 0.01), PUBLISH_SECONDS))()
+            self._call(self._queue.get(timeout=min(max(pause, 0.01), PUBLISH_SECONDS)))
             while True:
-                self._queue.get_nowait()()
+                self._call(self._queue.get_nowait())
         except queue.Empty:
             pass
 
@@ -220,6 +231,11 @@ class Daemon:
             if code in codes:
                 return code
         return max(codes, default=0)
+
+
+def _say_internal(job: Job, error: Exception) -> None:
+    text = f"a defect of ckptd: {type(error).__name__}: {error}"
+    job.problems.put("internal", type(error).__name__, text, "the log has the trace; please report it")
 
 
 def _invalid_status(name: str, save_dir: str, error: CkptdError) -> st.JobStatus:

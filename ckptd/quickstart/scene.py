@@ -23,13 +23,13 @@ SAVE_TOTAL_LIMIT = 2
 REMOTE_KEEP_LAST = 6
 BANDWIDTH = "40MB/s"
 MEMORY_BUDGET_MIB = 512
-STEP_SECONDS = 0.4
+STEP_SECONDS = 0.8
 TOLERANCE = 1e-3
 
 JOB_TOML = """\
 # Written by `ckptd quickstart`; a job file as you would write one, but for the two marked lines.
 save_dir = "{save_dir}"
-settle = "500ms"
+settle = "1s"
 backfill = "all"                        # what `ckptd resume` fetched may be rotated like the rest
 
 [local]
