@@ -105,7 +105,9 @@ class Intake:
         state.in_flight = frozenset(
             folder.tag
             for folder in listing.folders
-            if not self._is_sealed(folder) and self._recently_changed(folder, now_seconds)
+            if not self._is_sealed(folder)
+            and self._flushed.get(folder.tag) != folder.digest
+            and self._recently_changed(folder, now_seconds)
         )
 
     def next_due_seconds(self, now_seconds: float) -> float:

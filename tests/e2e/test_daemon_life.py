@@ -53,7 +53,7 @@ def test_ships_converts_commits_and_keeps_the_limit(tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("after_bytes", [200_000, 900_000, 1_500_000])
+@pytest.mark.parametrize("after_bytes", [200_000, 700_000, 1_200_000])
 def test_killed_during_an_upload(tmp_path: Path, after_bytes: int) -> None:
     """kill -9 in mid-upload: children end, a restart finishes, nothing is deleted early or sent twice."""
     with node(tmp_path, remote=PACED) as here:
@@ -128,7 +128,7 @@ def test_a_rewound_run(tmp_path: Path) -> None:
         assert same_bytes(here, "global_step7.g2", OTHER_RUN, 7)
         assert same_bytes(here, "global_step8", RUN, 8)
         assert not [line for line in here.audit() if line["generation"] == 2]
-        assert here.status()["safe"]["step"] == 7
+        here.wait("safe", lambda: here.status()["safe"]["step"] == 7)
         assert "abandoned" in " ".join(here.checkpoint("global_step8")["keep"])
 
 
@@ -191,9 +191,9 @@ def test_state_lost_then_garbage(tmp_path: Path) -> None:
             (here.state / f"journal.db{tail}").unlink(missing_ok=True)
 
         here.start()
+        here.wait("set aside", lambda: "journal-set-aside" in here.problems())
         here.wait("recognised", lambda: here.checkpoint("global_step3")["state"] == "committed")
 
-        assert "journal-set-aside" in here.problems()
         assert here.local_tags() >= {"global_step2", "global_step3"}
         assert list(here.state.glob("journal.db.aside-*"))
 

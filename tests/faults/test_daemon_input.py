@@ -1,0 +1,224 @@
+"""Bad input for the daemon: whatever is damaged, mixed, foreign or missing ends in one clear sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import OTHER_RUN, RUN, Node, node, same_bytes, shards_in_order
+from tests.real import prepare, save_dir_of
+
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+RANK0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_saves() -> None:
+    """Both trainings, once."""
+    prepare([RUN, OTHER_RUN])
+
+
+def _missing_rank(here: Node) -> None:
+    here.save(2, shards=2)
+
+
+def _truncated(here: Node) -> None:
+    here.save(2)
+    path = here.save_dir / "global_step2" / RANK1
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _empty(here: Node) -> None:
+    here.save(2)
+    (here.save_dir / "global_step2" / RANK0).write_bytes(b"")
+
+
+def _two_saves(here: Node) -> None:
+    here.save(2)
+    shutil.copyfile(save_dir_of(RUN) / "global_step3" / RANK1, here.save_dir / "global_step2" / RANK1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_missing_rank, "optimizer shard of rank 1"),
+        (_truncated, "rank_1_mp_rank_00_optim_states.pt is cut off"),
+        (_empty, "rank_0_mp_rank_00_optim_states.pt is empty"),
+        (_two_saves, "shards of two saves"),
+    ],
+)
+def test_damaged_saves_are_named_and_never_committed(
+    tmp_path: Path, damage: Callable[[Node], None], words: str
+) -> None:
+    """The reason names the file; the older checkpoint stays committed; resume moves the damaged one aside."""
+    with node(tmp_path) as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        damage(here)
+        here.wait(words, lambda: words in (here.checkpoint("global_step2")["reason"] or ""))
+        time.sleep(1.5)
+        assert set(here.commits()) == {"global_step1~g1"}
+        assert here.local_tags() == {"global_step1", "global_step2"}
+        here.stop()
+
+        done = here.ckptd("resume", here.job_file)
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip().endswith("global_step1")
+        assert (here.save_dir / "latest").read_text() == "global_step1"
+        assert [p.name for p in (here.save_dir / "_ckptd" / "aside").iterdir()]
+
+
+def test_legacy_shard_ships_raw_and_is_not_converted(tmp_path: Path) -> None:
+    """A pre-zip torch.save shard is committed as it is; status says why there is no universal form."""
+    script = (
+        "import sys, torch; p = sys.argv[1]; "
+        "torch.save(torch.load(p, weights_only=False), p, _use_new_zipfile_serialization=False)"
+    )
+    with node(tmp_path) as here:
+        here.save(1, tag="staged")
+        folder = tmp_path / "legacy"
+        shutil.move(here.save_dir / "staged", folder)
+        for path in folder.iterdir():
+            environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+            subprocess.run(
+                [sys.executable, "-c", script, str(path)], check=True, env=environment, timeout=120
+            )
+        here.start()
+        shutil.copytree(folder, here.save_dir / "global_step1")
+        here.wait_committed("global_step1~g1", 40)
+        here.wait("refused", lambda: "conversion-refused" in here.problems())
+        assert (here.nas / "global_step1" / RANK0).read_bytes() == (folder / RANK0).read_bytes()
+
+
+def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
+    """Foreign files and folders, links and a FIFO in save_dir change nothing and are never touched."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    with node(tmp_path, local="save_total_limit = 1") as here:
+        (here.save_dir / "notes").mkdir()
+        (here.save_dir / "notes" / "a.txt").write_text("mine")
+        (here.save_dir / "link").symlink_to(outside)
+        os.mkfifo(here.save_dir / "pipe")
+        (here.save_dir / "global_step0_universal").mkdir()
+        here.start()
+        for step in (1, 2):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        here.wait("the limit", lambda: not (here.save_dir / "global_step1").exists())
+        assert (here.save_dir / "notes" / "a.txt").read_text() == "mine"
+        assert (outside / "precious").exists()
+        assert (here.save_dir / "link").is_symlink()
+        assert not (here.nas / "notes").exists()
+
+
+def test_an_extra_file_keeps_its_folder(tmp_path: Path) -> None:
+    """A file that appeared after the COMMIT keeps its folder on the node; status says which file (P1, H8)."""
+    with node(tmp_path, local="save_total_limit = 1") as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        (here.save_dir / "global_step1" / "eval_results.json").write_text("{}")
+        here.save(2)
+        here.wait_committed("global_step2~g1")
+        here.wait("kept", lambda: "eval_results.json" in " ".join(here.checkpoint("global_step1")["keep"]))
+        time.sleep(1)
+        assert (here.save_dir / "global_step1" / RANK0).exists()
+        (here.save_dir / "global_step1" / "eval_results.json").unlink()
+        here.wait("gone", lambda: not (here.save_dir / "global_step1").exists())
+
+
+def test_modes_are_never_wider_and_nothing_of_ours_lies_in_a_checkpoint(tmp_path: Path) -> None:
+    """Files in the NAS have the source's mode; `_ckptd` appears with the first checkpoint, not before."""
+    with node(tmp_path) as here:
+        here.start()
+        time.sleep(1)
+        assert not (here.save_dir / "_ckptd").exists()
+        old = os.umask(0o077)
+        try:
+            here.save(1)
+        finally:
+            os.umask(old)
+        here.wait_committed("global_step1~g1")
+        here.wait("universal", lambda: "global_step1~g1" in here.commits("universal"))
+        for path in (here.nas / "global_step1").glob("*.pt"):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+        for path in (here.nas / "global_step1_universal").rglob("*.pt"):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+        assert sorted(p.name for p in (here.save_dir / "global_step1").iterdir()) == sorted(
+            p.name for p in (save_dir_of(RUN) / "global_step1").iterdir()
+        )
+
+
+def test_the_trainer_deletes_while_it_is_shipped(tmp_path: Path) -> None:
+    """The attempt ends without a COMMIT, the loss is said, the daemon goes on with the next one."""
+    with node(tmp_path, remote='bandwidth = "300kB/s"') as here:
+        here.start()
+        here.save(1)
+        here.wait("shipping", lambda: here.checkpoint("global_step1")["state"] == "uploading")
+        shutil.rmtree(here.save_dir / "global_step1")
+        here.wait("said", lambda: "vanished-uncommitted" in here.problems())
+        here.write_job(remote="")
+        here.stop()
+        here.start()
+        here.save(2)
+        here.wait_committed("global_step2~g1")
+        assert "global_step1~g1" not in here.commits()
+
+
+def test_the_trainer_saves_again_while_it_is_shipped(tmp_path: Path) -> None:
+    """P4: the attempt over two saves is dropped; what is committed holds one save only."""
+    with node(tmp_path, remote='bandwidth = "600kB/s"') as here:
+        here.start()
+        here.save(1)
+        here.wait("shipping", lambda: here.checkpoint("global_step1")["state"] == "uploading")
+        time.sleep(0.5)
+        source = save_dir_of(OTHER_RUN) / "global_step1"
+        for path in shards_in_order(source):
+            shutil.copyfile(path, here.save_dir / "global_step1" / path.name)
+        here.wait("a COMMIT", lambda: here.commits(), 60)
+        folders = [c["folder"] for c in here.commits().values()]
+        assert folders
+        assert all(same_bytes(here, folder, OTHER_RUN, 1) for folder in folders)
+
+
+def test_a_bit_that_flipped_after_the_save_is_not_shipped(tmp_path: Path) -> None:
+    """The zip's own CRC is checked in the upload's pass: a damaged record is named and never committed."""
+    with node(tmp_path) as here:
+        here.save(1, tag="staged")
+        folder = here.save_dir / "staged"
+        data = bytearray((folder / RANK0).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / RANK0).write_bytes(data)
+        here.start()
+        folder.rename(here.save_dir / "global_step1")
+        here.wait("said", lambda: "source-damaged" in here.problems())
+        assert not here.commits()
+
+
+def test_save_dir_appears_later_and_its_parent_must_exist(tmp_path: Path) -> None:
+    """A missing save_dir is waited for; a missing parent is an error that names it (78)."""
+    with node(tmp_path) as here:
+        here.save_dir.rmdir()
+        here.start()
+        time.sleep(1.5)
+        here.save_dir.mkdir()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        here.stop()
+        shutil.rmtree(tmp_path / "nvme")
+        done = here.ckptd("run", "--job", here.job_file, "--once")
+        assert done.returncode == 78
+        assert str(tmp_path / "nvme") in done.stderr
+        assert "Traceback" not in done.stderr
