@@ -5,6 +5,7 @@ Loading one verb keeps `ckptd status` fast: nothing it does not need is imported
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
     verbs = (wanted,) if wanted in VERBS else VERBS
+    if wanted == "status":
+        gc.disable()
     try:
         build_app(verbs)(arguments, prog_name="ckptd")
     except CkptdError as error:

@@ -30,9 +30,9 @@ def register(app: typer.Typer) -> None:
         as_json: bool = typer.Option(False, "--json", help="The published document."),
         retention: bool = typer.Option(False, "--retention", help="Why each checkpoint is kept."),
         live: bool = typer.Option(False, "--live", help="Exit 0 only if the daemon lives."),
-        state_dir: Path | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
     ) -> None:
-        document = _find(job, state_dir)
+        document = _find(job, Path(state_dir) if state_dir else None)
         alive = _is_alive(document)
         jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
         if as_json:
