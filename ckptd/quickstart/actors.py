@@ -133,7 +133,7 @@ def _state_line(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "tag": checkpoint["tag"],
         "generation": checkpoint.get("generation"),
         "state": checkpoint.get("state"),
-        "uploading": bool(zero.get("bytes_done")),
+        "upload_started_at": zero.get("started_at"),
         "keep": checkpoint.get("keep", []),
     }
 

@@ -31,6 +31,11 @@ def remote_bytes_are_the_trainers(e: Evidence) -> Outcome:
     return checked, failures
 
 
+def bytes_note(e: Evidence) -> str:
+    """How much was compared when it was committed."""
+    return f"{sum(entry['bytes'] for c in zero_commits(e) for entry in c.entries) / 1e6:.0f} MB"
+
+
 def _differences(e: Evidence, commit: SeenCommit, key: str, expected: str) -> list[str]:
     failures = []
     if commit.objects.get(key, ("",))[0] != expected:
@@ -106,7 +111,7 @@ def nothing_was_sent_twice(e: Evidence) -> Outcome:
             checked += 1
             path = e.nas / key
             now = path.stat() if path.exists() else None
-            if now is None or [now.st_ino, now.st_size] != identity[:2]:
+            if now is None or [now.st_ino, now.st_size, now.st_mtime_ns] != identity:
                 failures.append(f"{key} was written again after its COMMIT")
     return checked, failures
 

@@ -162,11 +162,28 @@ def losses_agree(e: Evidence) -> Outcome:
 
 def memory_stayed_in_budget(e: Evidence) -> Outcome:
     """P12: daemon and children together stayed under memory_budget (sampled)."""
-    budget = int(e.plan["memory_budget_bytes"])
     samples = e.driver_lines("memory")
-    peak = max((int(x["bytes"]) for x in samples), default=0)
-    return len(samples), [f"{peak} bytes, the budget is {budget}"] if peak > budget else []
+    within = _peak_bytes(e) <= int(e.plan["memory_budget_bytes"])
+    return len(samples), [] if within else [memory_note(e)]
+
+
+def memory_note(e: Evidence) -> str:
+    """The peak and the budget."""
+    return f"peak {_peak_bytes(e) / 2**20:.0f} MiB of {int(e.plan['memory_budget_bytes']) / 2**20:.0f}"
+
+
+def _peak_bytes(e: Evidence) -> int:
+    return max((int(line["bytes"]) for line in e.driver_lines("memory")), default=0)
 
 
 def _lines(e: Evidence, action: str) -> list[AuditLine]:
     return [line for line in e.audit if line.action == action]
+
+
+def losses_note(e: Evidence) -> str:
+    """The largest difference of the resumed run."""
+    reference = e.losses.get("reference", {})
+    distances = [
+        abs(loss - reference[s]) for s, loss in e.losses.get("resumed", {}).items() if s in reference
+    ]
+    return f"max difference {max(distances, default=0.0):.1e}"

@@ -121,6 +121,22 @@ class Evidence:
         return next((s for s in self.saves if s.tag == commit.tag and s.files == shipped), None)
 
 
+def commit_of(e: Evidence, save: Save, form: str = "zero") -> SeenCommit | None:
+    """The COMMIT of this very save; of a derived form, the first one in the tag's life after it."""
+    if form == "zero":
+        return next((c for c in zero_commits(e) if e.save_of(c) is save), None)
+    zero = commit_of(e, save)
+    named = (c for c in e.commits if c.form == form and c.tag == save.tag)
+    return next((c for c in named if zero is not None and c.created >= zero.created), None)
+
+
+def life_of(e: Evidence, save: Save) -> tuple[float, float]:
+    """From when to when a tag on the node meant this save: until saved again, or the node was lost."""
+    ends = [s.at for s in e.saves if s.tag == save.tag and s.at > save.at]
+    ends += [line["begin"] for line in e.driver_lines("wipe") if line["begin"] > save.at]
+    return save.at - 1.0, min(ends, default=float("inf"))
+
+
 def shards_of(commit: SeenCommit) -> FileSet:
     """The files of the checkpoint folder itself, with the SHA-256 that the observer found on the NAS."""
     found: FileSet = {}

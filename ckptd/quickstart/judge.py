@@ -27,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     verdicts = judge(load(root))
     for verdict in verdicts:
         mark = "held  " if verdict.held else "BROKEN"
-        print(f"{mark} {verdict.promise:4} {verdict.text:55} {verdict.checked:5} {verdict.unit}")
+        note = f"  ({verdict.note})" if verdict.note else ""
+        print(f"{mark} {verdict.promise:4} {verdict.text:55} {verdict.checked:5} {verdict.unit}{note}")
         for failure in verdict.failures[:SHOWN_FAILURES]:
             print(f"         {failure}")
         if len(verdict.failures) > SHOWN_FAILURES:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.quickstart.actors import Daemon, Watcher
@@ -166,8 +167,10 @@ class Play:
         if done.returncode:
             msg = f"ckptd resume ended with {done.returncode}: {done.stderr.strip()}"
             raise QuickstartFailed(msg)
-        seconds = time.time() - begin
-        self._progress.say(f"ckptd resume: latest names {self._latest()} after {seconds:.1f} s")
+        path = Path(done.stdout.strip()).relative_to(scene.save_dir)
+        self._progress.say(
+            f"ckptd resume: {path} after {time.time() - begin:.1f} s; the torn save lies aside"
+        )
 
     def _train_to_the_end(self) -> None:
         scene, ranks = self._scene, self._scene.resume_world_size

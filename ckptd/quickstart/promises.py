@@ -5,6 +5,7 @@ A promise of which nothing could be checked has failed: showing nothing is not s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from ckptd.quickstart import checks_nas as nas
 from ckptd.quickstart import checks_node as node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptd.quickstart.evidence import Evidence
 
 
@@ -26,6 +25,8 @@ class Verdict:
     checked: int
     unit: str
     failures: tuple[str, ...]
+    note: str = ""
+    """A figure worth showing: how near to the limit."""
 
     @property
     def held(self) -> bool:
@@ -33,7 +34,9 @@ class Verdict:
         return self.checked > 0 and not self.failures
 
 
-PROMISES: tuple[tuple[str, str, str, Callable[[Evidence], tuple[int, list[str]]]], ...] = (
+Check = Callable[["Evidence"], tuple[int, list[str]]]
+
+PROMISES: tuple[tuple[str, str, str, Check], ...] = (
     ("P1", "removed local files: listed by a COMMIT of that moment", "files", node.removals_were_covered),
     ("P1", "nothing left the node without a line in audit.jsonl", "folders", node.nothing_vanished_silently),
     ("P2", "files on the NAS = the trainer's SHA-256", "files", nas.remote_bytes_are_the_trainers),
@@ -60,10 +63,18 @@ PROMISES: tuple[tuple[str, str, str, Callable[[Evidence], tuple[int, list[str]]]
 )
 
 
+NOTES: dict[Check, Callable[[Evidence], str]] = {
+    node.memory_stayed_in_budget: node.memory_note,
+    node.losses_agree: node.losses_note,
+    nas.remote_bytes_are_the_trainers: nas.bytes_note,
+}
+
+
 def judge(e: Evidence) -> list[Verdict]:
     """Every promise."""
     verdicts = []
     for promise, text, unit, check in PROMISES:
         checked, failures = check(e)
-        verdicts.append(Verdict(promise, text, checked, unit, tuple(failures)))
+        note = NOTES[check](e) if check in NOTES and checked else ""
+        verdicts.append(Verdict(promise, text, checked, unit, tuple(failures), note))
     return verdicts

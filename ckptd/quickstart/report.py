@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ckptd.quickstart.evidence import commit_of, life_of
+
 if TYPE_CHECKING:
     from ckptd.quickstart.evidence import Evidence, Save
+
+NOT_COMPLETE = (None, "discovered", "incomplete", "writing", "resaving")
 
 
 def checkpoint_table(e: Evidence, statuses: list[dict[str, Any]]) -> Table:
@@ -24,51 +28,43 @@ def checkpoint_table(e: Evidence, statuses: list[dict[str, Any]]) -> Table:
     for save in e.saves:
         table.add_row(*_row(e, save, statuses))
     torn_bytes = sum(size for _, size, _ in e.plan["torn_files"])
-    table.add_row(
-        f"{e.plan['torn_tag']} (torn)",
-        "first",
-        "never",
-        "never",
-        "never",
-        f"{torn_bytes / 1e6:.0f}",
-        "_ckptd/aside",
-    )
+    torn = (f"{e.plan['torn_tag']} (torn)", "first", "never", "never", "never", f"{torn_bytes / 1e6:.0f}")
+    table.add_row(*torn, "node, in _ckptd/aside: not a checkpoint, not deleted either")
     return table
 
 
+def complete_at(e: Evidence, save: Save, statuses: list[dict[str, Any]]) -> float | None:
+    """When status.json first called it complete."""
+    low, high = life_of(e, save)
+    mine = (s for s in statuses if s["tag"] == save.tag and low <= s["at"] < high)
+    return next((s["at"] for s in mine if s["state"] not in NOT_COMPLETE), None)
+
+
+def converted_at(e: Evidence, save: Save) -> float | None:
+    """When its universal form appeared on the node."""
+    low, high = life_of(e, save)
+    looks = (x for x in e.looks("appeared") if x["place"] == "derived/universal" and x["name"] == save.tag)
+    return next((x["at"] for x in looks if low <= x["at"] < high), None)
+
+
+def pruned_at(e: Evidence, save: Save) -> tuple[float, str] | None:
+    """When and why ckptd removed it from the node."""
+    low, high = life_of(e, save)
+    lines = (a for a in e.audit if a.action == "prune" and a.tag == save.tag and low <= a.at < high)
+    return next(((a.at, a.reason) for a in lines), None)
+
+
 def _row(e: Evidence, save: Save, statuses: list[dict[str, Any]]) -> tuple[str, ...]:
-    until = _end_of(e, save)
-    complete = next((s["at"] for s in statuses if _is_complete(s) and _is_of(s, save, until)), None)
-    commit = next((c for c in e.commits if c.form == "zero" and e.save_of(c) is save), None)
-    converted = next((x["at"] for x in e.looks("appeared") if _is_conversion(x, save, until)), None)
-    size = sum(size for size, _ in save.files.values())
+    commit = commit_of(e, save)
+    ranks = e.starts[save.run]["world_size"]
     return (
         save.tag,
-        f"{save.run}, {e.starts[save.run]['world_size']} ranks",
-        _after(save, complete),
+        f"{save.run}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
+        _after(save, complete_at(e, save, statuses)),
         _after(save, commit.created if commit else None),
-        _after(save, converted),
-        f"{size / 1e6:.0f}",
-        _where(e, save, statuses),
-    )
-
-
-def _end_of(e: Evidence, save: Save) -> float:
-    """When the save's tag was over on its node: the next save under the same tag, or never."""
-    return min((s.at for s in e.saves if s.tag == save.tag and s.at > save.at), default=float("inf"))
-
-
-def _is_of(line: dict[str, Any], save: Save, until: float) -> bool:
-    return bool(line["tag"] == save.tag and save.at - 1 <= line["at"] < until)
-
-
-def _is_complete(line: dict[str, Any]) -> bool:
-    return line["state"] not in (None, "discovered", "incomplete", "writing", "resaving")
-
-
-def _is_conversion(look: dict[str, Any], save: Save, until: float) -> bool:
-    return bool(
-        look["place"] == "derived/universal" and look["name"] == save.tag and save.at < look["at"] < until
+        _after(save, converted_at(e, save)),
+        f"{sum(size for size, _ in save.files.values()) / 1e6:.0f}",
+        f"{_on_the_nas(e, save)}; {_on_the_node(e, save, statuses)}",
     )
 
 
@@ -76,24 +72,24 @@ def _after(save: Save, at: float | None) -> str:
     return "-" if at is None else f"{max(0.0, at - save.at):.1f}"
 
 
-def _where(e: Evidence, save: Save, statuses: list[dict[str, Any]]) -> str:
-    parts = []
-    commit = next((c for c in e.commits if c.form == "zero" and e.save_of(c) is save), None)
-    if commit is not None:
-        retired = [a.reason for a in e.audit if a.action == "retire" and a.tag == save.tag]
-        parts.append("NAS" if commit.gone is None else f"NAS until: {'; '.join(retired[:1])}")
-    folder = e.save_dir / save.tag
-    lost = any(line["at"] > save.at for line in e.driver_lines("wipe"))
-    if folder.is_dir() and (not lost or commit is not None):
-        keep = [line["keep"] for line in statuses if line["tag"] == save.tag]
-        parts.append(f"node ({', '.join(map(str, keep[-1]))})" if keep and keep[-1] else "node")
-    elif (
-        removed := next((a for a in e.audit if a.action == "prune" and a.tag == save.tag), None)
-    ) is not None:
-        parts.append(f"node until: {removed.reason}")
-    elif lost:
-        parts.append("lost with the node" if commit is None else "node until it was replaced")
-    return " · ".join(parts) or "-"
+def _on_the_nas(e: Evidence, save: Save) -> str:
+    commit = commit_of(e, save)
+    if commit is None:
+        return "not on the NAS"
+    if commit.gone is None:
+        return "NAS"
+    why = next((a.reason for a in e.audit if a.action == "retire" and a.tag == save.tag), "?")
+    return f"NAS: retired, {why}"
+
+
+def _on_the_node(e: Evidence, save: Save, statuses: list[dict[str, Any]]) -> str:
+    removed = pruned_at(e, save)
+    if removed is not None:
+        return f"node: pruned, {removed[1]}"
+    if life_of(e, save)[1] != float("inf"):
+        return "lost with the node" if commit_of(e, save) is None else "node: until it was replaced"
+    keep = [", ".join(map(str, line["keep"])) for line in statuses if line["tag"] == save.tag]
+    return f"node: {keep[-1]}" if keep and keep[-1] else "node"
 
 
 def promise_table(document: dict[str, Any]) -> Table:
@@ -105,6 +101,8 @@ def promise_table(document: dict[str, Any]) -> Table:
     table.add_column("verdict")
     for row in document["promises"]:
         verdict = "[green]held[/]" if row["held"] else "[red]BROKEN[/]"
+        if row["note"]:
+            verdict += f", {row['note']}"
         if row["failures"]:
             verdict += f": {row['failures'][0]}"
         table.add_row(row["promise"], row["text"], f"{row['checked']} {row['unit']}", verdict)
