@@ -1,0 +1,230 @@
+"""The planner: what may be deleted, shipped, converted, and in which order; each protection of P1 and P5 by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptd.core.actions import (
+    AskConfirmation,
+    Convert,
+    Describe,
+    Hold,
+    PointUniversal,
+    Prune,
+    ReleaseHold,
+    Retire,
+    Ship,
+)
+from ckptd.core.order import next_order
+from ckptd.core.planner import plan
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.save import Order
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, Disk, JobView, SaveView, ShipState
+from tests.unit.core_views import (
+    NAS,
+    committed_record,
+    confirmation,
+    job_view,
+    remote_commit,
+    save_view,
+    sealed,
+)
+
+
+def pruned(view: JobView) -> list[str]:
+    return [a.permit.tag for a in plan(view).actions if isinstance(a, Prune)]
+
+
+def of(view: JobView, kind: type[Any]) -> list[Any]:
+    return [a for a in plan(view).actions if isinstance(a, kind)]
+
+
+def three() -> list[SaveView]:
+    return [save_view(n, sealed(n)) for n in (1, 2, 3)]
+
+
+def test_prunes_the_older_ones_with_a_permit_that_names_everything() -> None:
+    """With a limit of one, the two older committed saves go, oldest first, each with its COMMIT and files."""
+    actions = of(job_view(three()), Prune)
+    assert [a.permit.tag for a in actions] == ["s1b1", "s2b1"]
+    assert all(a.permit.commits and a.permit.files and a.permit.issued_at_seconds == 100.0 for a in actions)
+
+
+def test_no_permit_without_a_fresh_confirmation() -> None:
+    """Without an answer, with an old one, or with one for another COMMIT, the planner asks and deletes nothing."""
+    saves = three()
+    stale = {s.id: confirmation(s.save, at_seconds=50.0) for s in saves}
+    other = {s.id: confirmation(saves[2].save) for s in saves}
+    for confirmations in ({}, stale, other):
+        view = job_view(saves, confirmations=confirmations)
+        assert pruned(view) == []
+        assert {a.save_id for a in of(view, AskConfirmation)} == {1, 2}
+
+
+def _first(saves: list[SaveView], **changes: Any) -> list[SaveView]:
+    return [replace(saves[0], **changes), *saves[1:]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"is_adopted": False},
+        {"is_intact": False},
+        {"is_busy": True},
+        {"is_pinned": True},
+        {"has_unlisted": ("notes.txt",)},
+        {"ships": {}},
+    ],
+)
+def test_each_protection_of_a_save_keeps_it(change: dict[str, Any]) -> None:
+    """P5: not adopted, changed, being read, pinned, holding other files, or uncommitted: it stays, with a reason."""
+    view = job_view(_first(three(), **change))
+    assert pruned(view) == ["s2b1"]
+    assert plan(view).local_keeps[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"is_first_scan": True},
+        {"is_save_in_flight": True},
+        {"may_delete": False},
+        {"deletions_left": 0},
+        {"is_paused": True},
+        {"local_retention": RetentionPolicy()},
+    ],
+)
+def test_each_condition_of_the_job_stops_deleting(change: dict[str, Any]) -> None:
+    """First scan, a save in flight, missing rights, the seat belt, pause, no retention key: nothing goes."""
+    assert pruned(job_view(three(), **change)) == []
+
+
+def test_without_a_required_remote_nothing_goes() -> None:
+    """P1: there must be at least one required remote."""
+    view = job_view(three())
+    assert pruned(replace(view, remotes=tuple(replace(r, is_required=False) for r in view.remotes))) == []
+    assert pruned(replace(view, remotes=())) == []
+
+
+def test_every_required_remote_counts() -> None:
+    """Committed on one of two required remotes is not committed."""
+    view = job_view(three())
+    second = replace(view.remotes[0], name="second")
+    assert pruned(replace(view, remotes=(*view.remotes, second))) == []
+
+
+def test_the_newest_and_what_is_newer_than_the_newest_committed_stay() -> None:
+    """An uncommitted newest save and everything above the newest committed one are not counted and not touched."""
+    saves = [save_view(1, sealed(1)), save_view(2, sealed(2)), save_view(3, sealed(3), committed=False)]
+    assert pruned(job_view(saves)) == ["s1b1"]
+
+
+def test_what_latest_names_stays() -> None:
+    """P5: the trainer's own pointer protects its checkpoint."""
+    assert pruned(job_view(three(), latest="s1b1")) == ["s2b1"]
+
+
+def test_an_abandoned_branch_waits_until_it_is_passed() -> None:
+    """Rewound from 8 to 5: the old 8 stays while the new branch is below it, and goes afterwards."""
+    old, new = save_view(1, sealed(8, 1)), save_view(2, sealed(5, 2))
+    assert pruned(job_view([old, new])) == []
+    passed = save_view(3, sealed(9, 2))
+    assert pruned(job_view([old, new, passed])) == ["s8b1", "s5b2"]
+
+
+def test_remote_retention_counts_by_branch_first_and_keeps_what_is_here() -> None:
+    """Derived forms go before zero; a COMMIT whose save is still on this node stays (local facts keep more)."""
+    gone, here = [sealed(n) for n in (1, 2)], save_view(3, sealed(3))
+    view = job_view([here])
+    commits = [remote_commit(s, form) for s in gone for form in (ZERO, UNIVERSAL)] + [
+        remote_commit(here.save)
+    ]
+    remote = replace(view.remotes[0], commits=tuple(commits), retention=RetentionPolicy(save_total_limit=1))
+    (action,) = of(replace(view, remotes=(remote,)), Retire)
+    assert (action.commit.tag, action.commit.form) == ("s1b1", UNIVERSAL)
+    two_here = job_view([save_view(1, gone[0]), here])
+    remote = replace(two_here.remotes[0], retention=RetentionPolicy(save_total_limit=1))
+    assert of(replace(two_here, remotes=(remote,)), Retire) == []
+
+
+def test_ships_the_newest_first_and_zero_before_universal() -> None:
+    """The newest waiting zero form goes; a universal only when no zero waits, and only the newest one's."""
+    ready = DerivedRecord(state=DerivedState.READY, is_source_verified=True)
+    saves = [save_view(1, sealed(1), universal=ready), save_view(2, sealed(2), committed=False)]
+    saves += [save_view(3, sealed(3), committed=False)]
+    assert [(a.save_id, a.form) for a in of(job_view(saves), Ship)] == [(3, ZERO)]
+    done = [save_view(n, sealed(n), universal=ready) for n in (1, 2, 3)]
+    assert [(a.save_id, a.form) for a in of(job_view(done), Ship)] == [(3, UNIVERSAL)]
+
+
+def test_a_tag_that_the_remote_knows_is_described_first() -> None:
+    """Nothing is shipped under a tag of the remote before its generations are known."""
+    save = save_view(1, sealed(1), committed=False)
+    view = job_view([save])
+    known = replace(view, remotes=(replace(view.remotes[0], known_tags=frozenset({"s1b1"})),))
+    assert of(known, Ship) == []
+    assert len(of(known, Describe)) == 1
+
+
+@pytest.mark.parametrize(("backfill", "shipped"), [("newest", [3]), ("all", [3]), ("none", [])])
+def test_backfill(backfill: str, shipped: list[int]) -> None:
+    """Of what was found at the first start: the newest, all (newest first), or none."""
+    saves = [
+        save_view(n, sealed(n), committed=False, was_found_first=True, is_adopted=False) for n in (1, 2, 3)
+    ]
+    assert [a.save_id for a in of(job_view(saves, backfill=backfill), Ship)] == shipped
+    rest = [replace(saves[2], ships={(NAS, ZERO): committed_record(saves[2].save)}), *saves[:2]]
+    again = [a.save_id for a in of(job_view(rest, backfill=backfill), Ship)]
+    assert again == ([2] if backfill == "all" else [])
+
+
+def test_conversion_respects_the_reserve_and_the_trainer() -> None:
+    """P13, P11: no conversion below the line, while one runs, or while a save is in flight."""
+    open_save = [save_view(1, sealed(1), universal=DerivedRecord())]
+    assert len(of(job_view(open_save), Convert)) == 1
+    tight = Disk(free_bytes=1050, reserve_bytes=1000, can_clone=False)
+    assert of(job_view(open_save, disk=tight), Convert) == []
+    assert len(of(job_view(open_save, disk=replace(tight, can_clone=True)), Convert)) == 1
+    assert of(job_view(open_save, is_save_in_flight=True), Convert) == []
+    assert of(job_view(open_save, is_converting=True), Convert) == []
+
+
+def test_holds_where_extents_clone_and_lets_go_under_pressure() -> None:
+    """P1, P13: an uncommitted save is held; the oldest hold goes first when room is short; a committed one at once."""
+    clone = Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True)
+    waiting = [save_view(n, sealed(n), committed=False) for n in (1, 2)]
+    assert {a.save_id for a in of(job_view(waiting, disk=clone), Hold)} == {1, 2}
+    held = [replace(s, is_held=True) for s in waiting]
+    low = replace(clone, free_bytes=900)
+    assert [a.save_id for a in of(job_view(held, disk=low), ReleaseHold)] == [1]
+    committed = [save_view(1, sealed(1), is_held=True)]
+    assert [a.save_id for a in of(job_view(committed, disk=clone), ReleaseHold)] == [1]
+
+
+def test_latest_universal_waits_for_a_verified_source() -> None:
+    """§4: cloning reads no bytes, so the pointer waits for the upload's CRC pass."""
+    ready = DerivedRecord(state=DerivedState.READY)
+    unproven = [save_view(1, sealed(1), committed=False, universal=ready)]
+    assert of(job_view(unproven), PointUniversal) == []
+    proven = [save_view(1, sealed(1), universal=ready)]
+    assert [a.tag for a in of(job_view(proven), PointUniversal)] == ["s1b1"]
+
+
+def test_a_backing_off_ship_is_not_due() -> None:
+    """A failed ship waits for its time; other remotes and saves are not held up."""
+    save = sealed(2)
+    record = committed_record(save).model_copy(update={"state": ShipState.FAILED, "retry_at_seconds": 200.0})
+    saves = [save_view(1, sealed(1), committed=False), save_view(2, save, ships={(NAS, ZERO): record})]
+    assert [a.save_id for a in of(job_view(saves), Ship)] == [1]
+
+
+def test_order_of_rewinds_and_resaves() -> None:
+    """A lower step starts a branch, an equal one stays, and any newer order is greater than the one before."""
+    first = next_order(8, None)
+    rewound = next_order(5, first)
+    again = next_order(5, rewound)
+    assert (first, rewound, again) == (Order(1, 8, 1), Order(2, 5, 1), Order(2, 5, 2))
+    assert first < rewound < again
