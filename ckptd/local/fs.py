@@ -126,12 +126,13 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
     try:
         folders: set[str] = set()
         for file in sealed:
-            status = files.stat_beneath(folder_fd, file.path)
-            if status is None or files.identity_of(status) != file.identity:
-                continue
             head, _, base = file.path.rpartition("/")
             if head:
                 folders.update(_prefixes(head))
+            status = files.stat_beneath(folder_fd, file.path)
+            if status is None or files.identity_of(status) != file.identity:
+                continue
+            if head:
                 with contextlib.closing(_Fd(files.open_dir_beneath(folder_fd, head))) as parent:
                     files.remove_file(parent.fd, base)
             else:

@@ -1,4 +1,4 @@
-"""The planner: what may be deleted, shipped, converted, and in which order; each protection of P1 and P5 by itself."""
+"""The planner: what may go, what is shipped and converted first; each protection of P1 and P5 by itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_prunes_the_older_ones_with_a_permit_that_names_everything() -> None:
 
 
 def test_no_permit_without_a_fresh_confirmation() -> None:
-    """Without an answer, with an old one, or with one for another COMMIT, the planner asks and deletes nothing."""
+    """Without an answer, with an old one, or with one for another COMMIT, it asks and deletes nothing."""
     saves = three()
     stale = {s.id: confirmation(s.save, at_seconds=50.0) for s in saves}
     other = {s.id: confirmation(saves[2].save) for s in saves}
@@ -80,7 +80,7 @@ def _first(saves: list[SaveView], **changes: Any) -> list[SaveView]:
     ],
 )
 def test_each_protection_of_a_save_keeps_it(change: dict[str, Any]) -> None:
-    """P5: not adopted, changed, being read, pinned, holding other files, or uncommitted: it stays, with a reason."""
+    """P5: not adopted, changed, being read, pinned, holding other files, uncommitted: it stays."""
     view = job_view(_first(three(), **change))
     assert pruned(view) == ["s2b1"]
     assert plan(view).local_keeps[1]
@@ -117,7 +117,7 @@ def test_every_required_remote_counts() -> None:
 
 
 def test_the_newest_and_what_is_newer_than_the_newest_committed_stay() -> None:
-    """An uncommitted newest save and everything above the newest committed one are not counted and not touched."""
+    """What lies above the newest committed save is not counted and not touched."""
     saves = [save_view(1, sealed(1)), save_view(2, sealed(2)), save_view(3, sealed(3), committed=False)]
     assert pruned(job_view(saves)) == ["s1b1"]
 
@@ -136,7 +136,7 @@ def test_an_abandoned_branch_waits_until_it_is_passed() -> None:
 
 
 def test_remote_retention_counts_by_branch_first_and_keeps_what_is_here() -> None:
-    """Derived forms go before zero; a COMMIT whose save is still on this node stays (local facts keep more)."""
+    """Derived forms go before zero; a COMMIT whose save is still on this node stays."""
     gone, here = [sealed(n) for n in (1, 2)], save_view(3, sealed(3))
     view = job_view([here])
     commits = [remote_commit(s, form) for s in gone for form in (ZERO, UNIVERSAL)] + [
@@ -193,7 +193,7 @@ def test_conversion_respects_the_reserve_and_the_trainer() -> None:
 
 
 def test_holds_where_extents_clone_and_lets_go_under_pressure() -> None:
-    """P1, P13: an uncommitted save is held; the oldest hold goes first when room is short; a committed one at once."""
+    """P1, P13: uncommitted saves are held; the oldest hold goes when room is short, a committed one at once."""
     clone = Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True)
     waiting = [save_view(n, sealed(n), committed=False) for n in (1, 2)]
     assert {a.save_id for a in of(job_view(waiting, disk=clone), Hold)} == {1, 2}
@@ -222,7 +222,7 @@ def test_a_backing_off_ship_is_not_due() -> None:
 
 
 def test_order_of_rewinds_and_resaves() -> None:
-    """A lower step starts a branch, an equal one stays, and any newer order is greater than the one before."""
+    """A lower step starts a branch, an equal one stays, and a newer order is always greater."""
     first = next_order(8, None)
     rewound = next_order(5, first)
     again = next_order(5, rewound)

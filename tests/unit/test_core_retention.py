@@ -26,7 +26,7 @@ def kept(items: list[Item], policy: RetentionPolicy) -> set[str]:
 def test_never_empties_keeps_pinned_and_ignores_the_order_of_its_input(
     items: list[Item], limit: int, random: object
 ) -> None:
-    """The newest and every pinned item stay; exactly the limit stays beside them; a permutation changes nothing."""
+    """The newest and every pinned item stay, and exactly the limit; a permutation changes nothing."""
     policy = RetentionPolicy(save_total_limit=limit)
     result = kept(items, policy)
     newest = max(items, key=lambda item: item.order)

@@ -1,0 +1,213 @@
+"""Pruning under a permit: real files and identities, real crashes between rename and removal (P1, P7, H10)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd import files
+from ckptd.core.layouts import Grid, Role
+from ckptd.core.manifest import SaveWindow, Writer
+from ckptd.core.permit import CommitRef, DeletePermit
+from ckptd.core.save import SealedFile, SealedSave
+from ckptd.daemon.recovery import recover
+from ckptd.daemon.state import JobState
+from ckptd.errors import CkptdError
+from ckptd.journal import DeletionIntent, Journal
+from ckptd.local import fs
+from ckptd.local.scan import scan, scan_folder
+from ckptd.observe.audit import Audit
+
+TAG = "global_step1"
+NAMES = ("a.pt", "b.pt", "configs/c.json")
+
+
+@pytest.fixture
+def save_dir(tmp_path: Path) -> Iterator[Path]:
+    """A save_dir with one folder of three files."""
+    folder = tmp_path / TAG
+    (folder / "configs").mkdir(parents=True)
+    for name in NAMES:
+        (folder / name).write_text(name)
+    yield tmp_path
+
+
+def permit_for(save_dir: Path, **changes: object) -> DeletePermit:
+    """A permit as the planner makes it."""
+    with files.opened_dir(save_dir) as fd:
+        listing = scan_folder(fd, TAG)
+    assert listing is not None
+    values: dict[str, object] = {
+        "tag": TAG,
+        "generation": 1,
+        "folder": listing.folder,
+        "files": tuple(
+            SealedFile(path=f.path, identity=f.identity, fingerprint="x", role=Role.SIDE)
+            for f in listing.files
+        ),
+        "commits": (CommitRef(remote="nas", key="k", sha256="s"),),
+        "issued_at_seconds": time.monotonic(),
+        "reason": "test",
+    }
+    return DeletePermit(**(values | changes))  # type: ignore[arg-type]
+
+
+def prune(save_dir: Path, permit: DeletePermit) -> None:
+    with files.opened_dir(save_dir) as fd:
+        fs.prune(fd, permit, "aside")
+
+
+def test_removes_exactly_what_is_listed(save_dir: Path) -> None:
+    """The folder goes, and nothing is left in the trash."""
+    prune(save_dir, permit_for(save_dir))
+    assert not (save_dir / TAG).exists()
+    assert list((save_dir / fs.TRASH).iterdir()) == []
+
+
+def _rewrite(save_dir: Path) -> None:
+    (save_dir / TAG / "a.pt").write_text("other")
+
+
+def _add(save_dir: Path) -> None:
+    (save_dir / TAG / "eval.json").write_text("{}")
+
+
+def _add_link(save_dir: Path) -> None:
+    (save_dir / TAG / "link").symlink_to("/etc")
+
+
+def _swap(save_dir: Path) -> None:
+    (save_dir / TAG).rename(save_dir / "old")
+    (save_dir / TAG).mkdir()
+    for name in ("a.pt", "b.pt"):
+        (save_dir / TAG / name).write_text(name)
+
+
+def _swap_for_a_link(save_dir: Path) -> None:
+    (save_dir / TAG).rename(save_dir / "old")
+    (save_dir / TAG).symlink_to(save_dir / "old")
+
+
+@pytest.mark.parametrize("change", [_rewrite, _add, _add_link, _swap, _swap_for_a_link])
+def test_anything_that_changed_keeps_everything(save_dir: Path, change: Callable[[Path], None]) -> None:
+    """A rewritten or added file, a link, another folder under the name: refused, nothing removed."""
+    permit = permit_for(save_dir)
+    change(save_dir)
+    before = sorted(str(p) for p in save_dir.rglob("*") if "_ckptd" not in str(p))
+    with pytest.raises(CkptdError):
+        prune(save_dir, permit)
+    assert sorted(str(p) for p in save_dir.rglob("*") if "_ckptd" not in str(p)) == before
+
+
+@pytest.mark.parametrize("change", [{"commits": ()}, {"issued_at_seconds": time.monotonic() - 61}])
+def test_a_permit_without_commit_or_past_its_minute_is_refused(
+    save_dir: Path, change: dict[str, object]
+) -> None:
+    """No COMMIT, or older than sixty seconds: nothing happens."""
+    with pytest.raises(CkptdError):
+        prune(save_dir, permit_for(save_dir, **change))
+    assert (save_dir / TAG / "a.pt").exists()
+
+
+CRASH = """
+import os, sys, pickle, time
+from ckptd import files
+from ckptd.local import fs
+permit = pickle.load(open(sys.argv[1], "rb"))
+left = [int(sys.argv[2])]
+def counting(name):
+    real = getattr(os, name)
+    def call(*a, **k):
+        if left[0] == 0:
+            os.kill(os.getpid(), 9)
+        left[0] -= 1
+        return real(*a, **k)
+    setattr(os, name, call)
+for name in ("unlink", "rmdir", "fsync"):
+    counting(name)
+with files.opened_dir(sys.argv[3]) as fd:
+    fs.prune(fd, permit, "global_step1.aside")
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("calls", range(10))
+def test_killed_at_any_call_a_restart_finishes(save_dir: Path, tmp_path: Path, calls: int) -> None:
+    """kill -9 before the n-th durable call: with its intent journalled, never half done."""
+    import pickle
+
+    permit = permit_for(save_dir)
+    state_dir = save_dir / "_ckptd" / "state"
+    state_dir.mkdir(parents=True)
+    journal = Journal(state_dir / "journal.db")
+    save = SealedSave(
+        tag=TAG,
+        folder=permit.folder,
+        files=permit.files,
+        grid=Grid(dp=1, mm_count=1, zero_stage=2),
+        branch=1,
+        step=1,
+        save_seq=1,
+        window=SaveWindow(first=0, last=0),
+        writer=Writer(),
+    )
+    save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+    intent = DeletionIntent(
+        tag=TAG,
+        generation=1,
+        folder=permit.folder,
+        files=permit.files,
+        commits=(("nas", "k", "s"),),
+        reason="test",
+    )
+    journal.intend_deletion(save_id, "global_step1.aside", intent)
+    (tmp_path / "permit").write_bytes(pickle.dumps(permit))
+    command = [sys.executable, "-c", CRASH, str(tmp_path / "permit"), str(calls), str(save_dir)]
+    killed = subprocess.run(command, check=False, env=os.environ, timeout=60).returncode
+    assert killed in (-9, 0)
+    state = JobState(journal=journal)
+    state.load()
+    with files.opened_dir(save_dir) as fd:
+        recover(state, fd, Audit(state_dir / "audit.jsonl"))
+        listing = scan(fd)
+    assert list((save_dir / fs.TRASH).iterdir()) == []
+    whole = (save_dir / TAG).exists() and all((save_dir / TAG / n).exists() for n in NAMES)
+    assert whole or not (save_dir / TAG).exists()
+    assert state.rows[save_id].state == ("present" if whole else "pruned")
+    assert listing.folders == ()
+    journal.close()
+
+
+def test_a_folder_in_the_trash_without_an_intent_comes_back(save_dir: Path) -> None:
+    """Renamed aside without a permit on record: moved back at the next start."""
+    state_dir = save_dir / "_ckptd" / "state"
+    state_dir.mkdir(parents=True)
+    (save_dir / fs.TRASH).mkdir()
+    (save_dir / TAG).rename(save_dir / fs.TRASH / f"{TAG}.0badcafe")
+    journal = Journal(state_dir / "journal.db")
+    with files.opened_dir(save_dir) as fd:
+        recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
+    assert (save_dir / TAG / "a.pt").exists()
+    journal.close()
+
+
+def test_a_garbage_journal_is_set_aside(tmp_path: Path) -> None:
+    """What SQLite cannot read, and another schema, are kept beside and a new journal is begun."""
+    path = tmp_path / "journal.db"
+    path.write_bytes(os.urandom(8192))
+    journal = Journal(path)
+    assert journal.set_aside is not None
+    assert journal.was_new
+    journal.set_meta("a", "b")
+    journal._db.execute("PRAGMA user_version=99")
+    journal.close()
+    again = Journal(path)
+    assert again.meta("a") is None
+    assert again.set_aside is not None
+    again.close()
