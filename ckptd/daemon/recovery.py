@@ -41,6 +41,8 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             row = state.rows.get(deletion.save_id)
             gone = row is not None and not fs.folder_is_intact(save_dir_fd, row.save.tag, row.save.files)
             state.journal.end_deletion(deletion.id, done=gone)
+            if gone:
+                state.journal.end_save(deletion.save_id, "pruned")
     fs.empty_our_trash(save_dir_fd)
     for name in names:
         if not name.startswith("ours."):

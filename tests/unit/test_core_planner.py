@@ -193,7 +193,7 @@ def test_conversion_respects_the_reserve_and_the_trainer() -> None:
 
 
 def test_holds_where_extents_clone_and_lets_go_under_pressure() -> None:
-    """P1, P13: uncommitted saves are held; the oldest hold goes when room is short, a committed one at once."""
+    """P1, P13: uncommitted saves are held; the oldest hold goes under pressure, a committed one at once."""
     clone = Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True)
     waiting = [save_view(n, sealed(n), committed=False) for n in (1, 2)]
     assert {a.save_id for a in of(job_view(waiting, disk=clone), Hold)} == {1, 2}

@@ -1,4 +1,4 @@
-"""Pruning under a permit: real files and identities, real crashes between rename and removal (P1, P7, H10)."""
+"""Pruning under a permit: real files, identities and crashes between rename and removal (P1, P7, H10)."""
 
 from __future__ import annotations
 
