@@ -23,6 +23,7 @@ import ckptd
 from ckptd.remote.messages import (
     ANSWER_LINE,
     ORDER_LINE,
+    Alive,
     Attach,
     Attached,
     Cancel,
@@ -237,6 +238,8 @@ class RemoteClient:
             if self._child is not child:
                 return False
             self._sign_at = time.monotonic()
+            if isinstance(answer, Alive):
+                return True
             if isinstance(answer, Attached):
                 self._settings = known(self._settings, answer)
             is_open = order_id in self._open

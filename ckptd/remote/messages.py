@@ -282,14 +282,20 @@ class ObjectDone(Model):
     object: Shipped
 
 
+class Alive(Model):
+    """Event: the order waits or reads, nothing moved; the client keeps it to itself."""
+
+    kind: Literal["alive"] = "alive"
+
+
 Answer = Annotated[
-    Attached | Observation | TagView | ShipResult | Confirmed | Done | Failed | Moving | ObjectDone,
+    Attached | Observation | TagView | ShipResult | Confirmed | Done | Failed | Moving | ObjectDone | Alive,
     Field(discriminator="kind"),
 ]
 
 
 class AnswerLine(Model):
-    """One line from the child; `Moving` and `ObjectDone` are events, anything else ends the order."""
+    """One line from the child; `Moving`, `ObjectDone` and `Alive` are events, all else ends the order."""
 
     id: int
     answer: Answer

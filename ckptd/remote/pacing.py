@@ -102,7 +102,8 @@ class Pacer:
             now = self._clock()
             self._credit = min(self._credit + (now - self._filled_at) * rate, rate * _BURST_SECONDS)
             self._filled_at = now
-            if self._credit < 0:
+            # less than a byte of debt is rounding, too little to sleep for
+            if self._credit < -1:
                 return -self._credit / rate
             self._credit -= count_bytes
             return 0.0

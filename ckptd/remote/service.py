@@ -15,6 +15,7 @@ from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
 from ckptd.remote.messages import (
+    Alive,
     Attach,
     Attached,
     Cancel,
@@ -154,38 +155,38 @@ class _Reporter:
         self._cancelled = cancelled
         self._at = time.monotonic()
         self._flushed: tuple[str, int] = ("", 0)
-        self._last: Moving | None = None
 
     def control(self, pacer: Pacer) -> Control:
         """What a transfer needs."""
         return Control(pacer=pacer, check=self.check, on_moving=self._on_moving, on_done=self._on_done)
 
     def check(self) -> None:
-        """Raise `Cancelled` when the daemon wants that; repeat the last event when it has been quiet."""
+        """Raise `Cancelled` when the daemon wants that; give a sign of life when it has been quiet."""
         if self._id in self._cancelled:
             msg = "the transfer was cancelled"
             raise Cancelled(msg, hint="it goes on where it stopped when it is ordered again")
-        last = self._last
-        if last is not None and time.monotonic() - self._at >= _SIGN_SECONDS:
-            self._send(last)
+        if time.monotonic() - self._at >= _SIGN_SECONDS:
+            self._send(Alive())
 
     def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
-        self._last = Moving(
-            key=key,
-            done_bytes=progress.done_bytes,
-            total_bytes=total_bytes,
-            flushed_bytes=progress.flushed_bytes,
-            crc64=progress.crc64,
-        )
         flushed = (key, progress.flushed_bytes)
-        if flushed != self._flushed or time.monotonic() - self._at >= _EVENT_SECONDS:
-            self._flushed = flushed
-            self._send(self._last)
+        if flushed == self._flushed and time.monotonic() - self._at < _EVENT_SECONDS:
+            return
+        self._flushed = flushed
+        self._send(
+            Moving(
+                key=key,
+                done_bytes=progress.done_bytes,
+                total_bytes=total_bytes,
+                flushed_bytes=progress.flushed_bytes,
+                crc64=progress.crc64,
+            )
+        )
 
     def _on_done(self, shipped: Shipped) -> None:
         self._send(ObjectDone(object=shipped))
 
-    def _send(self, event: Moving | ObjectDone) -> None:
+    def _send(self, event: Moving | ObjectDone | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
 

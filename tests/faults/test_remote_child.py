@@ -175,7 +175,8 @@ def test_bandwidth_is_kept_and_the_pace_changes_on_the_fly(slow: Rig) -> None:
     paused = slow.client.submit(slow.order())
     time.sleep(1.5)
     assert slow.ear.moved(paused) == []
-    assert slow.client.stalled_seconds > 1
+    # waiting is not hanging
+    assert slow.client.stalled_seconds < 1.4
     slow.client.pace(1)
     assert isinstance(slow.ear.final(paused), ShipResult)
 

@@ -152,9 +152,7 @@ def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_s
 def test_a_copy_that_differs_is_removed_and_not_committed(
     node: Node, nas: Path, ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptd.remote import directory
-
-    publish = directory.publish
+    from ckptd.remote.folders import publish
 
     def rotten(folder: int, partial: str, name: str, key: str) -> None:
         publish(folder, partial, name, key)
@@ -163,7 +161,7 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(directory, "publish", rotten)
+    monkeypatch.setattr("ckptd.remote.directory.publish", rotten)
     with pytest.raises(VerifyError):
         node.ship(ground, node.order(node.sealed()))
     assert not list((nas / "_ckptd").glob("commits/*"))
