@@ -27,6 +27,10 @@ _UNKNOWN = Global("", "<call of a non-global>")
 _DICTIONARIES = {("collections", "OrderedDict"), ("collections", "defaultdict")}
 _PASS_THROUGH = {"_rebuild_parameter", "_rebuild_parameter_with_state"}
 _MAX_ELEMENTS = 1 << 56
+_GETATTR = {("builtins", "getattr"), ("__builtin__", "getattr")}
+_ZERO_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+"""Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(class, name)`, later ones as `class(value)`."""
 
 
 class Rebuilder:
@@ -56,6 +60,9 @@ class Rebuilder:
         key = (function.module, function.name)
         if key in _DICTIONARIES:
             return self._dictionary(function, arguments)
+        if key in _GETATTR and len(arguments) == 2 and arguments[0] == _ZERO_STAGE:
+            stage = _ZERO_STAGES.get(arguments[1]) if isinstance(arguments[1], str) else None
+            return Inert(function, arguments) if stage is None else Inert(_ZERO_STAGE, (stage,))
         if key == ("torch", "Size"):
             return Size(self._integers(arguments[0] if len(arguments) == 1 else None))
         if function.module == "torch._utils":

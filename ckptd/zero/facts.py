@@ -111,7 +111,7 @@ def shard_facts(root: Any, fd: int) -> RawFacts:
 
 def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
     stage = as_int(inner.get("zero_stage"))
-    facts.zero_stage = 1 if stage is None else stage
+    facts.zero_stage = 1 if inner.get("zero_stage") is None else stage
     facts.ds_version = facts.ds_version or _text(inner.get("ds_version"))
     facts.partition_count = _integers(inner.get("partition_count"))
     base = inner.get("optimizer_state_dict") if facts.zero_stage == 3 else inner.get("base_optimizer_state")

@@ -191,3 +191,15 @@ def test_only_names_that_hold_data_are_written() -> None:
         repickle([Inert(Global("os", "system"), ("true",))], "optimizer_state.pt")
     with pytest.raises(RefusedError, match="not known to be data"):
         repickle(Inert(Global("torch", "load"), ("x",)), "optimizer_state.pt")
+
+
+@pytest.mark.parametrize("name", ["__builtin__", "builtins"])
+@pytest.mark.parametrize(("member", "stage"), [("optimizer_states", 1), ("gradients", 2), ("weights", 3)])
+def test_an_enum_pickled_by_name_is_the_same_stage(name: str, member: str, stage: int) -> None:
+    """Python before 3.11.4 writes `getattr(ZeroStageEnum, name)`; any other getattr stays inert."""
+    enum = "cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    size = len(member).to_bytes(4, "little")
+    data = f"\x80\x02c{name}\ngetattr\n{enum}X".encode("latin1") + size + member.encode() + b"\x86R."
+    assert run(data) == Inert(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+    other = data.replace(member.encode(), b"x" * len(member))
+    assert run(other).args[1] == "x" * len(member)
