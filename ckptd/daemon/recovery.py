@@ -52,6 +52,12 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                     "trash", tag=tag, generation=0, form="zero", reason="moved back: no permit on record"
                 )
                 log.warning("%s was in the trash without a permit on record; moved back", tag)
+    _take_up_again(state)
+    state.load()
+
+
+def _take_up_again(state: JobState) -> None:
+    """Conversions and uploads that the crash interrupted are open again; backoffs of the last life are over."""
     for row in list(state.rows.values()):
         derived = row.derived
         if derived.state is DerivedState.CONVERTING:
@@ -62,4 +68,3 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
                 state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
-    state.load()
