@@ -57,7 +57,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
 
 
 def _take_up_again(state: JobState) -> None:
-    """Conversions and uploads that the crash interrupted are open again; backoffs of the last life are over."""
+    """Conversions and uploads that the crash interrupted are open again; backoffs are over."""
     for row in list(state.rows.values()):
         derived = row.derived
         if derived.state is DerivedState.CONVERTING:
