@@ -9,7 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, DerivedState, ShipState
 from ckptd.local import fs
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
+
+PARTIAL_END = ".ckptd-partial"
+"""How the executor names a conversion that is not published yet."""
 
 
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
@@ -53,6 +56,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 )
                 log.warning("%s was in the trash without a permit on record; moved back", tag)
     _take_up_again(state)
+    _sweep_partials(state, save_dir_fd)
     state.load()
 
 
@@ -68,3 +72,13 @@ def _take_up_again(state: JobState) -> None:
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
                 state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
+
+
+def _sweep_partials(state: JobState, save_dir_fd: int) -> None:
+    """Half conversions of saves that are no longer here: nothing will ever continue them."""
+    place = f"{fs.DERIVED}/{UNIVERSAL}"
+    present = {row.save.tag for row in state.rows.values() if row.state == "present"}
+    for name in fs.names_in(save_dir_fd, place):
+        is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
+        if is_partial and name[1 : -len(PARTIAL_END)] not in present:
+            fs.remove_ours(save_dir_fd, place, name)

@@ -172,16 +172,21 @@ def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
     return True
 
 
-def trash_names(save_dir_fd: int) -> list[str]:
-    """What lies in the trash."""
+def names_in(save_dir_fd: int, folder: str) -> list[str]:
+    """What lies in a folder of ours; nothing when it is not there."""
     try:
-        fd = files.open_dir_beneath(save_dir_fd, TRASH)
+        fd = files.open_dir_beneath(save_dir_fd, folder)
     except FileNotFoundError:
         return []
     try:
         return sorted(os.listdir(fd))
     finally:
         os.close(fd)
+
+
+def trash_names(save_dir_fd: int) -> list[str]:
+    """What lies in the trash."""
+    return names_in(save_dir_fd, TRASH)
 
 
 def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) -> None:

@@ -211,3 +211,15 @@ def test_a_garbage_journal_is_set_aside(tmp_path: Path) -> None:
     assert again.meta("a") is None
     assert again.set_aside is not None
     again.close()
+
+
+def test_half_conversions_of_saves_that_are_gone_are_swept(save_dir: Path) -> None:
+    """A partial universal form whose save is not here any more is removed at the next start."""
+    state_dir, place = save_dir / "_ckptd" / "state", save_dir / fs.DERIVED / "universal"
+    state_dir.mkdir(parents=True)
+    (place / ".gone.ckptd-partial").mkdir(parents=True)
+    journal = Journal(state_dir / "journal.db")
+    with files.opened_dir(save_dir) as fd:
+        recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
+    assert list(place.iterdir()) == []
+    journal.close()
