@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 180.0
 
 pytestmark = [pytest.mark.real, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -25,7 +23,6 @@ class Played:
     root: Path
     out: Path
     result: subprocess.CompletedProcess[str]
-    seconds: float
 
 
 def ckptd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -37,14 +34,12 @@ def ckptd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     base = tmp_path_factory.mktemp("quickstart")
-    begin = time.monotonic()
     result = ckptd("ckptd", "quickstart", "--keep", base / "kept", "--out", base / "out")
-    return Played(base / "kept", base / "out", result, time.monotonic() - begin)
+    return Played(base / "kept", base / "out", result)
 
 
 def test_every_promise_holds_and_all_is_shown(played: Played) -> None:
     assert played.result.returncode == 0, played.result.stdout + played.result.stderr
-    assert played.seconds < LIMIT_SECONDS
     verdict = json.loads((played.root / "verdict.json").read_text())
     assert verdict["ok"]
     assert all(row["checked"] > 0 for row in verdict["promises"])
