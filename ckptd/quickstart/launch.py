@@ -135,12 +135,17 @@ def start_training(
     stage: int,
     world_size: int,
     options: Sequence[str],
+    in_background: bool = False,
 ) -> Training:
-    """Start the trainer on `world_size` ranks; its output goes to `<records>/train-<run>.log`."""
+    """Start the trainer on `world_size` ranks; its output goes to `<records>/train-<run>.log`.
+
+    `in_background`: it takes only the processor time that others leave.
+    """
     records.mkdir(parents=True, exist_ok=True)
     save_dir.mkdir(parents=True, exist_ok=True)
     log = records / f"train-{run}.log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+    command = ["nice", "-n", "19"] if in_background else []
+    command += [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
     command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "-m", TRAINER]
     command += ["--name", run, "--records", str(records), "--save-dir", str(save_dir), "--stage", str(stage)]
     command += options

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptd.quickstart.progress import Progress
     from ckptd.quickstart.scene import Scene
 
+REFERENCE = "reference"
 COMMITS_BEFORE_KILL = 2
 PART_BYTES_AT_KILL = 2_000_000
 TICK_SECONDS = 0.05
@@ -38,6 +39,7 @@ class Play:
         self._daemon = Daemon(scene)
         self._watcher: Watcher | None = None
         self._trainings: list[Training] = []
+        self._reference: Training | None = None
 
     def run(self) -> None:
         """All acts; whatever was started is ended, however it goes."""
@@ -70,26 +72,30 @@ class Play:
             time.sleep(TICK_SECONDS)
         return True
 
-    def _start(self, run: str, save_dir_of: str, world_size: int, options: list[str]) -> Training:
-        save_dir = self._scene.save_dir if save_dir_of == "node" else self._scene.root / save_dir_of
+    def _start(self, run: str, world_size: int, options: list[str]) -> Training:
+        scene = self._scene
         training = start_training(
             run,
-            self._scene.records,
-            save_dir,
-            stage=self._scene.stage,
+            scene.records,
+            scene.root / run if run == REFERENCE else scene.save_dir,
+            stage=scene.stage,
             world_size=world_size,
-            options=options,
+            options=["--last-step", str(LAST_STEP), *options],
+            in_background=run == REFERENCE,
         )
         self._trainings.append(training)
-        self._progress.follow(training)
+        if run != REFERENCE:
+            self._progress.follow(training)
         return training
 
     def _train_and_kill(self) -> None:
         scene, say = self._scene, self._progress.say
         say(f"training on {scene.world_size} ranks, ZeRO stage {scene.stage}; ckptd watches")
-        options = ["--last-step", str(LAST_STEP), "--save-every", str(SAVE_EVERY), "--tear-at", str(TORN_AT)]
+        options = ["--save-every", str(SAVE_EVERY), "--tear-at", str(TORN_AT)]
         options += ["--step-seconds", str(STEP_SECONDS)]
-        training = self._start("first", "node", scene.world_size, options)
+        training = self._start("first", scene.world_size, options)
+        say("beside it, in idle time, the same training without saves and faults, for comparison")
+        self._reference = self._start(REFERENCE, scene.world_size, [])
         hit: list[str] = []
 
         def uploading() -> bool:
@@ -176,13 +182,12 @@ class Play:
         scene, ranks = self._scene, self._scene.resume_world_size
         self._daemon.start()
         self._progress.say(f"training resumes from universal on {ranks} {'rank' if ranks == 1 else 'ranks'}")
-        options = ["--last-step", str(LAST_STEP), "--save-every", str(SAVE_EVERY)]
+        options = ["--save-every", str(SAVE_EVERY)]
         options += ["--load", "universal", "--init-seed", "99", "--step-seconds", str(STEP_SECONDS)]
-        resumed = self._start("resumed", "node", ranks, options)
+        resumed = self._start("resumed", ranks, options)
         self._wait("the resumed training", lambda: not resumed.check(), ACT_SECONDS)
-        self._progress.say("the same training without interruption, for comparison")
-        reference = self._start("reference", "reference", scene.world_size, ["--last-step", str(LAST_STEP)])
-        self._wait("the reference run", lambda: not reference.check(), ACT_SECONDS)
+        reference = self._reference
+        self._wait("the reference run", lambda: reference is None or not reference.check(), ACT_SECONDS)
         tags = {str(line["tag"]) for line in resumed.lines("saved")}
         self._wait("the last COMMITs", lambda: tags <= scene.committed_tags(), SETTLE_SECONDS, must=False)
         self._wait("rotation", lambda: self._is_rotated(tags), SETTLE_SECONDS / 3, must=False)
