@@ -75,13 +75,13 @@ bench: setup ## conversion against ds_to_universal and cp (writes docs/performan
 	$(PY) -m bench.convert $(ARGS)
 
 loader-matrix: setup ## every stage x world size through DeepSpeed's own loader
-	CKPTD_FULL=1 $(PY) -m pytest -m real tests/e2e $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/e2e/test_convert_real.py $(ARGS)
 
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
-	CKPTD_FULL=1 $(PY) -m pytest tests/stores $(ARGS)
+	$(PY) -m pytest tests/stores $(ARGS)
 
-faults-full: setup ## kill -9 and fault injection, many rounds
-	CKPTD_FULL=1 $(PY) -m pytest tests/faults $(ARGS)
+faults-full: setup ## kill -9, full disks, lost remotes, hostile files
+	$(PY) -m pytest tests/faults tests/attacks $(ARGS)
 
 system-packages: ## (root) what the tests of file systems need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null; then \
