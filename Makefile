@@ -27,7 +27,7 @@ help: ## this list
 check-tools:
 	@fail=0; \
 	if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-	  echo "missing: Python 3.11 (found: $$("$(PYTHON)" --version 2>&1 || echo none)); name one with PYTHON=/path/to/python3.11"; fail=1; \
+	  echo "missing: Python 3.11 (found: $$("$(PYTHON)" --version 2>/dev/null || echo none)); name one with PYTHON=/path/to/python3.11"; fail=1; \
 	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
 	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3.11-venv)"; fail=1; \
 	elif ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
