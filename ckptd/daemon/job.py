@@ -260,6 +260,7 @@ class Job:
         self._pace(state)
         if self.watcher is not None:
             self.watcher.follow(state.in_flight)
+        self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
         if state.is_first_scan:

@@ -315,3 +315,30 @@ class Shipping:
 
         link.ship_order = link.order(order, done)
         log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
+
+    def finish_retiring(self, *, is_first_scan: bool) -> None:
+        """Removals that a crash cut short: the tombstone is there, the rest goes now (P7)."""
+        for link in () if is_first_scan else self._links.values():
+            seen = link.observation
+            if seen is None or not link.is_ready or link.is_shipping or not seen.retiring:
+                continue
+            tag, generation, form = seen.retiring[0]
+            stone = next(
+                (t for t in seen.retired if (t.tag, t.generation, t.form) == (tag, generation, form)), None
+            )
+            if stone is None:
+                continue
+            order = m.Retire(
+                tag=tag,
+                generation=generation,
+                form=form,
+                reason=stone.reason,
+                commit_sha256=stone.commit_sha256,
+            )
+            link.ship_order = link.order(order, partial(self._finished, link))
+
+    def _finished(self, link: RemoteLink, answer: m.Answer) -> None:
+        if isinstance(answer, m.Failed):
+            link.trouble(error_of(answer))
+        link.observe()
+        self._wake()
