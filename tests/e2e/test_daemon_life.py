@@ -45,7 +45,7 @@ def test_ships_converts_commits_and_keeps_the_limit(tmp_path: Path) -> None:
         )
         assert [line["tag"] for line in here.audit()] == ["global_step1", "global_step2", "global_step3"]
         assert all(line["commits"] and len(line["files"]) == 3 for line in here.audit())
-        assert here.status()["safe"]["tag"] == "global_step5"
+        here.wait("safe", lambda: here.status()["safe"]["tag"] == "global_step5")
         assert here.ckptd("status", here.save_dir).returncode == 0
         assert here.stop() == 0
         assert {p.name for p in (here.save_dir / "global_step5").iterdir()} == {
@@ -124,12 +124,12 @@ def test_a_rewound_run(tmp_path: Path) -> None:
 
         here.wait("latest", lambda: (here.nas / "latest").read_text() == "global_step7.g2")
         assert {"global_step5", "global_step6", "global_step7", "global_step8"} <= here.local_tags()
-        assert here.checkpoint("global_step7")["branch"] == 2
+        here.wait("branch 2", lambda: here.checkpoint("global_step7")["branch"] == 2)
         assert same_bytes(here, "global_step7.g2", OTHER_RUN, 7)
         assert same_bytes(here, "global_step8", RUN, 8)
         assert not [line for line in here.audit() if line["generation"] == 2]
         here.wait("safe", lambda: here.status()["safe"]["step"] == 7)
-        assert "abandoned" in " ".join(here.checkpoint("global_step8")["keep"])
+        here.wait("kept", lambda: "abandoned" in " ".join(here.checkpoint("global_step8")["keep"]))
 
 
 def test_one_tag_saved_twice_with_a_crash_between(tmp_path: Path) -> None:

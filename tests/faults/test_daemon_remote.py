@@ -152,6 +152,6 @@ def test_a_remote_that_is_away_at_the_start(tmp_path: Path) -> None:
         here.start()
         here.save(1)
         here.wait("said", lambda: here.problems() & {"remote-unreachable", "remote-not-ours"})
-        assert here.status()["state"] in ("behind", "attention")
+        here.wait("state", lambda: here.status()["state"] in ("behind", "attention"))
         here.nas.mkdir(parents=True)
         here.wait_committed("global_step1~g1", 90)
