@@ -120,7 +120,9 @@ def _holds(view: JobView) -> list[Action]:
     """Hold complete, uncommitted saves where extents clone; release under P13's line, oldest first."""
     held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.save.order)
     done: list[Action] = [
-        ReleaseHold(save_id=s.id, reason="committed") for s in held if is_committed(view, s) and not s.is_busy
+        ReleaseHold(save_id=s.id, reason="committed")
+        for s in held
+        if _was_committed(view, s) and not s.is_busy
     ]
     if view.disk.free_bytes < view.disk.reserve_bytes:
         victim = next((s for s in held if not is_committed(view, s) and not s.is_busy), None)
@@ -132,6 +134,13 @@ def _holds(view: JobView) -> list[Action]:
         for s in view.saves
         if s.is_intact and not s.is_held and not s.is_busy and not is_committed(view, s) and _to_ship(view, s)
     ]
+
+
+def _was_committed(view: JobView, save: SaveView) -> bool:
+    """As `is_committed`, or let go by that remote's retention since: no hold is needed for it."""
+    required = [r.name for r in view.remotes if r.is_required]
+    done = (ShipState.COMMITTED, ShipState.RETIRED)
+    return bool(required) and all(save.ship(r, ZERO).state in done for r in required)
 
 
 def _to_ship(view: JobView, save: SaveView) -> bool:

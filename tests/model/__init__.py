@@ -1,0 +1,1 @@
+"""Models: histories drawn by hypothesis, judged by promises, not by examples."""

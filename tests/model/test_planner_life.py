@@ -1,0 +1,230 @@
+"""Whole lives of a job, drawn at random: whatever happens in whatever order, the planner keeps P1, P3 and P5.
+
+The machine trains, rewinds, saves a tag again, lets remotes vanish and lose COMMITs, kills the daemon and
+executes only part of each plan; after every step the promises are judged from the world's own books, and at
+the end, with everything healed, the job must come to rest with nothing left undone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar, get_args
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from ckptd.core import planner
+from ckptd.core.actions import Action, Prune, Retire
+from ckptd.core.planner import keep_local, keep_remote
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.view import ZERO, ShipState
+from tests.model.world import Remote, World, order_of
+
+LIMITS = st.one_of(st.none(), st.integers(1, 3))
+SETTINGS = settings(
+    max_examples=600,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Life(RuleBasedStateMachine):
+    """One job with a required and an optional remote."""
+
+    carried_out: ClassVar[Counter[str]] = Counter()
+    """How often each kind of action was executed: a machine that never deletes proves nothing."""
+
+    @initialize(local=LIMITS, nas=LIMITS, s3=LIMITS, both=st.booleans(), can_clone=st.booleans())
+    def begin(self, local: int | None, nas: int | None, s3: int | None, both: bool, can_clone: bool) -> None:
+        self.step = 0
+        self.world = World(
+            local=RetentionPolicy(save_total_limit=local),
+            remotes={
+                "nas": Remote("nas", True, RetentionPolicy(save_total_limit=nas)),
+                "s3": Remote("s3", both, RetentionPolicy(save_total_limit=s3)),
+            },
+            can_clone=can_clone,
+        )
+
+    # --- what the world does -----------------------------------------------------------------------------
+
+    @rule(gain=st.integers(1, 3))
+    def save(self, gain: int) -> None:
+        self.step += gain
+        self.world.train(self.step, f"global_step{self.step}")
+
+    @rule(back=st.integers(1, 6))
+    def rewind(self, back: int) -> None:
+        self.step = max(1, self.step - back)
+        self.world.train(self.step, f"global_step{self.step}")
+
+    @rule()
+    def save_begins(self) -> None:
+        self.world.in_flight = True
+
+    @rule()
+    def save_ends(self) -> None:
+        self.world.in_flight = False
+
+    @rule(data=st.data())
+    def trainer_rotates(self, data: st.DataObject) -> None:
+        present = [s.id for s in self.world.saves.values() if s.is_present]
+        if len(present) > 1:
+            self.world.trainer_deletes(data.draw(st.sampled_from(sorted(present)[:-1])))
+
+    @rule(name=st.sampled_from(["nas", "s3"]))
+    def remote_goes_or_returns(self, name: str) -> None:
+        remote = self.world.remotes[name]
+        remote.is_there = not remote.is_there
+
+    @rule(name=st.sampled_from(["nas", "s3"]), data=st.data())
+    def stranger_deletes_a_commit(self, name: str, data: st.DataObject) -> None:
+        """Not the newest: then the promise that it stays could not be judged."""
+        remote = self.world.remotes[name]
+        newest = max(remote.zero_orders(), default=None)
+        keys = sorted(k for k, c in remote.commits.items() if order_of(c) != newest)
+        if keys:
+            del remote.commits[data.draw(st.sampled_from(keys))]
+
+    @rule(free=st.sampled_from([50, 250, 10_000]))
+    def disk(self, free: int) -> None:
+        self.world.free_bytes = free
+
+    @rule(seconds=st.sampled_from([1.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now_seconds += seconds
+
+    @rule(name=st.sampled_from(["nas", "s3"]))
+    def upload_ends(self, name: str) -> None:
+        self.world.finish_ship(self.world.remotes[name])
+
+    @rule()
+    def conversion_ends(self) -> None:
+        self.world.finish_conversion()
+
+    @rule(name=st.sampled_from(["nas", "s3"]))
+    def remote_is_observed(self, name: str) -> None:
+        self.world.remotes[name].observe()
+
+    @rule()
+    def daemon_is_killed(self) -> None:
+        self.world.restart()
+
+    @rule(data=st.data())
+    def turn(self, data: st.DataObject) -> None:
+        """A plan, of which any part is carried out."""
+        actions = self.world.actions()
+        count = data.draw(st.integers(0, len(actions)))
+        for action in actions[:count]:
+            self.carry_out(action)
+        self.world.first_scan = False
+
+    def carry_out(self, action: Any) -> None:
+        world = self.world
+        self.carried_out[type(action).__name__] += 1
+        if isinstance(action, Prune | Retire):
+            assert not world.first_scan, "nothing is deleted in the first scan"
+        if isinstance(action, Prune):
+            assert not world.in_flight, "nothing is deleted while a save is in flight"
+            save = world.saves[action.save_id]
+            complete = [s.save.order for s in world.saves.values() if s.is_intact]
+            assert save.is_intact, "what changed is never deleted"
+            assert save.save.order != max(complete), "the newest complete one is never deleted"
+            assert save.save.tag != world.latest, "what latest names is never deleted"
+            assert action.permit.commits, "a permit names COMMITs"
+        if isinstance(action, Retire) and action.commit.form == ZERO:
+            orders = world.remotes[action.remote].zero_orders()
+            is_here = any(
+                s.is_present and (s.save.tag, s.save.order) == (action.commit.tag, order_of(action.commit))
+                for s in world.saves.values()
+            )
+            assert not is_here, "what is still on the node stays in the remote"
+            assert not orders or order_of(action.commit) != max(orders), "a remote's newest COMMIT stays"
+        world.execute(action)
+
+    # --- what must hold ----------------------------------------------------------------------------------
+
+    @invariant()
+    def pruned_only_what_every_required_remote_holds(self) -> None:
+        if hasattr(self, "world"):
+            assert all(safe for _, safe in self.world.pruned)
+
+    @invariant()
+    def newest_commit_of_each_remote_stays(self) -> None:
+        if hasattr(self, "world"):
+            for name, order in self.world.best_ever.items():
+                assert max(self.world.remotes[name].zero_orders()) == order
+
+    def teardown(self) -> None:
+        """Everything heals; the job comes to rest with all shipped and the limits kept."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.in_flight, world.free_bytes = False, 10_000
+        for remote in world.remotes.values():
+            remote.is_there = True
+        for _ in range(300):
+            world.now_seconds += 10
+            for remote in world.remotes.values():
+                world.finish_ship(remote)
+                remote.observe()
+            world.finish_conversion()
+            actions = world.actions()
+            if not actions:
+                break
+            for action in actions:
+                self.carry_out(action)
+            world.first_scan = False
+        else:
+            pytest.fail(f"the job never rests: {world.actions()}")
+        self._rests()
+
+    def _rests(self) -> None:
+        view = self.world.view()
+        keeps, remote_keeps = keep_local(view), keep_remote(view)
+        for save in view.saves:
+            if save.is_intact:
+                for name in self.world.remotes:
+                    state = save.ship(name, ZERO).state
+                    assert state in (ShipState.COMMITTED, ShipState.RETIRED), (save.save.tag, name, state)
+                assert keeps[save.id], f"{save.save.tag} may go and did not"
+            assert not save.is_held, "no hold outlives its commit"
+        for (name, key), reasons in remote_keeps.items():
+            limited = self.world.remotes[name].policy.save_total_limit is not None
+            assert reasons or not limited, f"{key} of {name} may go and did not"
+
+
+def test_any_life_keeps_the_promises() -> None:
+    """600 lives of 40 events each, in which every kind of action happens."""
+    Life.carried_out.clear()
+    run_state_machine_as_test(Life, settings=SETTINGS)
+    assert set(Life.carried_out) == {kind.__name__ for kind in get_args(Action)}, Life.carried_out
+    assert min(Life.carried_out.values()) >= 10, Life.carried_out
+
+
+@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest"])
+def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each guard taken out by hand is noticed, so the machine is no decoration."""
+    if what == "confirmation":
+        monkeypatch.setattr(planner, "is_committed", lambda view, save: bool(view.remotes))
+    elif what == "newest":
+        monkeypatch.setattr(planner, "_protection", lambda view, save, committed: ())
+    else:
+        monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): ("x",)})
+        monkeypatch.setattr(
+            planner,
+            "_retire",
+            lambda view, keeps: [
+                Retire(remote=r.name, commit=c, reason="broken")
+                for r in view.remotes
+                for c in r.commits[-1:]
+                if r.retention.deletes and not view.is_first_scan
+            ],
+        )
+    quick = settings(SETTINGS, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, ValueError)):
+        run_state_machine_as_test(Life, settings=quick)
