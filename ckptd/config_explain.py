@@ -49,7 +49,8 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
         message, hint = _maybe_meant(first, message, hint, section, data)
     else:
         reason = first["msg"].removeprefix("Value error, ")
-        shown = f" = {_shown(first['input'])}" if key else ""
+        # what was written as credentials may be a secret
+        shown = f" = {_shown(first['input'])}" if key and key != "credentials" else ""
         message, hint = f"{subject}{shown}: {reason}", _help(section, key)
     return ConfigError(message + more, hint=hint)
 

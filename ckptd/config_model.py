@@ -24,6 +24,7 @@ from pydantic import (
 
 from ckptd.config_quantities import (
     Bandwidth,
+    Bytes,
     Seconds,
     Share,
     ShareOrBytes,
@@ -31,11 +32,14 @@ from ckptd.config_quantities import (
 )
 from ckptd.config_values import (
     Count,
+    Credentials,
+    Endpoint,
     Form,
     Name,
     Names,
     StateDir,
     Url,
+    check_part_size,
     check_save_dir,
     known_form,
     known_policy,
@@ -120,13 +124,27 @@ class RemoteConfig(Retention):
     """One `[[remote]]`: where checkpoints go."""
 
     name: Name = _required("name", '"nas"', "how status calls it")
-    url: Url = _required("url", '"/mnt/nas/llama-7b"', "a directory on another file system than save_dir")
+    url: Url = _required(
+        "url",
+        '"/mnt/nas/llama-7b"',
+        "a directory on another file system than save_dir, or s3://bucket/prefix",
+    )
     forms: Annotated[tuple[Form, ...], Strict(False)] = _key(
         ("zero", "universal"), "forms", '["zero", "universal"]', "zero at once; universal when no zero waits"
     )
     required: bool = _key(True, "required", "true", "counts for deleting local files; needs zero")
     bandwidth_bytes_per_second: Bandwidth = _key(
         None, "bandwidth", '"none"', '"8Gb/s" are bits, "1GB/s" bytes per second'
+    )
+    endpoint_url: Endpoint | None = _key(
+        None, "endpoint_url", '"https://s3.example.org"', "of an S3 server that is not AWS"
+    )
+    region: Name | None = _key(None, "region", '"eu-central-1"', "of the bucket; default: the AWS settings'")
+    credentials: Credentials = _key(
+        "env", "credentials", '"env"', "env (the usual AWS chain) | profile:NAME | file:PATH"
+    )
+    part_size_bytes: Annotated[Bytes, AfterValidator(check_part_size)] | None = _key(
+        None, "part_size", '"64MiB"', "of uploads to S3; default 16MiB, more for files above 140 GiB"
     )
     same_filesystem: bool = _key(
         False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"
@@ -143,6 +161,10 @@ class RemoteConfig(Retention):
             reject('a required remote takes "zero"; add it to forms or set required = false')
         if self.required and self.verify == "none":
             reject('verify = "none" proves nothing; set required = false')
+        if not self.url.startswith("s3://"):
+            given = self.model_fields_set & {"endpoint_url", "region", "credentials", "part_size_bytes"}
+            for key in sorted(given):
+                reject(f"{key.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
         return self
 
     @property

@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
 _COMMENT_COLUMN = 40
 
+_OF_S3 = frozenset({"endpoint_url", "region", "credentials", "part_size"})
+_OF_DIRECTORIES = frozenset({"same_filesystem"})
+
 
 def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas") -> str:
     """TOML text: what is required is set, every other key stands commented out with its default."""
     top = _lines(JobConfig, {"save_dir": save_dir, "name": name})
     local = _lines(LocalConfig, {})
-    remote = _lines(RemoteConfig, {"name": remote_name, "url": url})
+    foreign = _OF_DIRECTORIES if url.startswith("s3://") else _OF_S3
+    remote = _lines(RemoteConfig, {"name": remote_name, "url": url}, without=foreign)
     head = (
         "# A job of ckptd: one save_dir and where its checkpoints go. Keys without # are set; the others\n"
         "# show their default, or an example where nothing is the default. Test it with: ckptd check FILE"
@@ -32,7 +36,9 @@ def daemon_template() -> str:
     )
 
 
-def _lines(section: type[Section], values: Mapping[str, object]) -> list[str]:
+def _lines(
+    section: type[Section], values: Mapping[str, object], without: frozenset[str] = frozenset()
+) -> list[str]:
     lines: list[str] = []
     inherited = set(Retention.model_fields) if section is not Retention else set()
     own_first = sorted(section.model_fields.items(), key=lambda item: item[0] in inherited)
@@ -42,6 +48,8 @@ def _lines(section: type[Section], values: Mapping[str, object]) -> list[str]:
             continue
         example = str(extra["toml"])
         key = example.split(" ", 1)[0]
+        if key in without:
+            continue
         text = f"{key} = {_toml(values[key])}" if key in values else f"# {example}"
         lines.append(f"{text.ljust(_COMMENT_COLUMN)}# {field.description}")
     return lines

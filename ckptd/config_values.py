@@ -5,6 +5,7 @@ A validator raises ValueError with the reason; `config_explain` adds file, key a
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 from urllib.parse import unquote, urlsplit
@@ -51,15 +52,57 @@ def check_save_dir(value: object) -> Path:
 
 
 def check_url(value: str) -> str:
-    """A directory as absolute path or file:// URL, without a secret in it."""
+    """A directory as absolute path or file:// URL, or s3://bucket/prefix, without a secret in it."""
     parts = urlsplit(value)
     if parts.password or (parts.username and ":" in parts.netloc):
         reject("a secret does not belong in a URL")
+    if parts.scheme == "s3":
+        return _check_s3_url(value)
     if parts.scheme not in ("", "file"):
-        reject(f"{parts.scheme}:// is not in this version; it takes directories, such as /mnt/nas/llama-7b")
+        reject(
+            f"{parts.scheme}:// is not in this version; it takes directories, such as /mnt/nas/llama-7b, "
+            "and s3://bucket/prefix"
+        )
     path = url_path(value)
     if path is None or not path.is_absolute() or ".." in path.parts or path == Path("/"):
         reject("the path must be absolute, without '..', and not the root directory")
+    return value
+
+
+def _check_s3_url(value: str) -> str:
+    parts = urlsplit(value)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
+        reject("the bucket must be 3 to 63 small letters, digits, dots and dashes: s3://bucket/prefix")
+    prefix = parts.path.strip("/")
+    if not prefix or parts.query or parts.fragment or any(p in ("", ".", "..") for p in prefix.split("/")):
+        reject("a job has a prefix of its own in the bucket: s3://bucket/llama-7b")
+    return f"s3://{parts.netloc}/{prefix}"
+
+
+def check_endpoint(value: str) -> str:
+    """Where an S3 server listens: http(s)://host[:port], without a secret in it."""
+    parts = urlsplit(value)
+    if parts.username or parts.password:
+        reject("a secret does not belong in a URL")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        reject('an endpoint is http(s)://host[:port], such as "https://s3.example.org:9000"')
+    return value
+
+
+def check_credentials(value: str) -> str:
+    """Where secrets lie, never the secrets."""
+    kind, _, rest = value.partition(":")
+    if value != "env" and (kind not in ("profile", "file") or not rest):
+        reject('it is "env", "profile:NAME" or "file:PATH"; secrets themselves stay out of job files')
+    if kind == "file" and not rest.startswith(("/", "$CREDENTIALS_DIRECTORY/")):
+        reject("the path of a credentials file is absolute, or starts with $CREDENTIALS_DIRECTORY/")
+    return value
+
+
+def check_part_size(value: int) -> int:
+    """Within what S3 takes."""
+    if not 5 << 20 <= value <= 5 << 30:
+        reject('a part has at least "5MiB" and at most "5GiB"')
     return value
 
 
@@ -80,6 +123,8 @@ def url_path(url: str) -> Path | None:
 
 Name = Annotated[str, AfterValidator(check_name)]
 Url = Annotated[str, AfterValidator(check_url)]
+Endpoint = Annotated[str, AfterValidator(check_endpoint)]
+Credentials = Annotated[str, AfterValidator(check_credentials)]
 StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else absolute_path(v))]
 Names = Annotated[tuple[Annotated[str, AfterValidator(check_pattern)], ...], Strict(False)]
 Count = Annotated[int, Field(ge=1)]

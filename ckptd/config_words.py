@@ -33,6 +33,10 @@ _NEIGHBOURS = {
     "trainer": "framework engine backend",
     "required": "must mandatory",
     "same_filesystem": "same_fs samefs allow_same_filesystem",
+    "endpoint_url": "endpoint s3_endpoint host server aws_endpoint_url",
+    "region": "region_name aws_region location_constraint",
+    "credentials": "profile aws_profile auth credential credentials_file",
+    "part_size": "chunk_size chunksize upload_chunk_size multipart_chunksize s3_chunk_size part_size_mb",
 }
 _OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in words.split()}
 
@@ -42,10 +46,6 @@ LATER = {
     "keep_best": "retention by metric",
     "ephemeral": "ephemeral checkpoints",
     "ladder": "form ladders",
-    "credentials": "credentials of object stores",
-    "endpoint_url": "object stores",
-    "region": "object stores",
-    "part_size": "object stores",
     "abort_after": "object stores",
     "metrics": "the metrics endpoint",
     "notify": "notifications",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -41,6 +41,7 @@ CREATE TABLE ships (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NO
                     started_at REAL, ended_at REAL, PRIMARY KEY (save_id, remote, form));
 CREATE TABLE objects (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NOT NULL, key TEXT NOT NULL,
                       bytes INTEGER NOT NULL, flushed_bytes INTEGER NOT NULL, crc64 TEXT NOT NULL, proof TEXT,
+                      token TEXT NOT NULL,
                       PRIMARY KEY (save_id, remote, form, key));
 CREATE TABLE deletions (id INTEGER PRIMARY KEY, save_id INTEGER NOT NULL, trash TEXT NOT NULL,
                         intent TEXT NOT NULL, state TEXT NOT NULL, at REAL NOT NULL);
@@ -245,18 +246,21 @@ class Journal:
     def put_object(self, save_id: int, remote: str, form: str, row: ObjectRow) -> None:
         """How far one object is durable in the remote (P7)."""
         self._db.execute(
-            "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?)",
-            (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof),
+            "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?,?)",
+            (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof, row.token),
         )
 
     def objects(self, save_id: int, remote: str, form: str) -> list[ObjectRow]:
         """Objects of a ship that is under way."""
         rows = self._db.execute(
-            "SELECT key, bytes, flushed_bytes, crc64, proof FROM objects "
+            "SELECT key, bytes, flushed_bytes, crc64, proof, token FROM objects "
             "WHERE save_id=? AND remote=? AND form=?",
             (save_id, remote, form),
         ).fetchall()
-        return [ObjectRow(key=r[0], bytes=r[1], flushed_bytes=r[2], crc64=r[3], proof=r[4]) for r in rows]
+        return [
+            ObjectRow(key=r[0], bytes=r[1], flushed_bytes=r[2], crc64=r[3], proof=r[4], token=r[5])
+            for r in rows
+        ]
 
     def forget_objects(self, save_id: int, remote: str, form: str) -> None:
         """A new generation or attempt begins: earlier keys do not count."""

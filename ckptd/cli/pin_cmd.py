@@ -98,11 +98,12 @@ def _remotes_of(config: JobConfig) -> JobConfig:
 
 def _record_remotely(config: JobConfig, decision: Decision) -> Decision:
     """The decision as the remotes hold it: a serial above every earlier one of its subject."""
+    from ckptd.remote.access import access_of
     from ckptd.remote.observe import record
     from ckptd.remote.open import open_store
 
     for remote in _remotes_of(config).remotes:
-        decision = record(open_store(remote.url), decision)
+        decision = record(open_store(remote.url, access=access_of(remote)), decision)
     return decision
 
 
@@ -124,13 +125,15 @@ def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
 
 def _must_exist(config: JobConfig, tag: str) -> None:
     from ckptd.errors import NotFoundError
+    from ckptd.remote.access import access_of
     from ckptd.remote.open import open_store
     from ckptd.remote.reader import read_remote
 
     if (config.save_dir / tag).is_dir():
         return
     for remote in _remotes_of(config).remotes:
-        if any(c.commit.tag == tag for c in read_remote(open_store(remote.url)).commits):
+        held = read_remote(open_store(remote.url, access=access_of(remote)))
+        if any(c.commit.tag == tag for c in held.commits):
             return
     msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"
     raise NotFoundError(msg, hint=f"ckptd list {config.name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ckptd.core.identity import FolderIdentity, Model
+from ckptd.core.manifest import Proof
 from ckptd.core.save import SealedFile, SealedSave
 from ckptd.core.view import DerivedRecord
 
@@ -33,7 +34,9 @@ class ObjectRow(Model):
     bytes: int
     flushed_bytes: int
     crc64: str
-    proof: str | None
+    proof: Proof | None
+    token: str = ""
+    """The store's words for an upload that is not finished (S3: part size and upload id)."""
 
 
 class DeletionIntent(Model):

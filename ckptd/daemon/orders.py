@@ -145,14 +145,14 @@ def ship_order(
         manifest=manifest,
         files=files,
         shipped=tuple(
-            m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof="read-back")
+            m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
             for o in objects
-            if o.proof == "read-back"
+            if o.proof in ("read-back", "store-checksum")
         ),
         partly=tuple(
-            m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16))
+            m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16), token=o.token)
             for o in objects
-            if o.proof is None and o.flushed_bytes
+            if o.proof is None and (o.flushed_bytes or o.token)
         ),
         save_spread_seconds=save_spread_seconds,
     )

@@ -11,6 +11,7 @@ from ckptd import files
 from ckptd.errors import CkptdError, NotPermitted
 from ckptd.local import rights
 from ckptd.remote import messages as m
+from ckptd.remote.access import access_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,7 @@ def remote_settings(
         same_filesystem=remote.same_filesystem,
         save_dir=str(config.save_dir),
         verify=remote.verify,
+        access=access_of(remote),
         bytes_per_second=remote.bandwidth_bytes_per_second or daemon.bandwidth_bytes_per_second,
         node=node,
         node_id=node_id,

@@ -129,7 +129,9 @@ class Shipping:
             return
         entry.objects[moving.key] = moving.done_bytes
         entry.done_bytes = sum(entry.objects.values())
-        if moving.flushed_bytes:
+        durable = (moving.key, moving.flushed_bytes, moving.token)
+        if (moving.flushed_bytes or moving.token) and durable != entry.durable:
+            entry.durable = durable
             state.journal.put_object(
                 *key,
                 ObjectRow(
@@ -138,6 +140,7 @@ class Shipping:
                     flushed_bytes=moving.flushed_bytes,
                     crc64=f"{moving.crc64:016x}",
                     proof=None,
+                    token=moving.token,
                 ),
             )
 

@@ -43,6 +43,8 @@ class Moving:
     start_bytes: int = 0
     objects: dict[str, int] = field(default_factory=dict)
     """Bytes done, by key."""
+    durable: tuple[str, int, str] = ("", 0, "")
+    """Key, flushed bytes and token last noted in the journal."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from ckptd.convert.supervise import probe_restrictions
 from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
+from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
 from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
@@ -78,6 +79,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
         same_filesystem=remote.same_filesystem,
         save_dir=str(job.save_dir),
         verify=remote.verify,
+        access=access_of(remote),
         bytes_per_second=remote.bandwidth_bytes_per_second,
         node=job.node_name or socket.gethostname(),
         node_id=_CHECK_NODE_ID,
@@ -101,6 +103,9 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
 def _absent(what: str, remote: RemoteConfig, job: JobConfig, error: CkptdError) -> Finding:
     """A place that could become the remote is no failure before the first start."""
     path = url_path(remote.url)
+    if path is None and isinstance(error, RemoteNotOurs) and IDENTITY_KEY in error.message:
+        text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
+        return Finding(what=what, verdict="note", text=text)
     is_new = isinstance(error, RemoteNotOurs) and path is not None
     if is_new and path is not None and (IDENTITY_KEY in error.message or not path.exists()):
         place = next(p for p in (path, *path.parents) if p.exists())

@@ -27,6 +27,7 @@ from ckptd.recover.choose import Candidate, Choice, Nodes, choose
 from ckptd.recover.execute import Execution, derived_universals, one_at_a_time
 from ckptd.recover.plan import Convert, MoveAside, ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, RemoteSight, look_at_remote, look_locally, orders_in_status
+from ckptd.remote.access import access_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +113,7 @@ class Resume:
     def _look_at_remotes(self) -> None:
         for remote in self._job.remotes:
             try:
-                sight = look_at_remote(remote.name, remote.url, self._job.name)
+                sight = look_at_remote(remote.name, remote.url, self._job.name, access_of(remote))
             except CkptdError as error:
                 self._absent.append(error)
                 self._say(f"remote {remote.name}: {error}")

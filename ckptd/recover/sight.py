@@ -16,6 +16,7 @@ from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
 from ckptd.core.save import Order
 from ckptd.errors import CkptdError, RemoteNotOurs
 from ckptd.local.scan import has_open_writer, scan
+from ckptd.remote.access import Access
 from ckptd.remote.documents import IDENTITY_KEY
 from ckptd.remote.open import open_store
 from ckptd.remote.reader import live_commits, manifests_of, read_remote
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ckptd.core.manifest import Commit, NodeManifest
     from ckptd.remote.messages import CommitView, Observation
     from ckptd.remote.store import Store
+
+_DEFAULT = Access()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +83,13 @@ class LocalSight:
         return {path: facts.fingerprint for path, facts in self.facts.items()}
 
 
-def look_at_remote(name: str, url: str, job: str | None) -> RemoteSight:
+def look_at_remote(name: str, url: str, job: str | None, access: Access = _DEFAULT) -> RemoteSight:
     """Read a remote; `job`: whose it must be (None: anybody's).
 
     Raises:
         RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
     """
-    store = open_store(url)
+    store = open_store(url, access=access)
     try:
         observation = read_remote(store)
     except RemoteNotOurs as error:

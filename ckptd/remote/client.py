@@ -34,7 +34,7 @@ from ckptd.remote.messages import (
     Pace,
     known,
 )
-from ckptd.remote.open import WINDOW_BYTES
+from ckptd.remote.open import WINDOW_BYTES, is_s3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 
 _ATTACH_ID = 0
 _PASSED_ON = ("PATH", "LANG")
+FOR_SERVERS = (
+    "HOME",
+    "CREDENTIALS_DIRECTORY",
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
 _ADDED = {
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
     "MALLOC_ARENA_MAX": "1",
@@ -183,7 +189,7 @@ class RemoteClient:
             [sys.executable, "-m", "ckptd.remote.child", str(self._window_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=clean_environment(),
+            env=clean_environment(self._settings),
             cwd="/",
             close_fds=True,
         )
@@ -259,9 +265,16 @@ class RemoteClient:
             self._on_answer(order_id, Failed(error="RemoteUnreachable", message=message, hint=hint))
 
 
-def clean_environment() -> dict[str, str]:
-    """What the child may know: where programs and this package lie, and nothing secret (P15)."""
-    environment = _ADDED | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+def clean_environment(settings: RemoteSettings) -> dict[str, str]:
+    """What the child may know: where programs and this package lie; credentials only of an object store.
+
+    The usual AWS chain reads variables and files of the user, so a child that speaks S3 gets those variables;
+    nothing secret passes through a message, a log or the journal (P15; docs/adr/0040).
+    """
+    wanted = [name for name in os.environ if name in _PASSED_ON]
+    if is_s3(settings.url):
+        wanted += [n for n in os.environ if n.startswith("AWS_") or n in FOR_SERVERS]
+    environment = _ADDED | {name: os.environ[name] for name in wanted}
     package = str(Path(ckptd.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([package, inherited] if inherited else [package])

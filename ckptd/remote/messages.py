@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIdentity, Tombstone
+from ckptd.remote.access import Access
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
 
@@ -32,6 +33,7 @@ class RemoteSettings(Model):
     save_dir: str
     """To prove that a directory remote lies on another file system (H5)."""
     verify: Literal["read-back", "none"] = "read-back"
+    access: Access = Access()
     bytes_per_second: int | None = None
     node: str
     node_id: str
@@ -90,6 +92,7 @@ class PartlyShipped(Model):
     key: str
     flushed_bytes: int
     crc64: int
+    token: str = ""
 
 
 class ShipOrder(Model):
@@ -273,6 +276,7 @@ class Moving(Model):
     total_bytes: int
     flushed_bytes: int
     crc64: int
+    token: str = ""
 
 
 class ObjectDone(Model):

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from ckptd.errors import ConfigError
+from ckptd.remote.access import Access
 
 if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 WINDOW_BYTES = 64 << 20
+_DEFAULT = Access()
 
 
 def directory_path(url: str) -> Path | None:
@@ -22,13 +24,23 @@ def directory_path(url: str) -> Path | None:
     return Path(url) if url.startswith("/") else None
 
 
+def is_s3(url: str) -> bool:
+    """True for what the S3 store speaks to."""
+    return url.startswith("s3://")
+
+
 def open_store(
-    url: str, *, owner: str = "", read_back: bool = True, window_bytes: int = WINDOW_BYTES
+    url: str,
+    *,
+    access: Access = _DEFAULT,
+    owner: str = "",
+    read_back: bool = True,
+    window_bytes: int = WINDOW_BYTES,
 ) -> Store:
     """The store of a remote; touches nothing yet.
 
-    `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much is written
-    between two flushes.
+    `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much a directory
+    writes between two flushes.
 
     Raises:
         ConfigError: a kind of URL that this version does not support, or a relative path.
@@ -38,9 +50,13 @@ def open_store(
         from ckptd.remote.directory import DirectoryStore
 
         return DirectoryStore(str(path), owner=owner, read_back=read_back, window_bytes=window_bytes)
+    if is_s3(url):
+        from ckptd.remote.s3 import S3Store
+
+        return S3Store(url, access, owner=owner, read_back=read_back)
     scheme = urlsplit(url).scheme
     if "://" in url:
         msg = f"url {url!r}: {scheme}:// remotes are not supported in this version"
-        raise ConfigError(msg, hint="supported: an absolute path of a directory, e.g. a NAS mount")
+        raise ConfigError(msg, hint="supported: a directory, e.g. a NAS mount /mnt/nas/llama-7b, and s3://")
     msg = f"url {url!r} is no absolute path"
     raise ConfigError(msg, hint="write the whole path, e.g. /mnt/nas/llama-7b")

@@ -118,6 +118,7 @@ class Service:
         """Prove the remote and remember it; the lock is held."""
         store = open_store(
             settings.url,
+            access=settings.access,
             owner=settings.node_id,
             read_back=settings.verify == "read-back",
             window_bytes=self._window_bytes,
@@ -154,7 +155,7 @@ class _Reporter:
         self._emit = emit
         self._cancelled = cancelled
         self._at = time.monotonic()
-        self._flushed: tuple[str, int] = ("", 0)
+        self._flushed: tuple[str, int, str] = ("", 0, "")
 
     def control(self, pacer: Pacer) -> Control:
         """What a transfer needs."""
@@ -169,7 +170,7 @@ class _Reporter:
             self._send(Alive())
 
     def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
-        flushed = (key, progress.flushed_bytes)
+        flushed = (key, progress.flushed_bytes, progress.token)
         if flushed == self._flushed and time.monotonic() - self._at < _EVENT_SECONDS:
             return
         self._flushed = flushed
@@ -180,6 +181,7 @@ class _Reporter:
                 total_bytes=total_bytes,
                 flushed_bytes=progress.flushed_bytes,
                 crc64=progress.crc64,
+                token=progress.token,
             )
         )
 

@@ -33,6 +33,8 @@ class Abilities:
     """A checksum that the store keeps *and* enforces; None: uploads are read back."""
     resumable: bool
     rename: bool = False
+    complete_only_absent: bool = False
+    """Joining the parts of an upload over an object that appeared meanwhile is refused by the store."""
     notes: tuple[str, ...] = ()
 
 
@@ -42,6 +44,8 @@ class Resume:
 
     flushed_bytes: int = 0
     crc64: int = 0
+    token: str = ""
+    """The store's own words for finding that attempt again (S3: part size and upload id)."""
 
 
 class Source(Protocol):
@@ -88,6 +92,7 @@ class Progress:
     done_bytes: int
     flushed_bytes: int
     crc64: int
+    token: str = ""
 
 
 class Store(Protocol):

@@ -213,7 +213,11 @@ class Transfer:
 
     def _upload(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent:
         partly = self._partly.pop(file.key, None)
-        resume = Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64) if partly else None
+        resume = (
+            Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
+            if partly
+            else None
+        )
         paced = PacedSource(source, self._control.pacer, self._control.check)
 
         def moving(progress: Progress) -> None:

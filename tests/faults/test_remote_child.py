@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.remote.checksums import crc64
-from ckptd.remote.client import RemoteClient, clean_environment
+from ckptd.remote.client import FOR_SERVERS, RemoteClient, clean_environment
 from ckptd.remote.messages import (
     Attach,
     Attached,
@@ -25,6 +25,7 @@ from ckptd.remote.messages import (
     Observation,
     Observe,
     PartlyShipped,
+    RemoteSettings,
     ShipResult,
 )
 from tests.stores.scene import OPTIM, Node, archive
@@ -221,6 +222,9 @@ def test_an_unmounted_share_is_not_there_after_a_restart_either(rig: Rig) -> Non
     assert isinstance(rig.ask(Observe()), Observation)
 
 
+SETTINGS = RemoteSettings(name="nas", url="/mnt/nas/job", job="job", save_dir="/x", node="n", node_id="i")
+
+
 @pytest.mark.faults
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     for how in ("closed input", "killed parent"):
@@ -232,7 +236,10 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
             "time.sleep(60)\n"
         )
         parent = subprocess.Popen(
-            [sys.executable, "-c", script, how], stdout=subprocess.PIPE, text=True, env=clean_environment()
+            [sys.executable, "-c", script, how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(SETTINGS),
         )
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -257,9 +264,12 @@ def _is_running(pid: int) -> bool:
 
 def test_nothing_secret_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
-    environment = clean_environment()
+    environment = clean_environment(SETTINGS)
     assert "s3cret" not in environment.values()
     assert set(environment) <= {"PATH", "LANG", "PYTHONPATH", "PYDANTIC_DISABLE_PLUGINS", "MALLOC_ARENA_MAX"}
+    on_s3 = clean_environment(SETTINGS.model_copy(update={"url": "s3://bucket/job"}))
+    assert on_s3["AWS_SECRET_ACCESS_KEY"] == "s3cret"
+    assert set(on_s3) - set(environment) <= {n for n in os.environ if n.startswith("AWS_")} | set(FOR_SERVERS)
 
 
 def test_nonsense_is_answered_not_fatal(rig: Rig) -> None:
@@ -268,7 +278,7 @@ def test_nonsense_is_answered_not_fatal(rig: Rig) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=clean_environment(),
+        env=clean_environment(SETTINGS),
     )
     out, err = child.communicate(b'not json\n{"id": 7, "order": {"op": "dance"}}\n', timeout=20)
     assert b'"id":7' in out

@@ -176,7 +176,7 @@ def test_init_prints_what_check_takes(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(done.stdout.replace("# same_filesystem = false", "same_filesystem = true"))
     assert ckptd("check", str(path)).returncode == 0
-    assert ckptd("init", "run", "s3://bucket/run").returncode == 78
+    assert ckptd("init", "run", "ftp://bucket/run").returncode == 78
 
 
 def test_state_dir_of(tmp_path: Path) -> None:

@@ -57,10 +57,41 @@ def test_init_prints_every_key_and_loads(tmp_path: Path, name: str) -> None:
     path.write_text(text)
     job = load_job(path)
     assert job.save_dir == tmp_path / name
+    on_s3 = job_template(str(tmp_path / name), "s3://bucket/run", "job")
     for section in (JobConfig, LocalConfig, RemoteConfig):
         for key in toml_keys(section):
-            assert f"{key} = " in text or f"[{key}]" in text, key
+            assert f"{key} = " in text + on_s3 or f"[{key}]" in text, key
+    path.write_text(on_s3)
+    assert load_job(path).remotes[0].url == "s3://bucket/run"
     assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 132
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("url", "s3://key:hunter2@bucket/x"),
+        ("endpoint_url", "http://key:hunter2@host"),
+        ("credentials", "AKIAhunter2:hunter2"),
+    ],
+)
+def test_a_secret_is_refused_and_not_repeated(tmp_path: Path, key: str, value: str) -> None:
+    remote = {"name": "s3", "url": "s3://bucket/x"} | {key: value}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in remote.items()]
+    path = tmp_path / "job.toml"
+    path.write_text("\n".join([f'save_dir = "{tmp_path}/run"', "[[remote]]", *lines]))
+    with pytest.raises(ConfigError, match="secret") as caught:
+        load_job(path)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["endpoint_url", "region", "credentials", "part_size"])
+def test_keys_of_s3_are_refused_for_directories(tmp_path: Path, key: str) -> None:
+    value = {"endpoint_url": "http://host", "part_size": "64MiB"}.get(key, "env")
+    path = tmp_path / "job.toml"
+    text = f'save_dir = "{tmp_path}/run"\n[[remote]]\nname = "nas"\nurl = "/mnt/nas/x"\n{key} = "{value}"'
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"{key} is for s3://"):
+        load_job(path)
 
 
 def test_init_shows_the_defaults(tmp_path: Path) -> None:

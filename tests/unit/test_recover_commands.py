@@ -40,7 +40,7 @@ def test_resume_prints_the_path_alone(scene: Scene) -> None:
 def test_exit_codes(scene: Scene) -> None:
     assert ckptd("resume", scene.save_dir).returncode == 66
     assert ckptd("resume", scene.save_dir, scene.nas).returncode == 69
-    assert ckptd("resume", scene.save_dir, "s3://bucket/run").returncode == 78
+    assert ckptd("resume", scene.save_dir, "ftp://bucket/run").returncode == 78
     assert ckptd("resume", "no-such-job").returncode == 66
     assert ckptd("resume", scene.save_dir, scene.nas, "--node-rank", "1").returncode == 2
     assert ckptd("resume", scene.save_dir, scene.nas, "--world-size", "0").returncode == 2

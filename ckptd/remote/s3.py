@@ -1,0 +1,270 @@
+"""An S3 bucket's prefix as a store: streamed uploads, create-only writes, proof by reading (adr/0040).
+
+What a server can do differs and its answers do not always tell, so `probe` finds out by doing; until then,
+and where a condition is ignored, nothing relies on it. Data moves through `S3Uploads`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ckptd import files
+from ckptd.errors import NotPermitted, VerifyError
+from ckptd.remote import s3_client as sc
+from ckptd.remote.checksums import crc64
+from ckptd.remote.s3_probe import probe
+from ckptd.remote.s3_upload import S3Uploads
+from ckptd.remote.store import Abilities, ObjectInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptd.remote.access import Access
+    from ckptd.remote.store import Progress, Resume, Source
+
+_READ_BYTES = 1 << 20
+_RANGE_BYTES = 64 << 20
+_CREATE_TRIES = 5
+_UNKNOWN = Abilities(create_only=False, checksum=None, resumable=True)
+
+
+class S3Store:
+    """Store on `s3://bucket/prefix`; `read_back` False: copies are not proved at all (verify = none).
+
+    Raises (everywhere): RemoteUnreachable (no answer, busy, clock), RemoteNotOurs (no bucket, other region),
+    NotPermitted (credentials, rights), NoSpaceError (quota), StorageError (the rest).
+    """
+
+    def __init__(self, url: str, access: Access, *, owner: str = "", read_back: bool = True) -> None:
+        parts = urlsplit(url)
+        self._url = url
+        self.bucket = parts.netloc
+        self._prefix = f"{parts.path.strip('/')}/"
+        self._access = access
+        self._owner = owner
+        self._read_back = read_back
+        self._client: Any = None
+        self._lock = threading.Lock()
+        self.abilities = _UNKNOWN
+        self._uploads = S3Uploads(self, access.part_size_bytes)
+
+    @property
+    def url(self) -> str:
+        """s3://bucket/prefix."""
+        return self._url
+
+    @property
+    def client(self) -> Any:
+        """The botocore client; made anew after credentials failed, so that rotated ones are found."""
+        with self._lock:
+            if self._client is None:
+                self._client = sc.make_client(self._access)
+            return self._client
+
+    def place(self, key: str) -> dict[str, str]:
+        """Bucket and whole key of an object.
+
+        Raises:
+            RefusedError: a key with empty or dotted parts.
+        """
+        files.check_relative(key)
+        return {"Bucket": self.bucket, "Key": self._prefix + key}
+
+    @contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """Run requests; what botocore raises leaves as an error of the tree."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError) as error:
+            with self._lock:
+                endpoint = self._client.meta.endpoint_url if self._client is not None else "AWS"
+            raised = sc.failure(error, what, self._url, endpoint)
+            if isinstance(raised, NotPermitted):
+                with self._lock:
+                    self._client = None
+            raise raised from error
+
+    # --- small objects ---------------------------------------------------------------------------------
+
+    def probe(self) -> Abilities:
+        """Find out what this server keeps its word on, by small objects that are removed again."""
+        key = f"_ckptd/probe~{secrets.token_hex(8)}"
+        with self.asking("trying what the server can do"):
+            self.abilities = probe(self.client, self.place(key), is_read_back=self._read_back)
+        return self.abilities
+
+    def get(self, key: str) -> bytes | None:
+        """A small object, whole; None when absent."""
+        with self.asking(f"reading {key}"):
+            try:
+                answer = self.client.get_object(**self.place(key))
+                with answer["Body"] as body:
+                    return bytes(body.read())
+            except self.client.exceptions.ClientError as error:
+                if sc.code_of(error) in sc.ABSENT:
+                    return None
+                raise
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace a small object."""
+        with self.asking(f"writing {key}"):
+            self.client.put_object(**self.place(key), Body=data, ContentMD5=_md5(data))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create a small object; False when it exists (P3).
+
+        Where the server ignores the condition: look, write, read again (one writing node only, P10).
+        """
+        if not self.abilities.create_only and self.stat(key) is not None:
+            return False
+        with self.asking(f"creating {key}"):
+            for _ in range(_CREATE_TRIES):
+                try:
+                    answer = self.client.put_object(
+                        **self.place(key), Body=data, ContentMD5=_md5(data), IfNoneMatch="*"
+                    )
+                except self.client.exceptions.ClientError as error:
+                    if sc.code_of(error) in sc.RACING:
+                        continue
+                    if sc.code_of(error) not in sc.TAKEN:
+                        raise
+                    # a request of ours whose answer was lost was sent again and met itself
+                    again = error.response["ResponseMetadata"].get("RetryAttempts", 0)
+                    return bool(again) and self.get(key) == data
+                del answer
+                return self.abilities.create_only or self.get(key) == data
+        return False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects below the folder `prefix` ("" = all); folder marks of consoles are left out."""
+        with self.asking(f"listing {prefix or 'the prefix'}"):
+            pages = self.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self._prefix + prefix
+            )
+            for page in pages:
+                for entry in page.get("Contents", ()):
+                    key = entry["Key"].removeprefix(self._prefix)
+                    if key and not key.endswith("/"):
+                        mtime_ns = int(entry["LastModified"].timestamp() * 1e9)
+                        yield ObjectInfo(key=key, bytes=entry["Size"], mtime_ns=mtime_ns)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Size and time of an object; None when absent."""
+        head = self.head(key)
+        if head is None:
+            return None
+        mtime_ns = int(head["LastModified"].timestamp() * 1e9)
+        return ObjectInfo(key=key, bytes=head["ContentLength"], mtime_ns=mtime_ns)
+
+    def head(self, key: str, **more: str) -> dict[str, Any] | None:
+        """The answer to HEAD; None when absent."""
+        with self.asking(f"looking at {key}"):
+            try:
+                return dict(self.client.head_object(**self.place(key), **more))
+            except self.client.exceptions.ClientError as error:
+                if sc.code_of(error) in sc.ABSENT:
+                    return None
+                raise
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """A range of an object; shorter at its end."""
+        return b"".join(self._read(key, offset, length))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; gone already is fine."""
+        with self.asking(f"removing {key}"):
+            self.client.delete_object(**self.place(key))
+
+    def free_bytes(self) -> int | None:
+        """A bucket does not tell."""
+        return None
+
+    # --- data ------------------------------------------------------------------------------------------
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        """Move one object in parts; goes on at the last part that the server holds."""
+        return self._uploads.upload(key, source, resume, on_progress)
+
+    def discard(self, key: str) -> None:
+        """Abort the multipart upload of that key that this process knows as ours."""
+        self._uploads.discard(key)
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        """Compare with the checksum that the server computed, where it is enforced, else read back.
+
+        Raises:
+            VerifyError: other bytes, or none; a bad object was removed.
+        """
+        head = self.head(key, **({"ChecksumMode": "ENABLED"} if self.abilities.checksum else {}))
+        if head is None:
+            msg = f"{key} is not in {self._url} after it was sent"
+            raise VerifyError(msg, hint="ckptd sends it again")
+        found, proof = self._digest(key, head, size_bytes, crc64, on_progress)
+        if head["ContentLength"] == size_bytes and found == crc64:
+            return proof
+        self.delete(key)
+        msg = (
+            f"{key}: the copy in {self._url} has {head['ContentLength']} bytes and CRC64 {found:016x}, "
+            f"sent were {size_bytes} and {crc64:016x}"
+        )
+        raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
+
+    def _digest(
+        self, key: str, head: dict[str, Any], size_bytes: int, sent: int, on_progress: Callable[[int], None]
+    ) -> tuple[int, str]:
+        kept = head.get("ChecksumCRC64NVME")
+        if self.abilities.checksum and kept and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
+            return int.from_bytes(base64.b64decode(kept)), "store-checksum"
+        if not self._read_back:
+            return sent, "none"
+        crc = done = 0
+        try:
+            for chunk in self._read(key, 0, size_bytes):
+                crc = crc64(chunk, crc)
+                done += len(chunk)
+                on_progress(done)
+        except FileNotFoundError:
+            return ~sent & (1 << 64) - 1, "read-back"
+        return crc, "read-back"
+
+    def _read(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """Chunks of a range; a connection that breaks costs the rest of one request, asked for again."""
+        end = offset + length
+        while offset < end:
+            begin, last = offset, min(end, offset + _RANGE_BYTES)
+            with self.asking(f"reading {key} at {offset}"):
+                for chunk in self._range(key, offset, last):
+                    offset += len(chunk)
+                    yield chunk
+            if offset == begin or offset < last:
+                return
+
+    def _range(self, key: str, begin: int, end: int) -> Iterator[bytes]:
+        place = self.place(key)
+        try:
+            answer = self.client.get_object(**place, Range=f"bytes={begin}-{end - 1}")
+        except self.client.exceptions.ClientError as error:
+            if sc.code_of(error) in sc.ABSENT:
+                msg = f"{key} is not in {self._url}"
+                raise FileNotFoundError(msg) from error
+            if sc.status_of(error) == 416:
+                return
+            raise
+        with answer["Body"] as body:
+            while chunk := body.read(_READ_BYTES):
+                yield chunk
+
+
+def _md5(data: bytes) -> str:
+    """What servers compare on arrival, also those that know no CRC."""
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()

@@ -1,0 +1,228 @@
+"""An S3 client from a job file's words, and the server's failures in ours (docs/adr/0040).
+
+botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its
+own bounded retries with jitter and its timeouts watch every request; what they cannot mend is named.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ckptd.errors import (
+    ConfigError,
+    NoSpaceError,
+    NotPermitted,
+    RemoteNotOurs,
+    RemoteUnreachable,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from ckptd.errors import CkptdError
+    from ckptd.remote.access import Access
+
+CONNECT_SECONDS = 20
+READ_SECONDS = 60
+ATTEMPTS = 5
+CONNECTIONS = 8
+
+_CREDENTIALS_HINT = (
+    'they are read again at every try; credentials = "env", "profile:NAME" or "file:PATH" says where they lie'
+)
+_RIGHTS_HINT = (
+    "allow s3:ListBucket, GetObject, PutObject, DeleteObject, AbortMultipartUpload and "
+    "ListMultipartUploadParts there"
+)
+_WRONG_KEYS = {
+    "InvalidAccessKeyId": "the access key is not known",
+    "SignatureDoesNotMatch": "the secret key is wrong",
+    "InvalidToken": "the session token is wrong",
+    "ExpiredToken": "the session token has expired",
+    "TokenRefreshRequired": "the session token has expired",
+    "InvalidClientTokenId": "the access key is not known",
+    "AuthFailure": "the credentials are wrong",
+    "InvalidSecurity": "the credentials are wrong",
+}
+_DENIED = {"AccessDenied", "Forbidden", "403", "AllAccessDisabled", "AccountProblem", "NotSignedUp"}
+_ELSEWHERE = {
+    "PermanentRedirect",
+    "301",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "TemporaryRedirect",
+}
+_SKEWED = {"RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"}
+_FULL = {
+    "QuotaExceeded",
+    "InsufficientStorage",
+    "507",
+    "XMinioStorageFull",
+    "InsufficientCapacity",
+    "NoSpaceLeft",
+}
+_BUSY = {
+    "SlowDown",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "Throttling",
+    "503",
+    "500",
+    "502",
+}
+ABSENT = {"NoSuchKey", "404", "NotFound"}
+TAKEN = {"PreconditionFailed", "412"}
+RACING = {"ConditionalRequestConflict", "OperationAborted", "409"}
+
+
+def make_client(access: Access) -> Any:
+    """A new client, its credentials looked up now.
+
+    Raises:
+        NotPermitted: the profile or file is not there.
+        ConfigError: the settings around it cannot be read.
+    """
+    from botocore import exceptions
+    from botocore.config import Config
+    from botocore.session import Session
+
+    kind, _, rest = access.credentials.partition(":")
+    try:
+        # a profile that is named keeps the environment's keys from winning over it
+        session = Session(profile={"profile": rest, "file": "default"}.get(kind))
+        if kind == "file":
+            session.set_config_variable("credentials_file", _credentials_file(rest))
+        endpoint = access.endpoint_url or _endpoint_of_environment()
+        return session.create_client(
+            "s3",
+            region_name=access.region or session.get_config_variable("region") or "us-east-1",
+            endpoint_url=endpoint,
+            config=Config(
+                connect_timeout=CONNECT_SECONDS,
+                read_timeout=READ_SECONDS,
+                retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+                max_pool_connections=CONNECTIONS,
+                # bodies are proved by our own checksum of the whole object, not by hashing each part twice
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={
+                    "payload_signing_enabled": False,
+                    "addressing_style": "path" if endpoint else "auto",
+                },
+            ),
+        )
+    except exceptions.ProfileNotFound as error:
+        msg = f"there is no AWS profile {rest!r}"
+        raise NotPermitted(msg, hint=_CREDENTIALS_HINT) from error
+    except (exceptions.BotoCoreError, ValueError) as error:
+        msg = f"the settings for S3 cannot be used: {error}"
+        raise ConfigError(msg, hint="see endpoint_url, region and the AWS configuration file") from error
+
+
+def _credentials_file(path: str) -> str:
+    found = os.path.expandvars(path)
+    if not os.access(found, os.R_OK):
+        msg = f"the credentials file {found} is not there or cannot be read"
+        raise NotPermitted(msg, hint="an AWS credentials file; with systemd: LoadCredential= in the unit")
+    return found
+
+
+def _endpoint_of_environment() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
+def code_of(error: Exception) -> str:
+    """The server's error code; "" when it did not answer."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status; 0 when it did not answer."""
+    response = getattr(error, "response", None)
+    meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return int(meta.get("HTTPStatusCode", 0))
+
+
+def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
+    """A botocore exception as an error of the tree; `what` says what was tried."""
+    from botocore import exceptions
+
+    place = f"{url} at {endpoint}"
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return NotPermitted(f"{place}: no AWS credentials were found", hint=_CREDENTIALS_HINT)
+    if isinstance(error, exceptions.CredentialRetrievalError | exceptions.TokenRetrievalError):
+        return NotPermitted(f"{place}: {error}", hint=_CREDENTIALS_HINT)
+    if isinstance(error, exceptions.ClientError):
+        return _answered(error, what, url, endpoint)
+    if isinstance(error, exceptions.SSLError):
+        msg = f"{place}: the TLS connection is refused: {error.kwargs.get('error', error)}"
+        return RemoteUnreachable(msg, hint="http or https? for an own authority set AWS_CA_BUNDLE")
+    if isinstance(error, exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError):
+        host = urlsplit(endpoint).netloc
+        msg = f"{place}: nothing answers at {host} ({_cause(error)})"
+        return RemoteUnreachable(msg, hint="is endpoint_url right, and the server up? ckptd tries again")
+    if isinstance(error, exceptions.HTTPClientError):
+        msg = f"{place}: {what}: the connection was lost ({_cause(error)})"
+        return RemoteUnreachable(msg, hint="ckptd tries again by itself")
+    return StorageError(f"{place}: {what}: {error}")
+
+
+def _cause(error: Exception) -> str:
+    """The innermost reason, as short as it comes."""
+    inner: object = getattr(error, "kwargs", {}).get("error", error)
+    while isinstance(inner, Exception):
+        reason = getattr(inner, "reason", None) or inner.__cause__
+        if reason is None or reason is inner:
+            break
+        inner = reason
+    text = str(inner)
+    return text.rsplit(": ", 1)[-1][:120] if text else type(error).__name__
+
+
+def _answered(error: Any, what: str, url: str, endpoint: str) -> CkptdError:
+    code, status = code_of(error), status_of(error)
+    said = str(error.response.get("Error", {}).get("Message") or "")[:200]
+    place = f"{url} at {endpoint}"
+    if code in _WRONG_KEYS:
+        return NotPermitted(f"{place}: {_WRONG_KEYS[code]} ({code})", hint=_CREDENTIALS_HINT)
+    if code in _SKEWED:
+        msg = f"{place}: this node's clock is {_skew(error)} ({code})"
+        return RemoteUnreachable(msg, hint="correct the clock (NTP); ckptd tries again by itself")
+    if code == "NoSuchBucket":
+        bucket = urlsplit(url).netloc
+        msg = f"there is no bucket {bucket} at {endpoint}"
+        return RemoteNotOurs(msg, hint="create it, or correct url, endpoint_url and region")
+    if code in _ELSEWHERE or status in (301, 307):
+        region = _region(error)
+        hint = f'set region = "{region}"' if region else "set region and endpoint_url to the bucket's own"
+        return RemoteNotOurs(f"{place}: the bucket lies in another region ({code})", hint=hint)
+    if code in _FULL:
+        return NoSpaceError(f"{place}: {what}: {code} {said}".rstrip())
+    if code in _DENIED or status in (401, 403):
+        return NotPermitted(f"{place}: {what}: access is denied ({code})", hint=_RIGHTS_HINT)
+    if code in _BUSY or status >= 500 or status == 429:
+        msg = f"{place}: {what}: the server answers {status} {code}"
+        return RemoteUnreachable(msg, hint="ckptd tries again by itself")
+    return StorageError(f"{place}: {what}: {code} {said}".rstrip())
+
+
+def _region(error: Any) -> str:
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(error.response.get("Error", {}).get("Region") or headers.get("x-amz-bucket-region") or "")
+
+
+def _skew(error: Any) -> str:
+    """By how much, when the answer carries the server's time."""
+    from email.utils import parsedate_to_datetime
+    from time import time
+
+    date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    try:
+        minutes = (time() - parsedate_to_datetime(date).timestamp()) / 60
+    except (TypeError, ValueError):
+        return "too far from the server's"
+    side = "ahead of" if minutes > 0 else "behind"
+    return f"{abs(minutes):.0f} min {side} the server's"

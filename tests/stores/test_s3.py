@@ -1,0 +1,72 @@
+"""S3 passes the conformance suite on two real servers, one of which ignores conditions."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.remote.access import Access
+from ckptd.remote.open import open_store
+from ckptd.remote.s3 import S3Store
+from tests.stores import servers
+from tests.stores.conformance import DATA, StoreConformance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+pytestmark = pytest.mark.stores
+
+PART_BYTES = 5 << 20
+BIG = DATA * 6
+"""24 MiB and a bit: five parts of 5 MiB, the last one short."""
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in servers.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def store_at(server: servers.Server, *, probed: bool = True) -> S3Store:
+    access = Access(endpoint_url=server.endpoint, part_size_bytes=PART_BYTES)
+    store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access)
+    assert isinstance(store, S3Store)
+    if probed:
+        store.probe()
+    return store
+
+
+class _InParts(StoreConformance):
+    """The suite with the smallest parts that S3 takes."""
+
+    window_bytes = PART_BYTES
+    data = BIG
+
+
+class TestMoto(_InParts):
+    @pytest.fixture
+    def store(self, moto: servers.Server) -> S3Store:
+        return store_at(moto)
+
+
+class TestRclone(_InParts):
+    is_create_only = False
+
+    @pytest.fixture
+    def store(self, rclone: servers.Server) -> S3Store:
+        return store_at(rclone)
