@@ -6,8 +6,10 @@ own bounded retries with jitter and its timeouts watch every request; what they 
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from ckptd.errors import (
@@ -20,6 +22,8 @@ from ckptd.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptd.errors import CkptdError
     from ckptd.remote.access import Access
 
@@ -86,12 +90,14 @@ def make_client(access: Access) -> Any:
     """
     from botocore import exceptions
     from botocore.config import Config
+    from botocore.loaders import Loader
     from botocore.session import Session
 
     kind, _, rest = access.credentials.partition(":")
     try:
         # a profile that is named keeps the environment's keys from winning over it
         session = Session(profile={"profile": rest, "file": "default"}.get(kind))
+        session.register_component("data_loader", Loader(file_loader=_SmallModels()))
         if kind == "file":
             session.set_config_variable("credentials_file", _credentials_file(rest))
         endpoint = access.endpoint_url or _endpoint_of_environment()
@@ -119,6 +125,30 @@ def make_client(access: Access) -> Any:
     except (exceptions.BotoCoreError, ValueError) as error:
         msg = f"the settings for S3 cannot be used: {error}"
         raise ConfigError(msg, hint="see endpoint_url, region and the AWS configuration file") from error
+
+
+class _SmallModels:
+    """Reads botocore's models without their prose: most of their memory is documentation (P12)."""
+
+    _openers: ClassVar[dict[str, Callable[[str], Any]]] = {".json": open, ".json.gz": gzip.open}
+
+    def exists(self, path: str) -> bool:
+        """Whether a model of that name is there."""
+        return any(os.path.isfile(path + end) for end in self._openers)
+
+    def load_file(self, path: str) -> Any:
+        """The model, or None."""
+        for end, opener in self._openers.items():
+            if os.path.isfile(path + end):
+                with opener(path + end) as stream:
+                    return json.load(stream, object_hook=_without_prose)
+        return None
+
+
+def _without_prose(part: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(part.get("documentation"), str):
+        part["documentation"] = ""
+    return part
 
 
 def _credentials_file(path: str) -> str:
