@@ -20,34 +20,13 @@ from ckptd.core.rows import DeletionIntent, DeletionRow, ObjectRow, SaveRow, Sav
 from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
 from ckptd.errors import StorageError
+from ckptd.journal_schema import SCHEMA, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
 __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
-
-SCHEMA = 2
-
-_TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE facts (identity TEXT NOT NULL, path TEXT NOT NULL, facts TEXT NOT NULL, seen_at REAL NOT NULL,
-                    PRIMARY KEY (identity, path));
-CREATE TABLE saves (id INTEGER PRIMARY KEY, tag TEXT NOT NULL, sealed TEXT NOT NULL, state TEXT NOT NULL,
-                    found_first INTEGER NOT NULL, adopted INTEGER NOT NULL, held INTEGER NOT NULL DEFAULT 0,
-                    derived TEXT NOT NULL DEFAULT '{}', seen_at REAL NOT NULL, sealed_at REAL NOT NULL,
-                    ended_at REAL);
-CREATE TABLE ships (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NOT NULL, record TEXT NOT NULL,
-                    started_at REAL, ended_at REAL, PRIMARY KEY (save_id, remote, form));
-CREATE TABLE objects (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NOT NULL, key TEXT NOT NULL,
-                      bytes INTEGER NOT NULL, flushed_bytes INTEGER NOT NULL, crc64 TEXT NOT NULL, proof TEXT,
-                      token TEXT NOT NULL,
-                      PRIMARY KEY (save_id, remote, form, key));
-CREATE TABLE deletions (id INTEGER PRIMARY KEY, save_id INTEGER NOT NULL, trash TEXT NOT NULL,
-                        intent TEXT NOT NULL, state TEXT NOT NULL, at REAL NOT NULL);
-CREATE TABLE decisions (kind TEXT NOT NULL, tag TEXT NOT NULL, serial INTEGER NOT NULL, body TEXT NOT NULL,
-                        PRIMARY KEY (kind, tag, serial));
-"""
 
 
 def _identity_key(identity: FileIdentity) -> str:
@@ -68,6 +47,10 @@ class Journal:
             self.set_aside = self._move_aside()
             self.was_new = True
             self._db = self._open()
+        self.with_leftovers: set[str] = {
+            row[0] for row in self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
+        }
+        """Remotes where uploads lie that no attempt goes on with."""
 
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
@@ -77,7 +60,7 @@ class Journal:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             has_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if not has_tables:
-                db.executescript(f"BEGIN;{_TABLES}PRAGMA user_version={SCHEMA};COMMIT;")
+                db.executescript(f"BEGIN;{TABLES}PRAGMA user_version={SCHEMA};COMMIT;")
             elif version != SCHEMA:
                 msg = f"schema {version}"
                 raise sqlite3.DatabaseError(msg)
@@ -189,7 +172,9 @@ class Journal:
 
     def end_save(self, save_id: int, state: SaveState) -> None:
         """The save is no longer on this node."""
-        self._db.execute("UPDATE saves SET state=?, ended_at=? WHERE id=?", (state, time.time(), save_id))
+        with self._transaction():
+            self._db.execute("UPDATE saves SET state=?, ended_at=? WHERE id=?", (state, time.time(), save_id))
+            self._leave("save_id=?", (save_id,))
 
     def set_adopted(self, tags: Iterable[str] | None) -> None:
         """Adopt saves found at the first start; None: all of them."""
@@ -263,10 +248,34 @@ class Journal:
         ]
 
     def forget_objects(self, save_id: int, remote: str, form: str) -> None:
-        """A new generation or attempt begins: earlier keys do not count."""
-        self._db.execute(
-            "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?", (save_id, remote, form)
+        """A new generation or attempt begins: earlier keys do not count, half uploads are leftovers."""
+        with self._transaction():
+            self._leave("save_id=? AND remote=? AND form=?", (save_id, remote, form))
+            self._db.execute(
+                "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?", (save_id, remote, form)
+            )
+
+    def _leave(self, which: str, values: tuple[object, ...]) -> None:
+        """Mark unfinished uploads as nobody's (form `…~`)."""
+        unfinished = f"proof IS NULL AND form NOT LIKE '%~' AND {which}"
+        rows = self._db.execute(
+            f"SELECT DISTINCT remote FROM objects WHERE {unfinished}",  # noqa: S608 - constants
+            values,
         )
+        self.with_leftovers |= {row[0] for row in rows}
+        self._db.execute(
+            f"UPDATE OR REPLACE objects SET form = form || '~' WHERE {unfinished}",  # noqa: S608 - constants
+            values,
+        )
+
+    def leftovers(self, remote: str) -> list[tuple[str, str]]:
+        """(key, token) of uploads in a remote that no attempt goes on with."""
+        rows = self._db.execute("SELECT key, token FROM objects WHERE remote=? AND form LIKE '%~'", (remote,))
+        return [(row[0], row[1]) for row in rows]
+
+    def forget_leftovers(self, remote: str) -> None:
+        """They were given up."""
+        self._db.execute("DELETE FROM objects WHERE remote=? AND form LIKE '%~'", (remote,))
 
     # --- deletions -------------------------------------------------------------------------------------
 

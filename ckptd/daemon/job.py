@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.config import config_digest
-from ckptd.core import actions as a
 from ckptd.core.planner import plan
+from ckptd.daemon.acting import Actor
 from ckptd.daemon.checks import notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.intake import Intake
@@ -169,6 +169,7 @@ class Job:
         self.chores = Chores(
             self.config, state, self.workers, self._audit, self._memory_budget_bytes // 2, self.wake
         )
+        self.actor = Actor(self.links, self.shipping, self.chores, journal, self.wake)
         return state
 
     def _on_attached(self, name: str) -> Callable[[m.Attached], None]:
@@ -261,6 +262,7 @@ class Job:
         if self.watcher is not None:
             self.watcher.follow(state.in_flight)
         self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
+        self.actor.sweep()
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
         if state.is_first_scan:
@@ -279,32 +281,9 @@ class Job:
         state.plan = plan(self.view)
         for action in state.plan.actions:
             try:
-                self._act(action, save_dir_fd, self.view.disk.reserve_bytes)
+                self.actor.act(action, save_dir_fd, self.view.disk.reserve_bytes)
             except OSError as error:
                 log.error("%s", from_os_error(error, type(action).__name__))
-
-    def _act(self, action: a.Action, save_dir_fd: int, reserve_bytes: int) -> None:
-        match action:
-            case a.Describe():
-                self.links[action.remote].describe(action.tag, self.wake)
-            case a.Ship():
-                self.shipping.ship(action, save_dir_fd)
-            case a.Convert():
-                self.chores.convert(action, save_dir_fd, reserve_bytes)
-            case a.Hold():
-                self.chores.hold(action, save_dir_fd)
-            case a.ReleaseHold():
-                self.chores.release_hold(action, save_dir_fd)
-            case a.DropDerived():
-                self.chores.drop_derived(action, save_dir_fd)
-            case a.PointUniversal():
-                self.chores.point_universal(action, save_dir_fd)
-            case a.AskConfirmation():
-                self.shipping.confirm(action)
-            case a.Prune():
-                self.chores.prune(action, save_dir_fd)
-            case a.Retire():
-                self.shipping.retire(action)
 
     # --- parts of the turn -----------------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ class DirectoryStore:
         )
         raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
         with self._at_root(f"discarding the partial upload of {key}") as root:
             parent, _, _ = key.rpartition("/")

@@ -141,6 +141,14 @@ class Point(Model):
     op: Literal["point"] = "point"
 
 
+class Discard(Model):
+    """Give up half uploads that the journal knows as ours and nobody goes on with."""
+
+    op: Literal["discard"] = "discard"
+    uploads: tuple[tuple[str, str], ...]
+    """(key, token)."""
+
+
 class Pace(Model):
     """Move at this fraction of the configured speed; 1.0 = as configured (P11). Needs no answer."""
 
@@ -156,7 +164,7 @@ class Cancel(Model):
 
 
 Order = Annotated[
-    Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Pace | Cancel,
+    Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Pace | Cancel,
     Field(discriminator="op"),
 ]
 

@@ -83,14 +83,20 @@ class S3Store:
 
         try:
             yield
+        except RecursionError as error:
+            # botocore asks for the bucket's region when told "elsewhere", and was told "elsewhere" again
+            raise sc.elsewhere(self._url, self._endpoint()) from error
         except (BotoCoreError, ClientError) as error:
-            with self._lock:
-                endpoint = self._client.meta.endpoint_url if self._client is not None else "AWS"
+            endpoint = self._endpoint()
             raised = sc.failure(error, what, self._url, endpoint)
             if isinstance(raised, NotPermitted):
                 with self._lock:
                     self._client = None
             raise raised from error
+
+    def _endpoint(self) -> str:
+        with self._lock:
+            return str(self._client.meta.endpoint_url) if self._client is not None else "AWS"
 
     # --- small objects ---------------------------------------------------------------------------------
 
@@ -195,9 +201,9 @@ class S3Store:
         """Move one object in parts; goes on at the last part that the server holds."""
         return self._uploads.upload(key, source, resume, on_progress)
 
-    def discard(self, key: str) -> None:
-        """Abort the multipart upload of that key that this process knows as ours."""
-        self._uploads.discard(key)
+    def discard(self, key: str, token: str = "") -> None:
+        """Abort the multipart upload of that key that this process, or `token`, knows as ours."""
+        self._uploads.discard(key, token)
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
         """Compare with the checksum that the server computed, where it is enforced, else read back.

@@ -226,9 +226,7 @@ def _answered(error: Any, what: str, url: str, endpoint: str) -> CkptdError:
         msg = f"there is no bucket {bucket} at {endpoint}"
         return RemoteNotOurs(msg, hint="create it, or correct url, endpoint_url and region")
     if code in _ELSEWHERE or status in (301, 307):
-        region = _region(error)
-        hint = f'set region = "{region}"' if region else "set region and endpoint_url to the bucket's own"
-        return RemoteNotOurs(f"{place}: the bucket lies in another region ({code})", hint=hint)
+        return elsewhere(url, endpoint, _region(error))
     if code in _FULL:
         return NoSpaceError(f"{place}: {what}: {code} {said}".rstrip())
     if code in _DENIED or status in (401, 403):
@@ -237,6 +235,12 @@ def _answered(error: Any, what: str, url: str, endpoint: str) -> CkptdError:
         msg = f"{place}: {what}: the server answers {status} {code}"
         return RemoteUnreachable(msg, hint="ckptd tries again by itself")
     return StorageError(f"{place}: {what}: {code} {said}".rstrip())
+
+
+def elsewhere(url: str, endpoint: str, region: str = "") -> RemoteNotOurs:
+    """The bucket lies in another region than the one that is asked."""
+    hint = f'set region = "{region}"' if region else "set region and endpoint_url to the bucket's own"
+    return RemoteNotOurs(f"{url} at {endpoint}: the bucket lies in another region", hint=hint)
 
 
 def _region(error: Any) -> str:

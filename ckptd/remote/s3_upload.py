@@ -92,10 +92,9 @@ class S3Uploads:
         del self._ours[key]
         return current.crc
 
-    def discard(self, key: str) -> None:
-        """Abort the upload of that key, if it is one of ours."""
-        upload_id = self._ours.pop(key, None)
-        if upload_id is not None:
+    def discard(self, key: str, token: str = "") -> None:
+        """Abort the uploads of that key that are ours: this process's, and the one that `token` names."""
+        for upload_id in {self._ours.pop(key, ""), token.partition(":")[2]} - {""}:
             self._abort(key, upload_id)
 
     # --- inside ----------------------------------------------------------------------------------------

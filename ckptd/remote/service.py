@@ -21,6 +21,7 @@ from ckptd.remote.messages import (
     Cancel,
     Confirm,
     Describe,
+    Discard,
     Done,
     Failed,
     Moving,
@@ -109,6 +110,10 @@ class Service:
             retire(ground, order, reporter.check)
         elif isinstance(order, Record):
             record(ground.store, order.decision, ground.identity)
+        elif isinstance(order, Discard):
+            still_ours(ground.store, ground.identity)
+            for key, token in order.uploads:
+                ground.store.discard(key, token)
         elif isinstance(order, Point):
             still_ours(ground.store, ground.identity)
             point(ground.store)

@@ -157,8 +157,11 @@ class Store(Protocol):
         """
         ...
 
-    def discard(self, key: str) -> None:
-        """Give up a partial upload of ours of that key; none is fine. Never touches the object itself."""
+    def discard(self, key: str, token: str = "") -> None:
+        """Give up a partial upload of ours of that key; none is fine. Never touches the object itself.
+
+        `token`: of an attempt of an earlier process, as its progress told.
+        """
         ...
 
     def delete(self, key: str) -> None:

@@ -39,6 +39,9 @@ class Node:
     job: str = ""
     local: str = "save_total_limit = 2"
     remote: str = ""
+    url: str = ""
+    """Of the remote; default a directory of the node."""
+    environment: dict[str, str] = field(default_factory=dict)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,9 +58,10 @@ class Node:
         """(Re)write the job file."""
         for key, value in changes.items():
             setattr(self, key, value)
+        place = f'url = "{self.url}"' if self.url else f'url = "{self.nas}"\nsame_filesystem = true'
         self.job_file.write_text(
             f'save_dir = "{self.save_dir}"\nsettle = "0.5s"\n{self.job}\n[local]\n{self.local}\n'
-            f'[[remote]]\nname = "nas"\nurl = "{self.nas}"\nsame_filesystem = true\n{self.remote}\n'
+            f'[[remote]]\nname = "nas"\n{place}\n{self.remote}\n'
         )
 
     # --- the daemon ------------------------------------------------------------------------------------
@@ -70,6 +74,7 @@ class Node:
                 [sys.executable, "-m", "ckptd", "run", "--job", str(self.job_file), *options],
                 stdout=log,
                 stderr=log,
+                env=os.environ | self.environment,
             )
         self.processes.append(process)
         deadline = time.monotonic() + 20
@@ -88,6 +93,7 @@ class Node:
                 stderr=log,
                 timeout=timeout_seconds,
                 check=False,
+                env=os.environ | self.environment,
             ).returncode
 
     def kill(self) -> None:
@@ -115,6 +121,7 @@ class Node:
             text=True,
             timeout=timeout_seconds,
             check=False,
+            env=os.environ | self.environment,
         )
 
     # --- the trainer -----------------------------------------------------------------------------------
@@ -165,7 +172,7 @@ class Node:
         return {p["code"] for p in self.status().get("problems", ())}
 
     def commits(self, form: str = "zero") -> dict[str, dict[str, Any]]:
-        """`<tag>~g<n>` → COMMIT, straight from the NAS."""
+        """`<tag>~g<n>` → COMMIT, straight from the remote."""
         folder = self.nas / "_ckptd" / "commits"
         found = {}
         for path in sorted(folder.glob(f"*~{form}.json")) if folder.is_dir() else ():

@@ -92,7 +92,7 @@ class MemoryStore:
             raise VerifyError(msg)
         return "read-back"
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: str, token: str = "") -> None:
         self.partial.pop(key, None)
 
     def delete(self, key: str) -> None:

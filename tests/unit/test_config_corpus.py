@@ -150,7 +150,11 @@ def test_mutants_are_refused(
     assert str(path) in error.message
     assert key in error.message
     assert named in str(error)
-    if named not in ("secret", "credentials") and isinstance(value, str | int | float) and not str(value).startswith("@"):
+    if (
+        named not in ("secret", "credentials")
+        and isinstance(value, str | int | float)
+        and not str(value).startswith("@")
+    ):
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         assert shown in error.message
     if named == "secret":

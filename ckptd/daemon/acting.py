@@ -1,0 +1,75 @@
+"""A planned action to whoever carries it out; what dead attempts left in remotes is given up (§3, §5)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.core import actions as a
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ckptd.daemon.chores import Chores
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.shipping import Shipping
+    from ckptd.journal import Journal
+
+
+class Actor:
+    """Hands the actions of one job's plan out; every method is called in the deciding thread."""
+
+    def __init__(
+        self,
+        links: Mapping[str, RemoteLink],
+        shipping: Shipping,
+        chores: Chores,
+        journal: Journal,
+        wake: Callable[[], None],
+    ) -> None:
+        self._links = links
+        self._shipping = shipping
+        self._chores = chores
+        self._journal = journal
+        self._wake = wake
+
+    def act(self, action: a.Action, save_dir_fd: int, reserve_bytes: int) -> None:
+        """Start one action; its result arrives later."""
+        match action:
+            case a.Describe():
+                self._links[action.remote].describe(action.tag, self._wake)
+            case a.Ship():
+                self._shipping.ship(action, save_dir_fd)
+            case a.Convert():
+                self._chores.convert(action, save_dir_fd, reserve_bytes)
+            case a.Hold():
+                self._chores.hold(action, save_dir_fd)
+            case a.ReleaseHold():
+                self._chores.release_hold(action, save_dir_fd)
+            case a.DropDerived():
+                self._chores.drop_derived(action, save_dir_fd)
+            case a.PointUniversal():
+                self._chores.point_universal(action, save_dir_fd)
+            case a.AskConfirmation():
+                self._shipping.confirm(action)
+            case a.Prune():
+                self._chores.prune(action, save_dir_fd)
+            case a.Retire():
+                self._shipping.retire(action)
+
+    def sweep(self) -> None:
+        """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""
+        for link in self._links.values():
+            if not link.is_ready or link.is_shipping or link.name not in self._journal.with_leftovers:
+                continue
+            left = self._journal.leftovers(link.name)
+            self._journal.with_leftovers.discard(link.name)
+            if left:
+                link.order(m.Discard(uploads=tuple(left)), partial(self._swept, link.name))
+
+    def _swept(self, remote: str, answer: m.Answer) -> None:
+        if isinstance(answer, m.Done):
+            self._journal.forget_leftovers(remote)
+        else:
+            self._journal.with_leftovers.add(remote)

@@ -1,0 +1,92 @@
+"""A node whose remote is a bucket of a real S3 server, looked at behind ckptd's back by another client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.harness import Node
+from tests.real import Recipe, save_dir_of
+from tests.stores import servers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BIG_RUN = Recipe(stage=2, world_size=2, hidden=512, save_at=(1, 2))
+"""Shards of 38 MB: eight parts of 5 MiB each."""
+PREFIX = "run"
+
+
+@dataclass
+class S3Node(Node):
+    """See the module's first lines; `endpoint` is what the job file names (the server, or a proxy)."""
+
+    server: servers.Server = field(kw_only=True)
+    bucket: str = servers.BUCKET
+
+    @property
+    def client(self) -> Any:
+        """A plain client at the server itself."""
+        return self.server.client()
+
+    def objects(self, prefix: str = "") -> dict[str, int]:
+        """Key below the job's prefix → bytes."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.bucket, Prefix=f"{PREFIX}/{prefix}"
+        )
+        return {
+            entry["Key"].removeprefix(f"{PREFIX}/"): entry["Size"]
+            for page in pages
+            for entry in page.get("Contents", ())
+        }
+
+    def uploads(self) -> list[dict[str, Any]]:
+        """Multipart uploads that are open."""
+        try:
+            found = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        except self.client.exceptions.ClientError as error:
+            # rclone says so when there is none
+            if error.response["Error"]["Code"] == "NoSuchUpload":
+                return []
+            raise
+        return list(found)
+
+    def read(self, key: str) -> bytes:
+        """A whole object."""
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{PREFIX}/{key}")["Body"].read())
+
+    def commits(self, form: str = "zero") -> dict[str, dict[str, Any]]:
+        """`<tag>~g<n>` → COMMIT, straight from the bucket."""
+        found = {}
+        for key in self.objects("_ckptd/commits/"):
+            if key.endswith(f"~{form}.json"):
+                name = key.rsplit("/", 1)[1].removesuffix(f"~{form}.json")
+                found[name] = json.loads(self.read(key))
+        return found
+
+    def holds(self, folder: str, run: Recipe, step: int) -> bool:
+        """The bucket holds exactly the files of that save."""
+        source = save_dir_of(run) / f"global_step{step}"
+        return all(self.read(f"{folder}/{p.name}") == p.read_bytes() for p in source.iterdir())
+
+
+@contextlib.contextmanager
+def s3_node(root: Path, server: servers.Server, endpoint: str = "", **more: Any) -> Iterator[S3Node]:
+    """A node whose processes end with the test; its bucket is emptied first."""
+    more.setdefault("url", f"s3://{servers.BUCKET}/{PREFIX}")
+    remote = f'endpoint_url = "{endpoint or server.endpoint}"\npart_size = "5MiB"\n{more.pop("remote", "")}'
+    environment = servers.environment() | more.pop("environment", {})
+    here = S3Node(root, server=server, remote=remote, environment=environment, **more)
+    for key in here.objects():
+        here.client.delete_object(Bucket=here.bucket, Key=f"{PREFIX}/{key}")
+    for upload in here.uploads():
+        here.client.abort_multipart_upload(
+            Bucket=servers.BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]
+        )
+    try:
+        yield here
+    finally:
+        here.end()
