@@ -1,4 +1,4 @@
-"""Tables of the journal. Another schema is set aside and rebuilt from disk and remote, never migrated (P8)."""
+"""Tables of the journal. One of another schema is set aside and rebuilt, never migrated (P8)."""
 
 from __future__ import annotations
 
