@@ -30,6 +30,7 @@ from ckptd.config_quantities import (
     ShareOrBytes,
     show_bandwidth,
 )
+from ckptd.config_schemes import scheme_of
 from ckptd.config_values import (
     Count,
     Credentials,
@@ -127,7 +128,7 @@ class RemoteConfig(Retention):
     url: Url = _required(
         "url",
         '"/mnt/nas/llama-7b"',
-        "a directory on another file system than save_dir, or s3://bucket/prefix",
+        "a directory on another file system than save_dir, s3://bucket/prefix, sftp://user@host/path …",
     )
     forms: Annotated[tuple[Form, ...], Strict(False)] = _key(
         ("zero", "universal"), "forms", '["zero", "universal"]', "zero at once; universal when no zero waits"
@@ -141,7 +142,7 @@ class RemoteConfig(Retention):
     )
     region: Name | None = _key(None, "region", '"eu-central-1"', "of the bucket; default: the AWS settings'")
     credentials: Credentials = _key(
-        "env", "credentials", '"env"', "env (the usual AWS chain) | profile:NAME | file:PATH"
+        "env", "credentials", '"env"', "env (AWS chain; ssh-agent and ~/.ssh; …) | profile:NAME | file:PATH"
     )
     part_size_bytes: Annotated[Bytes, AfterValidator(check_part_size)] | None = _key(
         None, "part_size", '"64MiB"', "of uploads to S3; default 16MiB, more for files above 140 GiB"
@@ -161,11 +162,20 @@ class RemoteConfig(Retention):
             reject('a required remote takes "zero"; add it to forms or set required = false')
         if self.required and self.verify == "none":
             reject('verify = "none" proves nothing; set required = false')
-        if not self.url.startswith("s3://"):
-            given = self.model_fields_set & {"endpoint_url", "region", "credentials", "part_size_bytes"}
-            for key in sorted(given):
-                reject(f"{key.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
+        self._check_access()
         return self
+
+    def _check_access(self) -> None:
+        """Keys of one kind of remote are refused on another."""
+        if self.url.startswith("s3://"):
+            return
+        for key in sorted(self.model_fields_set & {"endpoint_url", "region", "part_size_bytes"}):
+            reject(f"{key.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
+        if "credentials" in self.model_fields_set and self.url.startswith(("/", "file://")):
+            reject(f"credentials is for servers and services; {self.url} is a directory")
+        takes = ("env", "file") if scheme_of(self.url).takes_key_file else ("env",)
+        if self.credentials.partition(":")[0] not in takes:
+            reject(f"credentials for {self.url} is {' or '.join(takes)}, not {self.credentials!r}")
 
     @property
     def bandwidth_shown(self) -> str:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 _COMMENT_COLUMN = 40
 
-_OF_S3 = frozenset({"endpoint_url", "region", "credentials", "part_size"})
+_OF_S3 = frozenset({"endpoint_url", "region", "part_size"})
+_OF_SERVERS = frozenset({"credentials"})
 _OF_DIRECTORIES = frozenset({"same_filesystem"})
 
 
@@ -20,7 +21,8 @@ def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas"
     """TOML text: what is required is set, every other key stands commented out with its default."""
     top = _lines(JobConfig, {"save_dir": save_dir, "name": name})
     local = _lines(LocalConfig, {})
-    foreign = _OF_DIRECTORIES if url.startswith("s3://") else _OF_S3
+    foreign = _OF_SERVERS if url.startswith(("/", "file://")) else _OF_DIRECTORIES
+    foreign |= frozenset() if url.startswith("s3://") else _OF_S3
     remote = _lines(RemoteConfig, {"name": remote_name, "url": url}, without=foreign)
     head = (
         "# A job of ckptd: one save_dir and where its checkpoints go. Keys without # are set; the others\n"

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from ckptd.config_quantities import parse_optional_duration
+from ckptd.config_schemes import url_fault
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
 
@@ -52,17 +53,17 @@ def check_save_dir(value: object) -> Path:
 
 
 def check_url(value: str) -> str:
-    """A directory as absolute path or file:// URL, or s3://bucket/prefix, without a secret in it."""
+    """A directory as absolute path or file:// URL, s3://bucket/prefix or a URL of another kind; no secret."""
     parts = urlsplit(value)
-    if parts.password or (parts.username and ":" in parts.netloc):
+    if parts.password is not None:
         reject("a secret does not belong in a URL")
     if parts.scheme == "s3":
         return _check_s3_url(value)
     if parts.scheme not in ("", "file"):
-        reject(
-            f"{parts.scheme}:// is not in this version; it takes directories, such as /mnt/nas/llama-7b, "
-            "and s3://bucket/prefix"
-        )
+        fault = url_fault(parts)
+        if fault is not None:
+            reject(fault)
+        return value.rstrip("/")
     path = url_path(value)
     if path is None or not path.is_absolute() or ".." in path.parts or path == Path("/"):
         reject("the path must be absolute, without '..', and not the root directory")

@@ -58,6 +58,7 @@ MAY_REMOVE = {
     "local/probe.py": "proves rights on its own temporaries (P19)",
     "remote/directory.py": "remote retention, its own parts",
     "remote/folders.py": "empty folders of the remote after retention",
+    "remote/sftp.py": "remote retention on an SFTP server, its own temporaries there",
     "journal.py": "sets a journal of another schema aside (P8)",
     "convert/workplace.py": "its own plan and partial folders",
     "convert/execute.py": "publishes its own temporary files",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import ValidationError
 
 import ckptd
+from ckptd.config_schemes import scheme_of
 from ckptd.remote.messages import (
     ANSWER_LINE,
     ORDER_LINE,
@@ -34,7 +35,7 @@ from ckptd.remote.messages import (
     Pace,
     known,
 )
-from ckptd.remote.open import WINDOW_BYTES, is_s3
+from ckptd.remote.open import WINDOW_BYTES, directory_path, is_s3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,14 +267,15 @@ class RemoteClient:
 
 
 def clean_environment(settings: RemoteSettings) -> dict[str, str]:
-    """What the child may know: where programs and this package lie; credentials only of an object store.
+    """What the child may know: where programs and this package lie; credentials only of its own remote.
 
-    The usual AWS chain reads variables and files of the user, so a child that speaks S3 gets those variables;
-    nothing secret passes through a message, a log or the journal (P15; docs/adr/0040).
+    The usual AWS chain, ssh-agent and the drivers of fsspec read variables and files of the user, so a child
+    gets those of its scheme; nothing secret passes through a message, a log or the journal (P15; adr/0040).
     """
     wanted = [name for name in os.environ if name in _PASSED_ON]
-    if is_s3(settings.url):
-        wanted += [n for n in os.environ if n.startswith("AWS_") or n in FOR_SERVERS]
+    if directory_path(settings.url) is None:
+        prefixes = ("AWS_",) if is_s3(settings.url) else scheme_of(settings.url).variables
+        wanted += [n for n in os.environ if n.startswith(prefixes) or n in FOR_SERVERS]
     environment = _ADDED | {name: os.environ[name] for name in wanted}
     package = str(Path(ckptd.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")

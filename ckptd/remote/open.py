@@ -40,10 +40,10 @@ def open_store(
     """The store of a remote; touches nothing yet.
 
     `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much a directory
-    writes between two flushes.
+    or an SFTP server is sent between two flushes.
 
     Raises:
-        ConfigError: a kind of URL that this version does not support, or a relative path.
+        ConfigError: a kind of URL that no installed package speaks, or a relative path.
     """
     path = directory_path(url)
     if path is not None:
@@ -54,9 +54,9 @@ def open_store(
         from ckptd.remote.s3 import S3Store
 
         return S3Store(url, access, owner=owner, read_back=read_back)
-    scheme = urlsplit(url).scheme
     if "://" in url:
-        msg = f"url {url!r}: {scheme}:// remotes are not supported in this version"
-        raise ConfigError(msg, hint="supported: a directory, e.g. a NAS mount /mnt/nas/llama-7b, and s3://")
+        from ckptd.remote.fsspec_open import open_files
+
+        return open_files(url, access, owner=owner, read_back=read_back, window_bytes=window_bytes)
     msg = f"url {url!r} is no absolute path"
     raise ConfigError(msg, hint="write the whole path, e.g. /mnt/nas/llama-7b")
