@@ -32,6 +32,8 @@ _MAKE_TRIES = 3
 _DOCUMENT = Rights(mode=0o644, folder_mode=0o755, gid=None)
 _NEW = wire.SFTP_FLAG_WRITE | wire.SFTP_FLAG_CREATE | wire.SFTP_FLAG_EXCL
 _TAKEN = (errno.EEXIST, errno.EIO)
+_UNKNOWN_REQUEST = (errno.ENOTSUP, errno.EACCES)
+"""Not known to the server, or denied there (OpenSSH: `internal-sftp -P`)."""
 
 
 class SftpDrive:
@@ -98,7 +100,7 @@ class SftpDrive:
         try:
             self.session.posix_rename(temporary, path)
         except OSError as error:
-            if error.errno != errno.ENOTSUP:
+            if error.errno not in _UNKNOWN_REQUEST:
                 raise
             # a moment without the name: better than half a document under it
             self.remove(path)
@@ -113,7 +115,7 @@ class SftpDrive:
             try:
                 return self._link(temporary, path)
             except OSError as error:
-                if error.errno not in (errno.ENOTSUP, errno.EIO, errno.EACCES):
+                if error.errno not in (*_UNKNOWN_REQUEST, errno.EIO):
                     raise
                 self._place.has_links = False
             finally:
@@ -148,7 +150,7 @@ class SftpDrive:
                 self.remove(partial)
                 return linked
             except OSError as error:
-                if error.errno not in (errno.ENOTSUP, errno.EIO, errno.EACCES):
+                if error.errno not in (*_UNKNOWN_REQUEST, errno.EIO):
                     raise
                 self._place.has_links = False
         if self._status(path) is not None:
@@ -234,7 +236,7 @@ class SftpDrive:
         try:
             self.session.extended("fsync", handle)
         except OSError as error:
-            if error.errno != errno.ENOTSUP:
+            if error.errno not in _UNKNOWN_REQUEST:
                 raise
             self._place.has_fsync = False
 
@@ -299,11 +301,12 @@ class SftpDrive:
     def _make_root(self) -> None:
         """The last component of the root, once; never the place of a disk that is not mounted."""
         root, parent = self._place.root, posixpath.dirname(self._place.root)
+        was_seen = self._place.is_seen
         with suppress(FileNotFoundError):
             self.session.stat(root)
             self._place.is_seen = True
             return
-        if self._place.is_seen:
+        if was_seen:
             msg = f"{self._place.url}: {root} is not there any more"
             raise RemoteUnreachable(msg, hint="is its disk mounted on the server?")
         if self._status(parent) is None:

@@ -37,6 +37,8 @@ _ALIVE_SECONDS = 15
 _PORT = 22
 _LOG = "ckptd.sftp"
 _SYSTEM_HOSTS = "/etc/ssh/ssh_known_hosts"
+_SILENT = ("No existing session", "SSH protocol banner", "Timeout opening channel")
+"""How paramiko says that time ran out."""
 _STATUS = {
     wire.SFTP_NO_SUCH_FILE: errno.ENOENT,
     wire.SFTP_PERMISSION_DENIED: errno.EACCES,
@@ -190,8 +192,8 @@ def _refused(error: Exception, place: SftpPlace) -> Exception:
         )
     if isinstance(error, socket.gaierror):
         return RemoteUnreachable(f"{where}: no such host name ({error.strerror})")
-    if isinstance(error, TimeoutError):
-        return RemoteUnreachable(f"{where} does not answer")
+    if isinstance(error, TimeoutError) or any(words in str(error) for words in _SILENT):
+        return RemoteUnreachable(f"{where} does not answer", hint="is sshd up, and is this its port?")
     if isinstance(error, OSError | EOFError | paramiko.SSHException):
         return RemoteUnreachable(f"{where}: {_words(error)}", hint="is sshd up, and SFTP allowed there?")
     return error

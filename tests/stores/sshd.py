@@ -44,6 +44,8 @@ class Sshd:
 
     root: Path
     port: int
+    denied: str = ""
+    """Requests that it does not know, as `sftp-server -P`."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -60,6 +62,10 @@ class Sshd:
     def files(self) -> Path:
         """Where remotes lie."""
         return self.root / "files"
+
+    @property
+    def _options(self) -> str:
+        return f" -P {self.denied}" if self.denied else ""
 
     def url(self, name: str = "remote") -> str:
         """sftp:// of a folder that need not exist yet."""
@@ -79,7 +85,7 @@ class Sshd:
             f"AuthorizedKeysFile {self.root}/authorized_keys\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
             "AllowTcpForwarding no\nX11Forwarding no\nPermitTTY no\n"
-            "Subsystem sftp internal-sftp\nForceCommand internal-sftp\n"
+            f"Subsystem sftp internal-sftp{self._options}\nForceCommand internal-sftp{self._options}\n"
         )
 
     def know(self, public_key: str) -> None:
@@ -105,6 +111,12 @@ class Sshd:
             time.sleep(0.02)
         message = f"sshd does not listen: {log.read_text()[-2000:]}"
         raise RuntimeError(message)
+
+    def drop_sessions(self) -> None:
+        """SIGKILL to the sessions alone: as a firewall that forgot them."""
+        for pid in self.processes()[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
         """The server and its sessions, by pid."""
@@ -132,9 +144,9 @@ class Sshd:
 
 
 @contextlib.contextmanager
-def sshd(root: Path) -> Iterator[Sshd]:
+def sshd(root: Path, denied: str = "") -> Iterator[Sshd]:
     """A server that runs for the block."""
-    server = Sshd(root=root, port=free_port())
+    server = Sshd(root=root, port=free_port(), denied=denied)
     server.prepare()
     server.start()
     try:
