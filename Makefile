@@ -15,7 +15,7 @@ TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
 
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client
 
 .DEFAULT_GOAL := help
 .PHONY: help check-tools setup run test bench lint types loader-matrix stores-full faults-full \
@@ -83,8 +83,9 @@ stores-full: setup ## the conformance suite on every store and file system that 
 faults-full: setup ## kill -9, full disks, lost remotes, hostile files
 	$(PY) -m pytest tests/faults tests/attacks $(ARGS)
 
-system-packages: ## (root) what the tests of file systems need
-	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null; then \
+system-packages: ## (root) what the tests of file systems and of SFTP need
+	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
+	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

@@ -93,6 +93,8 @@ def look_at_remote(name: str, url: str, job: str | None, access: Access = _DEFAU
     try:
         observation = read_remote(store)
     except RemoteNotOurs as error:
+        if IDENTITY_KEY not in error.message:
+            raise
         hint = "is it mounted? before the very first start: `ckptd check --init-remote`, or start `ckptd run`"
         raise RemoteNotOurs(error.message, hint=hint) from error
     owner = observation.identity.job

@@ -158,6 +158,7 @@ def connect(place: SftpPlace) -> tuple[paramiko.SSHClient, Session]:
             banner_timeout=CONNECT_SECONDS,
             auth_timeout=CONNECT_SECONDS,
             channel_timeout=CONNECT_SECONDS,
+            transport_factory=_transport,
         )
         transport = client.get_transport()
         transport.set_keepalive(_ALIVE_SECONDS)
@@ -170,6 +171,14 @@ def connect(place: SftpPlace) -> tuple[paramiko.SSHClient, Session]:
         client.close()
         raise _refused(error, place) from error
     return client, session
+
+
+def _transport(stream: socket.socket, **options: Any) -> paramiko.Transport:
+    """paramiko's own, AES-GCM first: a third less time of the processor than CTR with a MAC."""
+    transport = paramiko.Transport(stream, **options)
+    wishes = transport.get_security_options()
+    wishes.ciphers = sorted(wishes.ciphers, key=lambda name: "gcm" not in name)
+    return transport
 
 
 def _refused(error: Exception, place: SftpPlace) -> Exception:

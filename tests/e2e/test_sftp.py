@@ -1,0 +1,96 @@
+"""A real checkpoint over SFTP: shipped by the daemon, listed, and brought back to an emptied node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.harness import RUN, Node, children_of, same_bytes
+from tests.real import save_dir_of
+from tests.stores.sshd import Sshd, needs_sshd, sshd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.real, pytest.mark.stores, needs_sshd]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Sshd]:
+    with sshd(tmp_path / "sshd") as running:
+        yield running
+
+
+@pytest.fixture
+def node(tmp_path: Path, server: Sshd) -> Iterator[Node]:
+    environment = {"HOME": str(server.home), "SSH_AUTH_SOCK": ""}
+    here = Node(tmp_path / "node", url=server.url("run"), environment=environment)
+    # what the server holds, looked at behind ckptd's back
+    here.nas = server.files / "run"
+    try:
+        yield here
+    finally:
+        here.end()
+
+
+def memory_mib(pid: int) -> int:
+    """Resident memory that is the process's own."""
+    with open(f"/proc/{pid}/smaps_rollup") as lines:
+        values = {line.split(":")[0]: line.split()[1] for line in lines if ":" in line}
+    return (int(values["Private_Dirty"]) + int(values["Private_Clean"])) >> 10
+
+
+@pytest.mark.timeout(120)
+def test_shipped_over_sftp_and_resumed_from_it(node: Node, server: Sshd) -> None:
+    check = node.ckptd("check", node.job_file, "--init-remote")
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert "create-only writes are enforced; verified by read-back" in " ".join(check.stdout.split())
+    node.save(1)
+    daemon = node.start()
+    node.wait_committed("global_step1~g1", 60)
+    assert same_bytes(node, "global_step1", RUN, 1)
+
+    server.kill()
+    node.save(2)
+    node.wait("the problem", lambda: "remote-unreachable" in node.problems(), 60)
+    server.start()
+    node.wait_committed("global_step2~g1", 60)
+    node.wait("its end", lambda: not node.problems(), 30)
+    own = sorted(memory_mib(pid) for pid in children_of(daemon.pid))
+    print(f"memory of the children: {own} MiB")
+    assert node.stop() == 0
+
+    shutil.rmtree(node.save_dir)
+    listed = node.ckptd("list", node.url, "--json")
+    assert listed.returncode == 0, listed.stderr
+    assert "global_step2" in json.dumps(json.loads(listed.stdout))
+    done = node.ckptd("resume", node.save_dir, node.url)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(node.save_dir / "global_step2")
+    assert (node.save_dir / "latest").read_text() == "global_step2"
+    for path in (save_dir_of(RUN) / "global_step2").iterdir():
+        assert (node.save_dir / "global_step2" / path.name).read_bytes() == path.read_bytes()
+    assert node.ckptd("inspect", node.save_dir / "global_step2").returncode == 0
+
+
+@pytest.mark.timeout(60)
+def test_an_unknown_host_is_said_with_the_next_step(node: Node, server: Sshd) -> None:
+    server.know("")
+    for arguments in (("list", node.url), ("resume", node.save_dir, node.url), ("check", node.job_file)):
+        done = node.ckptd(*arguments)
+        assert done.returncode in (1, 69), done.stdout
+        words = " ".join((done.stdout + done.stderr).split())
+        assert "known_hosts does not name" in words
+        assert "ssh -p" in words
+        assert "Traceback" not in words
+    node.start()
+    node.save(1)
+    node.wait("the problem", lambda: node.problems(), 30)
+    (problem,) = [p for p in node.status()["problems"] if p["code"].startswith("remote")]
+    assert "known_hosts" in problem["text"]
+    assert "ssh -p" in problem["next_step"]
+    assert not node.nas.exists()
