@@ -39,12 +39,12 @@ from ckptd.config_values import (
     Name,
     Names,
     StateDir,
+    Trainer,
     Url,
     check_part_size,
     check_save_dir,
     known_form,
     known_policy,
-    known_trainer,
     only_never,
     reject,
 )
@@ -190,8 +190,8 @@ class JobConfig(Section):
     save_dir: Annotated[Path, BeforeValidator(check_save_dir)] = _required(
         "save_dir", '"/nvme/llama-7b"', "where the trainer saves; may appear later, its parent must exist"
     )
-    trainer: Annotated[Literal["auto", "deepspeed"], BeforeValidator(known_trainer)] = _key(
-        "auto", "trainer", '"auto"', "who writes; auto | deepspeed"
+    trainer: Trainer = _key(
+        "auto", "trainer", '"auto"', "who writes; auto | deepspeed | huggingface | accelerate"
     )
     settle_seconds: Seconds = _key(
         5.0, "settle", '"5s"', "a save is complete when nothing changed for so long"

@@ -155,9 +155,12 @@ def only_never(value: object) -> float | None:
 
 def known_trainer(value: object) -> object:
     """Refuse trainers of later versions by name."""
-    if value in ("huggingface", "lightning", "accelerate", "megatron"):
-        reject(f'the trainer "{value}" is not in this version; it knows plain DeepSpeed save_dirs')
+    if value in ("lightning", "megatron"):
+        reject(
+            f'the trainer "{value}" is not in this version; it knows deepspeed, huggingface and accelerate'
+        )
     return value
 
 
+Trainer = Annotated[Literal["auto", "deepspeed", "huggingface", "accelerate"], BeforeValidator(known_trainer)]
 Form = Annotated[Literal["zero", "universal"], BeforeValidator(known_form)]

@@ -24,6 +24,9 @@ MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 3600
 
 
+_TRAINER_STATE_LIMIT_BYTES = 64 << 20
+
+
 def main() -> None:
     """Serve one request."""
     held = restrict(memory_bytes=MEMORY_BYTES, cpu_seconds=CPU_SECONDS, file_bytes=0)
@@ -52,6 +55,8 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
             if directory is not None and item["facts"]:
                 _emit({"index": index, "bytes": before.st_size, **found})
                 found.update(_facts(fd, path, directory))
+            if item.get("trainer"):
+                found.update(_trainer_state(fd, before.st_size))
             after = os.fstat(fd)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 found = {"archive": "torn", "fingerprint": "", "reason": f"{path} changed while it was read"}
@@ -61,6 +66,26 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         reason = f"{path} cannot be read ({error.strerror})"
         return {"final": True, "bytes": 0, "archive": "torn", "reason": reason}
+
+
+def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:
+    """The few values of trainer_state.json that a verdict needs; nothing when it is no whole JSON yet."""
+    if size_bytes > _TRAINER_STATE_LIMIT_BYTES:
+        return {}
+    try:
+        state = json.loads(os.pread(fd, size_bytes, 0))
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(state, dict):
+        return {}
+    step, metric, best = (state.get(k) for k in ("global_step", "best_metric", "best_model_checkpoint"))
+    return {
+        "trainer": {
+            "global_step": step if type(step) is int else None,
+            "best_metric": float(metric) if isinstance(metric, int | float) else None,
+            "best_checkpoint": os.path.basename(best.rstrip("/")) if isinstance(best, str) else None,
+        }
+    }
 
 
 def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ckptd.convert import children
-from ckptd.core.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.facts import Archive, FileFacts, ShardFacts, TrainerFacts
 from ckptd.core.layouts import NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.trainers import TRAINER_STATE
 from ckptd.errors import StorageError
 
 if TYPE_CHECKING:
@@ -117,7 +118,13 @@ def _named(path: str) -> NamedShard | None:
 
 def _asked(path: str) -> dict[str, Any]:
     shard = _named(path)
-    return {"path": path, "expected": shard is not None or _is_universal(path), "facts": shard is not None}
+    is_state = path.rpartition("/")[2] == TRAINER_STATE
+    return {
+        "path": path,
+        "expected": shard is not None or _is_universal(path),
+        "facts": shard is not None,
+        "trainer": is_state,
+    }
 
 
 def _is_universal(path: str) -> bool:
@@ -140,4 +147,5 @@ def _facts_of(path: str, line: dict[str, Any]) -> FileFacts:
         role=role,
         shard=shard.shard if shard else ShardKey(),
         facts=ShardFacts.model_validate(raw) if raw is not None else None,
+        trainer=TrainerFacts.model_validate(line["trainer"]) if line.get("trainer") else None,
     )

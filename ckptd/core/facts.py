@@ -58,6 +58,15 @@ class ShardFacts(Model):
     micro_batch_size: int | None = None
 
 
+class TrainerFacts(Model):
+    """What `trainer_state.json` of Hugging Face's Trainer says."""
+
+    global_step: int | None = None
+    best_metric: float | None = None
+    best_checkpoint: str | None = None
+    """Last component of best_model_checkpoint: the path itself is as the trainer saw it (H37)."""
+
+
 class FileFacts(Model):
     """One file as inspected."""
 
@@ -75,3 +84,5 @@ class FileFacts(Model):
     shard: ShardKey = ShardKey()
     facts: ShardFacts | None = None
     """None for side files, and for shards whose pickle could not be read."""
+    trainer: TrainerFacts | None = None
+    """Of `trainer_state.json` alone."""

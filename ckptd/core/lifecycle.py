@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ckptd.core.facts import Archive, FileFacts, ShardFacts
-from ckptd.core.layouts import Grid, NamedShard, Role, missing_shards, parse_shard_name
+from ckptd.core.facts import Archive, FileFacts
+from ckptd.core.grids import known, named, prove_grid
+from ckptd.core.layouts import Grid, missing_shards
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
+from ckptd.core.marks import judge_marks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,16 +101,38 @@ def judge(
     torn = _torn(shards)
     if torn:
         return _not_yet(listing, memory, context, torn)
-    grid, problem = _grid(shards, context)
+    grids: list[Grid] = []
+    current: dict[str, FileFacts] = {}
+    for root in listing.roots:
+        grid, inside, problem = _root(root, shards, context)
+        if grid is None:
+            return _not_yet(listing, memory, context, problem)
+        grids.append(grid)
+        current |= inside
+    marks = judge_marks(listing, facts, grids[0].dp * grids[0].mm_count, context.quiet_seconds)
+    if marks.waits_for is not None:
+        # the writer is at work or has gone quiet in mid-save: which of the two, its age tells
+        if marks.is_patient:
+            return Verdict(state=_moving(listing, memory), reason=marks.waits_for)
+        return _not_yet(listing, memory, context, marks.waits_for)
+    return _whole(listing, current, grids[0], memory, context, marks.notes)
+
+
+def _root(
+    root: str, shards: Mapping[str, FileFacts], context: Context
+) -> tuple[Grid | None, dict[str, FileFacts], str]:
+    """The proven grid of one shard root and the shards that belong to it; or why it is not whole."""
+    inside = _within(root, shards)
+    grid, problem = prove_grid(inside, context)
     if grid is None:
-        return _not_yet(listing, memory, context, problem or "the grid is not proven yet")
-    shards = {path: fact for path, fact in shards.items() if not _is_stale(path, grid)}
-    present = frozenset(_name(path) for path in shards)
-    missing = missing_shards(grid, present)
+        return None, {}, problem or "the grid is not proven yet"
+    inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
+    missing = missing_shards(grid, frozenset(named(path) for path in inside))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return _not_yet(listing, memory, context, f"missing: {missing[0]}{more}")
-    return _whole(listing, shards, grid, memory, context)
+        where = f" in {root}" if root else ""
+        return None, {}, f"missing{where}: {missing[0]}{more}"
+    return grid, inside, ""
 
 
 def _whole(
@@ -117,6 +141,7 @@ def _whole(
     grid: Grid,
     memory: Memory | None,
     context: Context,
+    notes: tuple[str, ...],
 ) -> Verdict:
     window = _window(listing, shards)
     step, optimizer_step = step_of(listing.tag, shards)
@@ -125,9 +150,10 @@ def _whole(
         grid=grid,
         step=step,
         optimizer_step=optimizer_step,
-        writer=_writer(shards, grid),
+        writer=_writer(listing, shards, grid),
         window=window,
-        notes=tuple(
+        notes=notes
+        + tuple(
             f"{f.path} lies outside the grid of this save (stale)"
             for f in listing.shards
             if f.path not in shards
@@ -135,7 +161,7 @@ def _whole(
     )
     if tuple(sorted((p, f.fingerprint) for p, f in shards.items())) in context.accepted:
         return verdict
-    mixed = _mixed(shards, grid)
+    mixed = next((m for root in listing.roots if (m := _mixed(_within(root, shards), grid))), None)
     if mixed:
         return _with(verdict, State.TORN_RESAVE, f"shards of two saves: {mixed}")
     renewed, kept = _renewal(listing, memory, shards)
@@ -171,10 +197,8 @@ def step_of(tag: str, shards: Mapping[str, FileFacts]) -> tuple[int | None, int 
     ) if number else None, optimizer_step
 
 
-def _name(path: str) -> NamedShard:
-    named = parse_shard_name(path)
-    assert named is not None
-    return named
+def _within(root: str, shards: Mapping[str, FileFacts]) -> dict[str, FileFacts]:
+    return {path: fact for path, fact in shards.items() if path.rpartition("/")[0] == root}
 
 
 def _with(verdict: Verdict, state: State, reason: str) -> Verdict:
@@ -224,18 +248,14 @@ def _torn(shards: Mapping[str, FileFacts]) -> str | None:
     return None
 
 
-def _known(shards: Mapping[str, FileFacts]) -> list[tuple[str, ShardFacts]]:
-    return [(path, fact.facts) for path, fact in shards.items() if fact.facts is not None]
-
-
 def _mixed(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
     """A contradiction that two shards of one save cannot have."""
-    for path, facts in _known(shards):
+    for path, facts in known(shards):
         if facts.partition_count and max(facts.partition_count) != grid.dp:
             return f"{path} is one of {max(facts.partition_count)} ranks, {grid.proof}"
     for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage", "run_id"):
         seen: tuple[str, object] | None = None
-        for path, facts in _known(shards):
+        for path, facts in known(shards):
             value = getattr(facts, what)
             if value is None:
                 continue
@@ -245,92 +265,20 @@ def _mixed(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
     return None
 
 
-def _grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid | None, str | None]:
-    known = _known(shards)
-    if len(known) < len(shards) and any(f.archive is Archive.LEGACY or f.reason for f in shards.values()):
-        return _grid_from_names(shards, context)
-    stages = [f.zero_stage for _, f in known if f.zero_stage is not None]
-    stage = max(stages) if stages else 3 if _has_stage3_names(shards) else None
-    model = sorted(
-        ((p, f) for p, f in known if _name(p).role is Role.MODEL), key=lambda row: _name(row[0]).shard.d or 0
-    )
-    optim = [(p, f) for p, f in known if _name(p).role is Role.OPTIM]
-    if not model:
-        return None, "no model states yet: the grid is not proven"
-    path, first = model[0]
-    dp = _dp(model, optim)
-    if dp is None:
-        return None, f"{path} does not tell the data-parallel size"
-    mm = _mm(first)
-    if stage is None:
-        return None, "no optimizer shard yet: the ZeRO stage is not proven"
-    experts = max((f.num_experts for _, f in model), key=len, default=())
-    return (
-        Grid(
-            dp=dp,
-            mm_count=mm,
-            tp=first.tp,
-            pp=first.pp,
-            sp=first.sp,
-            ep=first.ep,
-            zero_stage=stage,
-            layers=tuple(sorted({n for _, f in model for n in f.layers})),
-            experts=experts if any(n > 1 for n in experts) else (),
-            proof=f"{path}: dp_world_size {first.dp_world_size}, mp_world_size {first.mp_world_size}",
-        ),
-        None,
-    )
-
-
-def _dp(model: list[tuple[str, ShardFacts]], optim: list[tuple[str, ShardFacts]]) -> int | None:
-    """The lowest rank's model states say it: higher ones may be stale, left by a larger world."""
-    if model[0][1].dp_world_size:
-        return model[0][1].dp_world_size
-    claims = [max(f.partition_count) for _, f in optim if f.partition_count]
-    return max(claims) if claims else None
-
-
-def _mm(facts: ShardFacts) -> int:
-    degrees = (facts.tp or 1) * (facts.pp or 1)
-    return max(facts.mp_world_size or 1, degrees)
-
-
-def _has_stage3_names(shards: Mapping[str, FileFacts]) -> bool:
-    return any(_name(p).role is Role.MODEL and _name(p).shard.d is not None for p in shards)
-
-
-def _grid_from_names(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid | None, str | None]:
-    """H28: what the child cannot read ships raw when its names fill a grid that this job has shown before.
-
-    Without an earlier proof the names must have been quiet for ten times the settle time.
-    """
-    names = [_name(p).shard for p in shards if _name(p).role is Role.OPTIM]
-    unread = next((p for p, f in shards.items() if f.facts is None), "a shard")
-    if not names:
-        return None, f"{unread} cannot be read and no optimizer shard is there"
-    dp = max((s.d or 0) for s in names) + 1
-    mm = max((s.mm or 0) for s in names) + 1
-    stage = 3 if _has_stage3_names(shards) else 2
-    seen = (dp, mm, stage) in context.known_grids
-    if not seen and context.quiet_seconds < 10 * context.settle_seconds:
-        return None, f"{unread} cannot be read; waiting for ten times the settle time"
-    proof = "names, a grid proven earlier" if seen else "names, quiet for ten times the settle time"
-    return Grid(dp=dp, mm_count=mm, zero_stage=stage, proof=proof), None
-
-
 def _window(listing: FolderListing, within: Mapping[str, FileFacts]) -> SaveWindow:
     times = [f.identity.mtime_ns for f in listing.shards if f.path in within]
     return SaveWindow(first=min(times), last=max(times))
 
 
-def _writer(shards: Mapping[str, FileFacts], grid: Grid) -> Writer:
-    known = [f for _, f in _known(shards)]
+def _writer(listing: FolderListing, shards: Mapping[str, FileFacts], grid: Grid) -> Writer:
+    read = [f for _, f in known(shards)]
 
     def first(what: str) -> str | None:
-        value = next((getattr(f, what) for f in known if getattr(f, what) is not None), None)
+        value = next((getattr(f, what) for f in read if getattr(f, what) is not None), None)
         return None if value is None else str(value)
 
     return Writer(
+        trainer=listing.trainer.value,
         ds_version=first("ds_version"),
         zero_stage=grid.zero_stage,
         dtype=first("dtype"),
@@ -339,5 +287,5 @@ def _writer(shards: Mapping[str, FileFacts], grid: Grid) -> Writer:
 
 
 def _is_stale(path: str, grid: Grid) -> bool:
-    shard = _name(path).shard
+    shard = named(path).shard
     return (shard.d or 0) >= grid.dp or (shard.mm or 0) >= grid.mm_count

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import parse_shard_name
+from ckptd.core.trainers import Trainer
 
 OURS = "_ckptd"
 POINTERS = frozenset({"latest", "latest_universal"})
@@ -36,6 +37,9 @@ class FolderListing:
     folder: FolderIdentity
     files: tuple[ListedFile, ...]
     irregular: tuple[str, ...] = ()
+    trainer: Trainer = Trainer.DEEPSPEED
+    roots: tuple[str, ...] = ("",)
+    """Folders below this one that hold the shards; "" is this one."""
 
     @property
     def digest(self) -> str:
@@ -46,8 +50,10 @@ class FolderListing:
 
     @property
     def shards(self) -> tuple[ListedFile, ...]:
-        """Files directly in the folder whose names are shards'."""
-        return tuple(f for f in self.files if "/" not in f.path and parse_shard_name(f.path))
+        """Files directly in the shard roots whose names are shards'."""
+        return tuple(
+            f for f in self.files if f.path.rpartition("/")[0] in self.roots and parse_shard_name(f.name)
+        )
 
     @property
     def total_bytes(self) -> int:

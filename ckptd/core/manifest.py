@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.core.trainers import universal_name
 from ckptd.errors import DamagedError, RefusedError
 
 FORMAT = "1.0"
@@ -276,6 +277,16 @@ def folder_name(tag: str, generation: int, form: str, attempt: int = 1) -> str:
     if form != "zero":
         name += f"_{form}"
     return name + (f".a{attempt}" if attempt > 1 else "")
+
+
+def universal_folder(tag: str, generation: int, root: str, attempt: int = 1) -> tuple[str, str]:
+    """(remote folder, path of the universal form in it): where the loader of that trainer looks.
+
+    Plain DeepSpeed (root ""): `<tag>_universal`, "". Hugging Face: `checkpoint-N`, `global_stepN_universal`.
+    """
+    if not root:
+        return folder_name(tag, generation, "universal", attempt), ""
+    return folder_name(tag, generation, "zero", attempt), universal_name(root)
 
 
 def commit_key(tag: str, generation: int, form: str, supplement: int | None = None) -> str:

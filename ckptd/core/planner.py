@@ -13,16 +13,14 @@ from ckptd.core.actions import (
     AskConfirmation,
     Convert,
     Describe,
-    DropDerived,
     Hold,
     Plan,
-    PointUniversal,
     Prune,
     ReleaseHold,
     Retire,
     Ship,
 )
-from ckptd.core.listing import OURS
+from ckptd.core.deriving import keep_derived
 from ckptd.core.permit import CommitRef, DeletePermit
 from ckptd.core.retention import Item, keep_reasons
 from ckptd.core.save import Order
@@ -46,7 +44,7 @@ def plan(view: JobView) -> Plan:
         for remote in view.remotes:
             actions += _ship(view, remote)
         actions += _convert(view)
-        actions += _derived(view, local_keeps)
+        actions += keep_derived(view, local_keeps)
         actions += _prune(view, local_keeps)
         actions += _retire(view, remote_keeps)
     return Plan(actions=tuple(actions), local_keeps=local_keeps, remote_keeps=remote_keeps)
@@ -86,8 +84,15 @@ def _protection(view: JobView, save: SaveView, committed: list[SaveView]) -> tup
         (save.is_busy, "being read"),
         (bool(save.has_unlisted), f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"),
         (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
+        (save.save.tag == best_tag(view), "best_model_checkpoint"),
     )
     return tuple(text for holds, text in why if holds)
+
+
+def best_tag(view: JobView) -> str | None:
+    """What the newest save's trainer calls the best so far; its own folder name, whatever the path (H37)."""
+    known = [s for s in view.saves if s.save.best_checkpoint is not None]
+    return max(known, key=lambda s: s.save.order).save.best_checkpoint if known else None
 
 
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
@@ -100,6 +105,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
     reasons: dict[tuple[str, str], tuple[str, ...]] = {}
     here = {(s.save.tag, s.save.order): s for s in view.saves if s.is_present}
     pinned = {s.save.tag for s in view.saves if s.is_pinned}
+    best = best_tag(view)
     for remote in view.remotes:
         commits = [c for c in remote.commits if c.form == ZERO]
         items = [Item(key=c.key, order=order_of(c), pinned=c.tag in pinned) for c in commits]
@@ -107,6 +113,8 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
             kept = keep_reasons(items, remote.retention)[item.key]
             if (commit.tag, item.order) in here and remote.retention.deletes:
                 kept += ("still on this node",)
+            if commit.tag == best:
+                kept += ("best_model_checkpoint",)
             reasons[remote.name, commit.key] = kept
     return reasons
 
@@ -222,62 +230,6 @@ def _convert(view: JobView) -> list[Action]:
             return []
         return [Convert(save_id=save.id)]
     return []
-
-
-def _derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
-    """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
-    ready = sorted(
-        (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
-    )
-    valid = [s for s in ready if s.is_intact or not s.is_present]
-    proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
-    actions: list[Action] = []
-    target = proven[-1].save.tag if proven else None
-    wanted = f"{OURS}/derived/{UNIVERSAL}/{target}" if target else None
-    is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
-    if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
-        actions.append(PointUniversal(tag=target))
-    for save in ready:
-        reason = _why_drop(view, save, proven, local_keeps)
-        if reason and not save.is_busy and save.save.tag != target:
-            actions.append(DropDerived(save_id=save.id, reason=reason))
-    return actions
-
-
-def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
-    """`latest_universal` names a form that `resume` fetched, newer than all that this node holds (H54, P9).
-
-    Its save is not on the node, so its order is its COMMIT's; before the remotes were asked it is kept.
-    """
-    tag = (view.latest_universal or "").rpartition("/")[2]
-    if not tag or any(s.save.tag == tag and s.is_present for s in view.saves):
-        return False
-    orders = [order_of(c) for remote in view.remotes for c in remote.commits if c.tag == tag]
-    if not orders:
-        return not all(remote.is_attached for remote in view.remotes)
-    return not proven or max(orders) > proven[-1].save.order
-
-
-def _is_shipped_anywhere(save: SaveView) -> bool:
-    """The upload checked the source's zip CRCs in passing (§4)."""
-    return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
-
-
-def _why_drop(
-    view: JobView, save: SaveView, proven: list[SaveView], local_keeps: dict[int, tuple[str, ...]]
-) -> str | None:
-    if save.is_present and not save.is_intact:
-        return "its source was saved again"
-    if not save.is_present:
-        return "its source is gone"
-    is_newest = bool(proven) and proven[-1].id == save.id
-    if is_newest or not proven or save.save.order > proven[-1].save.order:
-        return None
-    if UNIVERSAL not in view.local_forms:
-        return "not kept on this node"
-    if not view.disk.can_clone:
-        return "a newer one is ready"
-    return None if local_keeps.get(save.id) else "its source may go"
 
 
 def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:

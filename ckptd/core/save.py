@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptd.core.identity import FileIdentity, FolderIdentity, Model
 from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import SaveWindow, Writer
+from ckptd.core.manifest import Best, SaveWindow, Writer
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import NodeManifest
@@ -52,6 +52,16 @@ class SealedSave(Model):
     writer: Writer
     run_id: str | None = None
     optimizer_step: int | None = None
+    roots: tuple[str, ...] = ("",)
+    """Folders below the checkpoint's that hold its shards (core/trainers.py)."""
+    best: Best | None = None
+    best_checkpoint: str | None = None
+    """The tag that this save's trainer calls the best so far (H37)."""
+
+    @property
+    def shard_fingerprints(self) -> dict[str, str]:
+        """Fingerprint by name in the shard root, as a conversion's description has them."""
+        return {path.rpartition("/")[2]: mark for path, mark in self.fingerprints}
 
     @property
     def order(self) -> Order:

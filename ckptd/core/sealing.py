@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import Memory
+from ckptd.core.manifest import Best
 from ckptd.core.save import SealedFile, SealedSave
+from ckptd.core.trainers import TRAINER_STATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,6 +73,22 @@ def sealed_file(file: ListedFile, facts: FileFacts) -> SealedFile:
 def sealed_extra(file: ListedFile) -> SealedFile:
     """A file directly in save_dir that travels along; read whole when shipped, not sealed by identity."""
     return SealedFile(path=file.path, identity=file.identity, fingerprint="", role=Role.EXTRA, mode=file.mode)
+
+
+def best_checkpoint_of(facts: Mapping[str, FileFacts]) -> str | None:
+    """The tag that trainer_state.json calls the best so far."""
+    state = facts.get(TRAINER_STATE)
+    return state.trainer.best_checkpoint if state and state.trainer else None
+
+
+def best_of(tag: str, facts: Mapping[str, FileFacts]) -> Best | None:
+    """The metric of trainer_state.json, when it is this very checkpoint's."""
+    state = facts.get(TRAINER_STATE)
+    if state is None or state.trainer is None or state.trainer.best_metric is None:
+        return None
+    if state.trainer.best_checkpoint != tag:
+        return None
+    return Best(metric="best_metric", value=state.trainer.best_metric, is_best=True)
 
 
 def _only_ctime(file: SealedFile, now: ListedFile) -> bool:

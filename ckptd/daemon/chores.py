@@ -158,7 +158,10 @@ class Chores:
         os.close(fs.ensure_ours(fd, place))
         os.close(fs.ensure_ours(fd, fs.STAGING))
         found = describe(fd, f"{place}/{tag}")
-        if found is not None and found.is_made_from(dict(row.save.fingerprints)):
+        if len(row.save.roots) > 1:
+            msg = f"{tag} holds two engines ({', '.join(row.save.roots)})"
+            raise RefusedError(msg, hint="`ckptd convert` each; the ZeRO form is safe all the same")
+        if found is not None and found.is_made_from(row.save.shard_fingerprints):
             return DerivedRecord(
                 state=DerivedState.READY,
                 plan_sha256=found.plan_sha256,
@@ -167,7 +170,7 @@ class Chores:
             )
         fs.remove_ours(fd, place, tag)
         report = supervise.convert(
-            self._config.save_dir / tag,
+            self._config.save_dir / tag / row.save.roots[0],
             self._config.save_dir / place / tag,
             options,
             on_progress=progress,

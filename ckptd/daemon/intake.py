@@ -16,7 +16,15 @@ from ckptd.convert import supervise
 from ckptd.core.lifecycle import Context, State, Verdict, judge
 from ckptd.core.order import next_order, rebuilt_order, sealing_order
 from ckptd.core.save import Order, SealedSave
-from ckptd.core.sealing import memory_of, refreshed, same_files, sealed_extra, sealed_file
+from ckptd.core.sealing import (
+    best_checkpoint_of,
+    best_of,
+    memory_of,
+    refreshed,
+    same_files,
+    sealed_extra,
+    sealed_file,
+)
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
 from ckptd.local import fs
@@ -298,6 +306,9 @@ class Intake:
             window=window,
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
+            roots=folder.roots,
+            best=best_of(folder.tag, state.facts[folder.tag]),
+            best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
         is_first = folder.tag in found_first and not any(
             row.save.tag == folder.tag for row in state.rows.values()

@@ -237,7 +237,7 @@ class Job:
         if not is_still(self.config.save_dir, save_dir_fd):
             self._reopen()
             return
-        listing = scan(save_dir_fd)
+        listing = scan(save_dir_fd, self.config.trainer)
         if self._tags_at_start is None:
             self._tags_at_start = frozenset(f.tag for f in listing.folders)
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))

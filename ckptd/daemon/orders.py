@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import __version__
 from ckptd.core.layouts import Role
-from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name
+from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
 from ckptd.core.view import UNIVERSAL
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ckptd.core.save import SealedFile
     from ckptd.journal import ObjectRow, SaveRow
 
+LATEST_UNIVERSAL = "latest_universal"
+
 
 def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
     """Every file of one form, from the hold where there is one; None when its source is gone."""
-    folder = folder_name(row.save.tag, action.generation, action.form, action.attempt)
+    folder = _folder_of(row, action)
     if action.form == UNIVERSAL:
-        source = f"{fs.DERIVED}/{UNIVERSAL}/{row.save.tag}"
-        derived = scan_folder(save_dir_fd, source)
-        return None if derived is None else tuple(_derived(f, folder, source) for f in derived.files)
+        return _universal(row, action, save_dir_fd)
     source = row.save.tag
     identities = {f.path: f.identity for f in row.save.files}
     if row.held:
@@ -58,6 +58,38 @@ def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipF
     return shards + _extras(row.save.extras, folder, save_dir_fd)
 
 
+def _folder_of(row: SaveRow, action: Ship) -> str:
+    save = row.save
+    if action.form == UNIVERSAL:
+        return universal_folder(save.tag, action.generation, save.roots[0], action.attempt)[0]
+    return folder_name(save.tag, action.generation, action.form, action.attempt)
+
+
+def _universal(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+    """The derived folder; where a trainer expects it beside its shards, with the pointer that it follows."""
+    save = row.save
+    folder, below = universal_folder(save.tag, action.generation, save.roots[0], action.attempt)
+    source = f"{fs.DERIVED}/{UNIVERSAL}/{save.tag}"
+    derived = scan_folder(save_dir_fd, source)
+    if derived is None:
+        return None
+    found = tuple(_derived(f, folder, source, below) for f in derived.files)
+    if not below:
+        return found
+    pointer = m.ShipFile(
+        path=LATEST_UNIVERSAL,
+        key=f"{folder}/{LATEST_UNIVERSAL}",
+        source="",
+        identity=None,
+        bytes=len(below),
+        role=Role.UNIVERSAL,
+        fingerprint="",
+        check_zip_crc=False,
+        inline=below,
+    )
+    return (*found, pointer)
+
+
 def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tuple[m.ShipFile, ...]:
     """Files of save_dir that travel along, as they are now: trainers rewrite them at each save."""
     found = []
@@ -82,10 +114,11 @@ def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tupl
     return tuple(found)
 
 
-def _derived(file: ListedFile, folder: str, source: str) -> m.ShipFile:
+def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.ShipFile:
+    path = f"{below}/{file.path}" if below else file.path
     return m.ShipFile(
-        path=file.path,
-        key=f"{folder}/{file.path}",
+        path=path,
+        key=f"{folder}/{path}",
         source=f"{source}/{file.path}",
         identity=file.identity,
         bytes=file.identity.size_bytes,
@@ -110,21 +143,12 @@ def ship_order(
     """The whole order; `objects` is what the journal knows of an earlier attempt."""
     save = row.save
     assert settings.job_id is not None
-    source = None
-    if action.form == UNIVERSAL:
-        source = DerivedSource(
-            generation=action.generation,
-            fingerprints=save.fingerprints,
-            plan_sha256=row.derived.plan_sha256,
-            layout=row.derived.layout,
-            alignment=row.derived.alignment,
-        )
     manifest = NodeManifest(
         job_id=settings.job_id,
         tag=save.tag,
         generation=action.generation,
         form=action.form,
-        folder=folder_name(save.tag, action.generation, action.form, action.attempt),
+        folder=_folder_of(row, action),
         node=settings.node,
         node_id=settings.node_id,
         attempt=action.attempt,
@@ -136,8 +160,9 @@ def ship_order(
         save_seq=save.save_seq,
         save_window=save.window,
         writer=save.writer,
+        best=save.best,
         grid=save.grid,
-        source=source,
+        source=_source_of(row, action),
         files=(),
     )
     return m.ShipOrder(
@@ -155,6 +180,18 @@ def ship_order(
             if o.proof is None and (o.flushed_bytes or o.token)
         ),
         save_spread_seconds=save_spread_seconds,
+    )
+
+
+def _source_of(row: SaveRow, action: Ship) -> DerivedSource | None:
+    if action.form != UNIVERSAL:
+        return None
+    return DerivedSource(
+        generation=action.generation,
+        fingerprints=row.save.fingerprints,
+        plan_sha256=row.derived.plan_sha256,
+        layout=row.derived.layout,
+        alignment=row.derived.alignment,
     )
 
 

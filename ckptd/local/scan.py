@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
+from ckptd.core.trainers import layout_of
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ EXTRA_LIMIT_BYTES = 16 << 20
 _POINTER_LIMIT_BYTES = 4096
 
 
-def scan(save_dir_fd: int) -> SaveDirListing:
-    """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth."""
+def scan(save_dir_fd: int, trainer: str = "auto") -> SaveDirListing:
+    """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth.
+
+    With a `trainer` other than auto, folders that another one wrote are foreign.
+    """
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
     foreign: list[str] = []
@@ -36,7 +40,7 @@ def scan(save_dir_fd: int) -> SaveDirListing:
             status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
                 listing = scan_folder(save_dir_fd, entry.name)
-                if listing is not None and listing.is_checkpoint:
+                if listing is not None and listing.is_checkpoint and trainer in ("auto", listing.trainer):
                     folders.append(listing)
                 else:
                     foreign.append(entry.name)
@@ -70,8 +74,11 @@ def scan_folder(save_dir_fd: int, tag: str) -> FolderListing | None:
                 regular.append(_listed(path, item))
             else:
                 irregular.append(path)
+        trainer, roots = layout_of(tag, (file.path for file in regular))
         return FolderListing(
             tag=tag,
+            trainer=trainer,
+            roots=roots,
             folder=FolderIdentity(dev=status.st_dev, ino=status.st_ino),
             files=tuple(regular),
             irregular=tuple(irregular),

@@ -75,6 +75,8 @@ class ShipFile(Model):
     tensor_fingerprint: str | None = None
     mode: int = 0o644
     check_zip_crc: bool = True
+    inline: str | None = None
+    """The whole content, for a small file that no disk holds; `source` is not read then."""
 
 
 class Shipped(Model):

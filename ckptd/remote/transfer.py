@@ -142,7 +142,7 @@ class Transfer:
         return sent
 
     def _ship_extra(self, file: ShipFile) -> _Sent | None:
-        data, source = read_whole(self._root, file)
+        data, source = _inline(file) if file.inline is not None else read_whole(self._root, file)
         fingerprint = sha256_of(data)
         if self._take_record(file, crc64(data), fingerprint):
             return None
@@ -305,6 +305,11 @@ def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
     mode = stat.S_IMODE(after.st_mode)
     folder_mode = _folder_mode(root, file.source)
     return data, MemorySource(data, mode=mode, folder_mode=folder_mode, gid=after.st_gid)
+
+
+def _inline(file: ShipFile) -> tuple[bytes, MemorySource]:
+    data = (file.inline or "").encode()
+    return data, MemorySource(data, mode=file.mode, folder_mode=0o755, gid=None)
 
 
 def _folder_mode(root: int, source: str) -> int:

@@ -1,0 +1,75 @@
+"""Which universal forms stay on the node, and which one `latest_universal` names (docs/design.md §4, P9).
+
+Apart from planner.py, which decides what is shipped and deleted: derived forms can be made again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.actions import Action, DropDerived, PointUniversal
+from ckptd.core.listing import OURS
+from ckptd.core.save import Order
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
+
+if TYPE_CHECKING:
+    from ckptd.core.view import JobView, SaveView
+
+
+def keep_derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+    """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
+    ready = sorted(
+        (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
+    )
+    valid = [s for s in ready if s.is_intact or not s.is_present]
+    proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
+    actions: list[Action] = []
+    # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
+    pointed = [s for s in proven if s.save.writer.trainer == "deepspeed"]
+    target = pointed[-1].save.tag if pointed else None
+    wanted = f"{OURS}/derived/{UNIVERSAL}/{target}" if target else None
+    is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
+    if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
+        actions.append(PointUniversal(tag=target))
+    for save in ready:
+        reason = _why_drop(view, save, proven, local_keeps)
+        if reason and not save.is_busy and save.save.tag != target:
+            actions.append(DropDerived(save_id=save.id, reason=reason))
+    return actions
+
+
+def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
+    """`latest_universal` names a form that `resume` fetched, newer than all that this node holds (H54, P9).
+
+    Its save is not on the node, so its order is its COMMIT's; before the remotes were asked it is kept.
+    """
+    tag = (view.latest_universal or "").rpartition("/")[2]
+    if not tag or any(s.save.tag == tag and s.is_present for s in view.saves):
+        return False
+    commits = [c for remote in view.remotes for c in remote.commits if c.tag == tag]
+    orders = [Order(c.branch, c.step, c.save_seq) for c in commits]
+    if not orders:
+        return not all(remote.is_attached for remote in view.remotes)
+    return not proven or max(orders) > proven[-1].save.order
+
+
+def _is_shipped_anywhere(save: SaveView) -> bool:
+    """The upload checked the source's zip CRCs in passing (§4)."""
+    return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
+
+
+def _why_drop(
+    view: JobView, save: SaveView, proven: list[SaveView], local_keeps: dict[int, tuple[str, ...]]
+) -> str | None:
+    if save.is_present and not save.is_intact:
+        return "its source was saved again"
+    if not save.is_present:
+        return "its source is gone"
+    is_newest = bool(proven) and proven[-1].id == save.id
+    if is_newest or not proven or save.save.order > proven[-1].save.order:
+        return None
+    if UNIVERSAL not in view.local_forms:
+        return "not kept on this node"
+    if not view.disk.can_clone:
+        return "a newer one is ready"
+    return None if local_keeps.get(save.id) else "its source may go"

@@ -1,0 +1,97 @@
+"""The grid of a save, proven by metadata inside its shards, else by names known before (H13, H28)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.layouts import Grid, NamedShard, Role, parse_shard_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.lifecycle import Context
+
+
+def named(path: str) -> NamedShard:
+    found = parse_shard_name(path.rpartition("/")[2])
+    assert found is not None
+    return found
+
+
+def known(shards: Mapping[str, FileFacts]) -> list[tuple[str, ShardFacts]]:
+    return [(path, fact.facts) for path, fact in shards.items() if fact.facts is not None]
+
+
+def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid | None, str | None]:
+    """The grid that the shards of one root prove, or why there is none yet."""
+    read = known(shards)
+    if len(read) < len(shards) and any(f.archive is Archive.LEGACY or f.reason for f in shards.values()):
+        return _grid_from_names(shards, context)
+    stages = [f.zero_stage for _, f in read if f.zero_stage is not None]
+    stage = max(stages) if stages else 3 if _has_stage3_names(shards) else None
+    model = sorted(
+        ((p, f) for p, f in read if named(p).role is Role.MODEL), key=lambda row: named(row[0]).shard.d or 0
+    )
+    optim = [(p, f) for p, f in read if named(p).role is Role.OPTIM]
+    if not model:
+        return None, "no model states yet: the grid is not proven"
+    path, first = model[0]
+    dp = _dp(model, optim)
+    if dp is None:
+        return None, f"{path} does not tell the data-parallel size"
+    mm = _mm(first)
+    if stage is None:
+        return None, "no optimizer shard yet: the ZeRO stage is not proven"
+    experts = max((f.num_experts for _, f in model), key=len, default=())
+    return (
+        Grid(
+            dp=dp,
+            mm_count=mm,
+            tp=first.tp,
+            pp=first.pp,
+            sp=first.sp,
+            ep=first.ep,
+            zero_stage=stage,
+            layers=tuple(sorted({n for _, f in model for n in f.layers})),
+            experts=experts if any(n > 1 for n in experts) else (),
+            proof=f"{path}: dp_world_size {first.dp_world_size}, mp_world_size {first.mp_world_size}",
+        ),
+        None,
+    )
+
+
+def _dp(model: list[tuple[str, ShardFacts]], optim: list[tuple[str, ShardFacts]]) -> int | None:
+    """The lowest rank's model states say it: higher ones may be stale, left by a larger world."""
+    if model[0][1].dp_world_size:
+        return model[0][1].dp_world_size
+    claims = [max(f.partition_count) for _, f in optim if f.partition_count]
+    return max(claims) if claims else None
+
+
+def _mm(facts: ShardFacts) -> int:
+    degrees = (facts.tp or 1) * (facts.pp or 1)
+    return max(facts.mp_world_size or 1, degrees)
+
+
+def _has_stage3_names(shards: Mapping[str, FileFacts]) -> bool:
+    return any(named(p).role is Role.MODEL and named(p).shard.d is not None for p in shards)
+
+
+def _grid_from_names(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid | None, str | None]:
+    """H28: what the child cannot read ships raw when its names fill a grid that this job has shown before.
+
+    Without an earlier proof the names must have been quiet for ten times the settle time.
+    """
+    names = [named(p).shard for p in shards if named(p).role is Role.OPTIM]
+    unread = next((p for p, f in shards.items() if f.facts is None), "a shard")
+    if not names:
+        return None, f"{unread} cannot be read and no optimizer shard is there"
+    dp = max((s.d or 0) for s in names) + 1
+    mm = max((s.mm or 0) for s in names) + 1
+    stage = 3 if _has_stage3_names(shards) else 2
+    seen = (dp, mm, stage) in context.known_grids
+    if not seen and context.quiet_seconds < 10 * context.settle_seconds:
+        return None, f"{unread} cannot be read; waiting for ten times the settle time"
+    proof = "names, a grid proven earlier" if seen else "names, quiet for ten times the settle time"
+    return Grid(dp=dp, mm_count=mm, zero_stage=stage, proof=proof), None

@@ -1,0 +1,48 @@
+"""Marks that trainers leave when a save is whole, beside the shards (docs/formats.md §1.2, H25).
+
+Measured: Hugging Face writes everything twice at stage 3, so complete shards mean nothing before
+trainer_state.json; and other ranks' random states appear after it. Neither mark alone is an end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.trainers import TRAINER_STATE, Trainer, step_of_folder, wanted_marks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.facts import FileFacts
+    from ckptd.core.listing import FolderListing
+
+PATIENCE_SECONDS = 600.0
+"""How long random states are waited for: trainers resume without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """`waits_for`: what is missing, None when nothing is; `is_patient`: its absence is no damage yet."""
+
+    waits_for: str | None = None
+    is_patient: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def judge_marks(
+    listing: FolderListing, facts: Mapping[str, FileFacts], processes: int, quiet_seconds: float
+) -> Marks:
+    """What the trainer's own marks say of a folder whose shards are all there."""
+    names = frozenset(f.path for f in listing.files)
+    if listing.trainer is Trainer.HUGGINGFACE:
+        state = facts.get(TRAINER_STATE)
+        if TRAINER_STATE not in names or state is None:
+            return Marks(waits_for=f"{TRAINER_STATE} is not there yet")
+        step = state.trainer.global_step if state.trainer else None
+        if step != step_of_folder(listing.tag):
+            return Marks(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
+    missing = [name for name in wanted_marks(listing.trainer, names, processes) if name not in names]
+    if missing and quiet_seconds < PATIENCE_SECONDS:
+        return Marks(waits_for=f"{missing[0]} is not there yet", is_patient=True)
+    return Marks(notes=tuple(f"{name} was never written" for name in missing))

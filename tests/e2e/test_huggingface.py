@@ -1,0 +1,66 @@
+"""Hugging Face's Trainer, for real, beside a real daemon: complete at the right moment, committed, resumed.
+
+The trainer rotates by itself, writes everything twice at stage 3 and dies in mid-save; nothing of that may
+lose or mix a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.harness import Node, node
+from tests.hf import HfRun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.real
+
+UNIVERSAL_TOO = 'forms = ["zero", "universal"]'
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def assert_as_written(here: Node, notes: Path, tag: str) -> None:
+    """The remote holds exactly what the trainer left, by its own witness."""
+    noted = json.loads((notes / f"{tag}.json").read_text())
+    assert any(name.startswith("global_step") for name in noted)
+    for name, digest in noted.items():
+        assert sha256(here.nas / tag / name) == digest, name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_live_run_that_rotates_by_itself(tmp_path: Path, stage: int) -> None:
+    """Each checkpoint is committed once, as its trainer wrote it, while the trainer keeps only two."""
+    run = HfRun(stage=stage, limit=2, pause_seconds=2.5)
+    notes, losses = tmp_path / "notes", tmp_path / "losses.json"
+    with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
+        here.start()
+        trainer = run.start(here.save_dir, losses, notes)
+        assert trainer.wait(200) == 0, losses.with_suffix(".log").read_text()[-2000:]
+        for step in (2, 4, 6, 8):
+            here.wait_committed(f"checkpoint-{step}~g1", 40)
+        assert set(here.commits()) == {f"checkpoint-{step}~g1" for step in (2, 4, 6, 8)}
+        for step in (2, 4, 6, 8):
+            assert_as_written(here, notes, f"checkpoint-{step}")
+        assert here.commits()["checkpoint-6~g1"]["step"] == 6
+        assert (here.nas / "latest").read_text() == "checkpoint-8"
+        here.wait("the universal form", lambda: "checkpoint-8~g1" in here.commits("universal"), 40)
+        inside = here.nas / "checkpoint-8"
+        assert (inside / "latest_universal").read_text() == "global_step8_universal"
+        assert (inside / "global_step8_universal" / "zero").is_dir()
+        here.wait("no problem", lambda: not here.problems(), 20)
+        assert here.local_tags() == {"checkpoint-6", "checkpoint-8"}
+        assert not (here.save_dir / "latest_universal").exists()
+        assert not (here.save_dir / "latest").exists()
+        assert {p.name for p in (here.save_dir / "checkpoint-8").iterdir()} == {
+            name.split("/")[0] for name in json.loads((notes / "checkpoint-8.json").read_text())
+        }
+        assert "torn" not in here.log.read_text()
+        assert here.stop() == 0
