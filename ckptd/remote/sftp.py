@@ -15,7 +15,7 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from paramiko import SFTPAttributes, SSHException
+from paramiko import SFTPAttributes
 from paramiko import sftp as wire
 
 from ckptd.errors import NoSpaceError, RefusedError, RemoteNotOurs, RemoteUnreachable, StorageError
@@ -42,7 +42,6 @@ class SftpDrive:
     def __init__(self, place: SftpPlace) -> None:
         self._place = place
         self._client, self.session = connect(place)
-        self._is_broken = False
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class SftpDrive:
         try:
             yield SftpReader(self, handle)
         finally:
-            quietly(lambda: self.session.ask(wire.CMD_CLOSE, handle))
+            self.session.let_go(handle)
 
     def free_bytes(self, path: str) -> int | None:
         """statvfs, where the server offers it."""
@@ -202,12 +201,10 @@ class SftpDrive:
         """The transport lives and no answer is missing."""
         transport = self._client.get_transport()
         is_open = transport is not None and transport.is_active() and not self.session.get_channel().closed
-        return is_open and not self._is_broken
+        return is_open and not self.session.is_broken
 
     def explain(self, error: Exception, what: str) -> Exception:
         """In words of the tree; a full disk is told from other failures by asking for room."""
-        if isinstance(error, TimeoutError | EOFError | SSHException | ConnectionError):
-            self._is_broken = True
         named = explain(error, f"{self._place.url}: {what}", is_alive=self.is_usable)
         if type(named) is StorageError and self.is_usable and self.free_bytes(self._place.root) == 0:
             return NoSpaceError(named.message.replace("Failure", "no room"))

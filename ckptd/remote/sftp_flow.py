@@ -54,7 +54,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Take what is open and look at none of it."""
-        while self._asked:
+        while self._asked and not self._session.is_broken:
             with suppress(OSError, EOFError):
                 self.answer()
 
@@ -146,4 +146,4 @@ class SftpSink:
         if self._is_open:
             self._is_open = False
             quietly(self._pipeline.forget)
-            quietly(lambda: self._drive.session.ask(wire.CMD_CLOSE, self._handle))
+            self._drive.session.let_go(self._handle)

@@ -92,6 +92,24 @@ def place_of(url: str, access: Access) -> SftpPlace:
 class Session(paramiko.SFTPClient):  # type: ignore[misc]
     """SFTP on one channel; statuses become OSErrors that say which."""
 
+    is_broken = False
+    """A packet was cut off or did not come in time: no answer belongs to its question any more."""
+
+    def _send_packet(self, kind: int, packet: Any) -> None:
+        try:
+            super()._send_packet(kind, packet)
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    def _read_packet(self) -> tuple[int, bytes]:
+        try:
+            kind, data = super()._read_packet()
+        except BaseException:
+            self.is_broken = True
+            raise
+        return kind, data
+
     def _convert_status(self, msg: Any) -> None:
         code, text = msg.get_int(), msg.get_text()
         if code == wire.SFTP_OK:
@@ -104,6 +122,12 @@ class Session(paramiko.SFTPClient):  # type: ignore[misc]
         """One request and its answer."""
         _, answer = self._request(kind, *words)
         return answer
+
+    def let_go(self, handle: bytes) -> None:
+        """Close a file whatever became of it; a dead server is not waited for."""
+        if not self.is_broken:
+            with suppress(Exception):
+                self.ask(wire.CMD_CLOSE, handle)
 
     def extended(self, name: str, *words: Any) -> Any:
         """A request that not every server knows; OSError ENOTSUP where it does not."""

@@ -190,6 +190,33 @@ def test_a_server_that_hangs_is_an_error_in_time(
 
 
 @needs_sshd
+def test_a_server_that_hangs_in_the_middle_is_an_error_in_time(
+    own: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sftp_session, "ANSWER_SECONDS", 1)
+    store = store_at(own, monkeypatch)
+    crc = send(store, "t/y", DATA)
+    seen: list[Progress] = []
+    begin = time.monotonic()
+    hang = _Killing(DATA, 2 << 20, lambda: own.stop_answering(is_stopped=True))
+    with pytest.raises(RemoteUnreachable, match="no answer"):
+        store.upload("t/x", hang, resume=None, on_progress=seen.append)
+    own.stop_answering(is_stopped=False)
+    stopped: list[int] = []
+
+    def stop(done: int) -> None:
+        if not stopped:
+            own.stop_answering(is_stopped=True)
+        stopped.append(done)
+
+    with pytest.raises(RemoteUnreachable, match="no answer"):
+        store.verify("t/y", len(DATA), crc, stop)
+    assert time.monotonic() - begin < 10
+    own.stop_answering(is_stopped=False)
+    assert store.verify("t/y", len(DATA), crc, lambda done: None) == "read-back"
+
+
+@needs_sshd
 def test_nothing_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = Sshd(root=tmp_path, port=servers.free_port())
     with pytest.raises(RemoteUnreachable, match=f"127.0.0.1:{nobody.port}"):
