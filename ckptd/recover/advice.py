@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role, parse_shard_name
+from ckptd.core.trainers import Trainer
 from ckptd.recover.choose import UNIVERSAL
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     if plan.form != UNIVERSAL:
         return lines
     lines.append('in the DeepSpeed configuration: "checkpoint": {"load_universal": true}')
+    if candidate.layout[0] is Trainer.ACCELERATE:
+        lines.append(
+            "accelerator.load_state opens pytorch_model by name: load with engine.load_checkpoint(PATH), "
+            "which follows latest_universal"
+        )
     if facts is not None and plan.world_size is not None:
         lines += _batch(facts, plan.world_size // grid.mm_count)
     if facts is None or facts.frozen_parameters or facts.buffers:

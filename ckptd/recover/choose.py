@@ -14,6 +14,7 @@ from ckptd.core.layouts import Role
 from ckptd.core.manifest import ManifestFile
 from ckptd.core.order import next_order
 from ckptd.core.save import Order
+from ckptd.core.trainers import Trainer, layout_of
 from ckptd.errors import DamagedError, UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ class Candidate:
     """The folder in save_dir, when it is whole and this very save."""
     copies: tuple[Copy, ...] = ()
     universals: tuple[Copy, ...] = ()
+
+    @property
+    def layout(self) -> tuple[Trainer, tuple[str, ...]]:
+        """Whose folder it is, and where in it the shards lie."""
+        if self.local is not None:
+            return self.local.listing.trainer, self.local.listing.roots
+        return layout_of(self.tag, (file.path for file in self.copies[0].files))
 
     @property
     def is_committed(self) -> bool:

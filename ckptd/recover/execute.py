@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, LockHeld, StorageError, TargetExists, from_os_error
 from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
 from ckptd.recover.fetch import Fetcher, read_whole
@@ -65,11 +66,25 @@ class Execution:
             DamagedError: a remote's copy is not what was committed; nothing of it was put in place.
             NoSpaceError, RemoteUnreachable, NotPermitted, RefusedError, StorageError: as they say.
         """
+        times = self._times_of(steps)
         for step in steps:
             try:
                 self._one(step)
             except OSError as error:
                 raise from_os_error(error, f"{self._save_dir}: {step}") from error
+        for name, (accessed_ns, modified_ns) in times.items():
+            os.utime(name, ns=(accessed_ns, modified_ns), dir_fd=self._fd, follow_symlinks=False)
+
+    def _times_of(self, steps: Sequence[Step]) -> dict[str, tuple[int, int]]:
+        """Times of trainers' folders that something is put into: they rotate by them."""
+        named = [getattr(step, "target", getattr(step, "name", "")) for step in steps]
+        folders = {name.split("/")[0] for name in named if "/" in name and not name.startswith(f"{OURS}/")}
+        found = {}
+        for name in folders:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                found[name] = (status.st_atime_ns, status.st_mtime_ns)
+        return found
 
     def _one(self, step: Step) -> None:
         match step:
@@ -84,7 +99,9 @@ class Execution:
             case RestoreExtras():
                 self._restore(step)
             case Point():
-                files.write_atomic(self._fd, step.name, step.value.encode())
+                head, _, base = step.name.rpartition("/")
+                with files.opened_dir(head or ".", self._fd) as folder:
+                    files.write_atomic(folder, base, step.value.encode())
 
     def move_aside(self, name: str, label: str) -> str | None:
         """Rename a name below save_dir into `_ckptd/aside/`; the new name, None when it is gone already."""
@@ -134,7 +151,7 @@ class Execution:
     def _place(self, step: Place) -> None:
         head, _, base = step.target.rpartition("/")
         staging = ensure_ours(self._fd, STAGING)
-        parent = ensure_ours(self._fd, head) if head else os.dup(self._fd)
+        parent = self._parent_of(head)
         try:
             files.rename_noreplace(staging, staging_name(step.form, step.copy), parent, base)
             files.fsync_dir(parent)
@@ -145,6 +162,14 @@ class Execution:
         finally:
             os.close(parent)
             os.close(staging)
+
+    def _parent_of(self, head: str) -> int:
+        """The folder that something is put into: ours is made, a trainer's must be there."""
+        if not head:
+            return os.dup(self._fd)
+        if head.startswith(f"{OURS}/"):
+            return ensure_ours(self._fd, head)
+        return files.open_dir_beneath(self._fd, head)
 
     def _convert(self, step: Convert) -> None:
         os.close(ensure_ours(self._fd, DERIVED_UNIVERSAL))

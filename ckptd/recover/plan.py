@@ -6,12 +6,14 @@ pointers come last, so that a resume that is killed half-way leaves nothing that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptd.config_quantities import show_bytes
+from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import State
 from ckptd.core.listing import OURS
+from ckptd.core.trainers import Trainer, universal_name
 from ckptd.errors import RefusedError
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy
 
@@ -146,26 +148,98 @@ def make_plan(
         MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
         for sight in _in_the_way(candidate, local)
     ]
+    trainer, roots = candidate.layout
+    if trainer is not Trainer.DEEPSPEED:
+        steps += _beside(candidate, roots, listing, steps, is_universal=is_universal)
+        steps += _extras(candidate, listing)
+        path = candidate.tag
+    else:
+        steps += _plain(candidate, listing, derived, steps, is_universal=is_universal)
+        path = f"{DERIVED_UNIVERSAL}/{candidate.tag}" if is_universal else candidate.tag
+    return ResumePlan(
+        candidate=candidate,
+        form=UNIVERSAL if is_universal else ZERO,
+        path=path,
+        world_size=world_size,
+        steps=tuple(steps),
+        notes=_notes(candidate, local, needs_commit=needs_commit),
+    )
+
+
+def _plain(
+    candidate: Candidate,
+    listing: SaveDirListing,
+    derived: Mapping[str, Mapping[str, str] | None],
+    before: Sequence[Step],
+    *,
+    is_universal: bool,
+) -> list[Step]:
+    """DeepSpeed's own layout: the tag in save_dir, the universal form under `_ckptd`, two pointers."""
+    steps: list[Step] = []
     made: list[Step] = []
     has_zero = candidate.local is not None
     if is_universal:
         made = _universal(candidate, derived)
     if not has_zero and (not is_universal or any(isinstance(step, Convert) for step in made)):
-        steps.append(Fetch(form=ZERO, copy=candidate.copies[0]))
-        steps += _place_for(candidate.tag, listing, steps)
-        steps.append(Place(form=ZERO, copy=candidate.copies[0], target=candidate.tag))
+        steps += _bring(candidate, candidate.copies[0], listing, before)
         has_zero = True
     steps += made
     steps += _extras(candidate, listing)
-    steps += _pointers(candidate, listing, steps, has_zero=has_zero, is_universal=is_universal)
-    return ResumePlan(
-        candidate=candidate,
-        form=UNIVERSAL if is_universal else ZERO,
-        path=f"{DERIVED_UNIVERSAL}/{candidate.tag}" if is_universal else candidate.tag,
-        world_size=world_size,
-        steps=tuple(steps),
-        notes=_notes(candidate, local, needs_commit=needs_commit),
-    )
+    every = [*before, *steps]
+    return steps + _pointers(candidate, listing, every, has_zero=has_zero, is_universal=is_universal)
+
+
+def _bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Sequence[Step]) -> list[Step]:
+    return [
+        Fetch(form=ZERO, copy=copy),
+        *_place_for(candidate.tag, listing, before),
+        Place(form=ZERO, copy=copy, target=candidate.tag),
+    ]
+
+
+def _beside(
+    candidate: Candidate,
+    roots: tuple[str, ...],
+    listing: SaveDirListing,
+    before: Sequence[Step],
+    *,
+    is_universal: bool,
+) -> list[Step]:
+    """Hugging Face, Accelerate: no pointer in save_dir; the universal form beside the shards (P11).
+
+    Measured: the Trainer wants some `global_step*` folder and follows `latest_universal`; the raw shards may
+    be absent (docs/formats.md §1.2), so only what lies beside them is fetched with a committed universal.
+    """
+    tag = candidate.tag
+    if not is_universal:
+        return [] if candidate.local else _bring(candidate, candidate.copies[0], listing, before)
+    if len(roots) > 1:
+        msg = f"{tag} holds two engines ({', '.join(roots)}): no universal load by one call"
+        raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")
+    name = universal_name(roots[0])
+    target = f"{tag}/{name}"
+    steps: list[Step] = []
+    if candidate.local is None and candidate.universals:
+        copy = candidate.copies[0]
+        aside = tuple(f for f in copy.files if f.role is Role.SIDE)
+        steps += _bring(candidate, replace(copy, files=aside), listing, before)
+        universal = candidate.universals[0]
+        inside = tuple(
+            f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
+            for f in universal.files
+            if f.path.startswith(f"{name}/")
+        )
+        universal = replace(universal, files=inside)
+        steps += [
+            Fetch(form=UNIVERSAL, copy=universal),
+            Place(form=UNIVERSAL, copy=universal, target=target),
+        ]
+    else:
+        if candidate.local is None:
+            steps += _bring(candidate, candidate.copies[0], listing, before)
+        verify = not candidate.is_committed
+        steps.append(Convert(tag=f"{tag}/{roots[0]}", target=target, verify=verify))
+    return [*steps, Point(name=f"{tag}/latest_universal", value=name)]
 
 
 def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[LocalSight]:

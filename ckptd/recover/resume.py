@@ -195,7 +195,8 @@ class Resume:
                 on_progress=self._on_progress,
             )
             execution.run(plan.steps)
-        facts = model_facts(path) or (model_facts(self._job.save_dir / plan.candidate.tag))
+        here = self._job.save_dir / plan.candidate.tag / plan.candidate.layout[1][0]
+        facts = model_facts(path) or model_facts(here)
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
 
     def _reserve_bytes(self, fd: int, seen: _Seen, choice: Choice) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,3 +65,50 @@ def test_live_run_that_rotates_by_itself(tmp_path: Path, stage: int) -> None:
         }
         assert "torn" not in here.log.read_text()
         assert here.stop() == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) -> None:
+    """From an emptied disk: exactly the same losses on two processes, within 1e-3 on four and on one."""
+    reference = HfRun(stage=stage).reference()
+    with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
+        HfRun(stage=stage, steps=4).run(here.save_dir, tmp_path / "first.json")
+        (here.save_dir / "checkpoint-2").rename(tmp_path / "checkpoint-2")
+        assert here.once() == 0, here.log.read_text()[-3000:]
+        assert "checkpoint-4~g1" in here.commits("universal")
+        for processes in (2, 4, 1):
+            shutil.rmtree(here.save_dir)
+            here.save_dir.mkdir()
+            done = here.ckptd("resume", here.job_file, "--world-size", processes)
+            assert done.returncode == 0, done.stderr
+            path = here.save_dir / "checkpoint-4"
+            assert done.stdout.strip() == str(path)
+            assert not (here.save_dir / "latest").exists()
+            is_universal = processes != 2
+            assert (path / "latest_universal").exists() is is_universal
+            assert ("load_universal" in done.stderr) is is_universal
+            run = HfRun(
+                stage=stage, processes=processes, steps=7, resume=path, universal=is_universal, init_seed=11
+            )
+            losses = run.run(here.save_dir, tmp_path / f"on{processes}.json")
+            for step in (5, 6, 7):
+                if is_universal:
+                    assert abs(losses[step] - reference[step]) < 1e-3, (processes, step)
+                else:
+                    assert losses[step] == reference[step], (processes, step)
+
+
+def test_universal_is_put_beside_the_shards_that_are_here(tmp_path: Path) -> None:
+    """Nothing is fetched; the folder keeps its times, because the Trainer rotates by them."""
+    with node(tmp_path, local="") as here:
+        HfRun(steps=2).run(here.save_dir, tmp_path / "first.json")
+        here.once()
+        folder = here.save_dir / "checkpoint-2"
+        before = folder.stat().st_mtime_ns
+        done = here.ckptd("resume", here.job_file, "--world-size", 4)
+        assert done.returncode == 0, done.stderr
+        assert "fetch" not in done.stderr
+        assert folder.stat().st_mtime_ns == before
+        assert (folder / "latest_universal").read_text() == "global_step2_universal"
+        again = here.ckptd("resume", here.job_file, "--world-size", 4)
+        assert (again.returncode, again.stdout) == (0, done.stdout), again.stderr

@@ -111,8 +111,10 @@ def rclone(folder: Path) -> Iterator[Server]:
     port = free_port()
     objects = folder / "objects"
     objects.mkdir()
+    # the wheel puts it beside Python
+    program = Path(sys.executable).with_name("rclone")
     command = [
-        *("rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"),
+        *(str(program), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"),
         *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--log-level", "INFO", str(objects)),
     ]
     yield from _running(Server("rclone", command, port, folder / "rclone.log"))
