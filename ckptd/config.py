@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from ckptd.config_env import settings_from_environment
 from ckptd.config_explain import explain
+from ckptd.config_globs import expand, is_glob
 from ckptd.config_model import (
     DaemonConfig,
     JobConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "load_all",
     "load_daemon",
     "load_job",
+    "load_job_file",
     "load_jobs",
     "resolve_job",
     "url_path",
@@ -61,6 +63,8 @@ class LoadedConfig:
     daemon: DaemonConfig
     jobs: tuple[JobConfig, ...]
     problems: tuple[tuple[Path, ConfigError], ...] = ()
+    has_globs: bool = False
+    """Some save_dir is a glob: further jobs may appear."""
 
 
 def default_config_dir(environ: Mapping[str, str]) -> Path:
@@ -92,6 +96,23 @@ def load_job(path: Path, *, check_paths: bool = True) -> JobConfig:
     """
     data = _read_toml(path)
     data.setdefault("name", path.stem)
+    return _job_of(data, path, check_paths=check_paths)
+
+
+def load_job_file(path: Path, *, check_paths: bool = True) -> list[JobConfig]:
+    """The jobs of one file: one, or one per directory that a glob in save_dir matches.
+
+    Raises:
+        NotFoundError, ConfigError: as `load_job`.
+    """
+    data = _read_toml(path)
+    if not is_glob(data.get("save_dir")):
+        return [load_job(path, check_paths=check_paths)]
+    data.setdefault("name", path.stem)
+    return [_job_of(one, path, check_paths=check_paths) for one in expand(data, str(path))]
+
+
+def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig:
     job = _validate(JobConfig, data, str(path))
     if not job.remotes:
         msg = f"{path}: there is no [[remote]]: nothing would leave this node"
@@ -134,17 +155,20 @@ def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str,
     good: list[JobConfig] = []
     problems: list[tuple[Path, ConfigError]] = []
     state_dirs = [p for p in (daemon.state_dir, _optional_path(environ.get("STATE_DIRECTORY"))) if p]
+    paths = tuple(paths)
     for path in paths:
         try:
-            job = load_job(path)
-            conflicts(job, good, state_dirs, str(path))
+            jobs = load_job_file(path)
+            for number, job in enumerate(jobs):
+                conflicts(job, [*good, *jobs[:number]], state_dirs, str(path))
         except ConfigError as error:
             problems.append((path, error))
         except NotFoundError as error:
             problems.append((path, ConfigError(error.message, hint=error.hint)))
         else:
-            good.append(job)
-    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems))
+            good += jobs
+    globs = any(is_glob(_read_toml(path).get("save_dir")) for path in paths if path not in dict(problems))
+    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems), has_globs=globs)
 
 
 def load_all(config_dir: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:
@@ -191,7 +215,7 @@ def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError]]:
     found: list[JobConfig | tuple[Path, ConfigError]] = []
     for path in sorted((directory / "jobs.d").glob("*.toml")):
         try:
-            found.append(load_job(path, check_paths=False))
+            found += load_job_file(path, check_paths=False)
         except ConfigError as error:
             found.append((path, error))
     return found

@@ -45,7 +45,7 @@ def absolute_path(value: object) -> Path:
 def check_save_dir(value: object) -> Path:
     """An absolute path that is neither a glob nor the root directory."""
     if isinstance(value, str) and any(c in value for c in "*?["):
-        reject("globs are not in this version; write one job file per directory")
+        reject("a glob stands in a job file alone, not in arguments")
     path = absolute_path(value)
     if path == Path("/"):
         reject("save_dir cannot be the root directory")

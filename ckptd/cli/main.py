@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VERBS: tuple[str, ...] = (
     "run",
     "status",
+    "reload",
     "check",
     "init",
     "inspect",

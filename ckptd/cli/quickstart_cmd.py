@@ -20,6 +20,10 @@ def register(app: typer.Typer) -> None:
         ),
         keep: str = typer.Option("", metavar="DIR", help="Keep everything in DIR (must be empty or new)."),
         out: str = typer.Option("quickstart-out", metavar="DIR", help="Where the drawings go."),
+        remote: str = typer.Option(
+            "directory", metavar="directory|s3", help="Ship to a directory, or to an S3 server of its own."
+        ),
+        short: bool = typer.Option(False, "--short", help="Fewer steps, smaller checkpoints."),
         convert_only: bool = typer.Option(
             False, "--convert-only", help="Only: train, convert, resume with stock DeepSpeed."
         ),
@@ -37,5 +41,7 @@ def register(app: typer.Typer) -> None:
                 keep=Path(keep).resolve() if keep else None,
                 out=Path(out),
                 convert_only=convert_only,
+                remote=remote,
+                short=short,
             )
         )

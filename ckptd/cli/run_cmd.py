@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
         import logging
         import os
         import sys
+        from functools import partial
 
         from ckptd.config_quantities import parse_duration
         from ckptd.daemon.loop import Daemon
@@ -47,9 +48,10 @@ def register(app: typer.Typer) -> None:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         logging.getLogger("watchdog").setLevel(logging.WARNING)
-        loaded = _load(save_dir, url, job, config_dir, save_total_limit, same_filesystem)
+        load = partial(_load, save_dir, url, job, config_dir, save_total_limit, same_filesystem)
         drain_seconds = parse_duration(drain) if drain else None
-        raise typer.Exit(Daemon(loaded, os.environ, once=once, drain_seconds=drain_seconds).run())
+        daemon = Daemon(load(), os.environ, once=once, drain_seconds=drain_seconds, reload=load)
+        raise typer.Exit(daemon.run())
 
 
 def _load(

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
         live: bool = typer.Option(False, "--live", help="Exit 0 only if the daemon lives."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
     ) -> None:
-        document = _find(job, Path(state_dir) if state_dir else None)
+        document = find_status(job, Path(state_dir) if state_dir else None)
         alive = _is_alive(document)
         jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
         if as_json:
@@ -47,7 +47,8 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(_exit_code(jobs, alive))
 
 
-def _find(job: str | None, state_dir: Path | None) -> dict[str, Any]:
+def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
+    """The published document of the daemon that runs a job (None: the newest that is known)."""
     places = [state_dir] if state_dir else _places(job)
     for place in places:
         path = place / "status.json"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, Prune, ReleaseHold
-    from ckptd.daemon.workers import Workers
+    from ckptd.daemon.workers import OneJobs
     from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
@@ -41,7 +41,7 @@ class Chores:
         self,
         config: JobConfig,
         state: JobState,
-        workers: Workers,
+        workers: OneJobs,
         audit: Audit,
         memory_budget_bytes: int,
         wake: Callable[[], None],

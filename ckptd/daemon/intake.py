@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckptd.core.layouts import Grid
     from ckptd.core.listing import FolderListing, SaveDirListing
     from ckptd.core.manifest import SaveWindow
-    from ckptd.daemon.workers import Workers
+    from ckptd.daemon.workers import OneJobs
 
 log = logging.getLogger("ckptd.intake")
 
@@ -75,7 +75,7 @@ class Intake:
         self,
         config: JobConfig,
         state: JobState,
-        workers: Workers,
+        workers: OneJobs,
         recogniser: Recogniser,
         wake: Callable[[], None],
     ) -> None:

@@ -73,7 +73,8 @@ class Job:
         self.job_id: str | None = None
         self._daemon = daemon
         self._memory_budget_bytes = memory_budget_bytes
-        self.workers = workers
+        self._pool = workers
+        self.workers = workers.for_one()
         self._post = post
         self._fd: int | None = None
         self.watcher: Watcher | None = None
@@ -132,6 +133,7 @@ class Job:
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
         prepare_state_dir(self.state_dir)
+        self.workers = self._pool.for_one()
         journal = Journal(self.state_dir / "journal.db")
         state = JobState(journal=journal, problems=self.problems)
         if journal.set_aside:
@@ -318,6 +320,7 @@ class Job:
             self.watcher = None
         if self.state is not None:
             self.chores.stop()
+            self.workers.close()
             for link in self.links.values():
                 link.close()
             self.links = {}

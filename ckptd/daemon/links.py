@@ -157,8 +157,9 @@ class RemoteLink:
             self._client.cancel(self.ship_order)
 
     def close(self) -> None:
-        """End the child."""
+        """End the child; answers that are on their way concern nobody any more."""
         self._client.close()
+        self._open.clear()
 
     # --- answers ---------------------------------------------------------------------------------------
 

@@ -14,12 +14,13 @@ import time
 from typing import TYPE_CHECKING
 
 import psutil
-import sdnotify
 
 from ckptd import __version__
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
+from ckptd.daemon.reload import changes
 from ckptd.daemon.report import job_status, publish
+from ckptd.daemon.service import Service
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld
 from ckptd.local.state_dir import prepare_state_dir, state_dir_of
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.config import LoadedConfig
+    from ckptd.config_model import JobConfig
 
 log = logging.getLogger("ckptd")
 
 PUBLISH_SECONDS = 10.0
+GLOB_SECONDS = 10.0
+"""How often globs in save_dir are looked at again."""
 PROGRESS_SECONDS = 1.0
 
 
@@ -47,8 +51,10 @@ class Daemon:
         *,
         once: bool = False,
         drain_seconds: float | None = None,
+        reload: Callable[[], LoadedConfig] | None = None,
     ) -> None:
         self._loaded = loaded
+        self._load_again = reload
         self._environ = environ
         self._once = once
         self._drain_seconds = drain_seconds
@@ -56,7 +62,10 @@ class Daemon:
         self._stopping = False
         self._deadline: float | None = None
         self._started_unix = time.time()
-        self._notifier = sdnotify.SystemdNotifier()
+        self._service = Service(environ)
+        self._reloaded_unix: float | None = None
+        self._reload_error: str | None = None
+        self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
         self._budget_bytes = loaded.daemon.memory_budget_bytes(psutil.virtual_memory().total)
         self._published_at = 0.0
@@ -72,11 +81,11 @@ class Daemon:
         """
         self._open_jobs()
         self._install_signals()
-        self._notifier.notify("READY=1")
+        self._service.ready()
         try:
             self._loop()
         finally:
-            self._notifier.notify("STOPPING=1")
+            self._service.stopping()
             code = self._exit_code()
             self._publish(alive=False)
             self._workers.stop()
@@ -94,35 +103,92 @@ class Daemon:
         for path, error in self._loaded.problems:
             self.invalid.append((path.stem, str(path), error))
             log.error("job %s does not run: %s", path.stem, error)
-        count = len(self._loaded.jobs)
         for config in self._loaded.jobs:
-            try:
-                state_dir = state_dir_of(
-                    config.save_dir,
-                    config.name,
-                    self._loaded.daemon.state_dir,
-                    self._environ,
-                    jobs_in_daemon=count,
-                )
-                job = Job(
-                    config, self._loaded.daemon, state_dir, self._budget_bytes, self._workers, self._queue.put
-                )
-                job.open()
-            except CkptdError as error:
-                self.invalid.append((config.name, str(config.save_dir), error))
-                log.error("job %s does not run: %s", config.name, error)
-            else:
-                self.jobs.append(job)
-        if not self.jobs:
+            self._open_job(config)
+        if not self.jobs and not self._loaded.has_globs:
             if self.invalid:
                 locked = [e for _, _, e in self.invalid if isinstance(e, LockHeld)]
                 raise locked[0] if locked else self.invalid[0][2]
             msg = "there is no job to run"
             raise ConfigError(msg, hint="give SAVE_DIR URL, --job FILE, or put job files into jobs.d/")
 
+    def _open_job(self, config: JobConfig) -> None:
+        daemon = self._loaded.daemon
+        try:
+            state_dir = state_dir_of(
+                config.save_dir,
+                config.name,
+                daemon.state_dir,
+                self._environ,
+                jobs_in_daemon=len(self._loaded.jobs),
+            )
+            job = Job(config, daemon, state_dir, self._budget_bytes, self._workers, self._queue.put)
+            job.open()
+        except CkptdError as error:
+            self.invalid.append((config.name, str(config.save_dir), error))
+            log.error("job %s does not run: %s", config.name, error)
+        else:
+            self.jobs.append(job)
+
     def _install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stop())
+        signal.signal(signal.SIGHUP, lambda *_: self._queue.put(self._on_reload))
+
+    # --- reload ----------------------------------------------------------------------------------------
+
+    def _on_reload(self) -> None:
+        """Read the configuration again; what is wrong keeps what it was, and says so (P16)."""
+        self._service.reloading()
+        self._reload_error = None
+        try:
+            self._apply_again(is_asked=True)
+        except CkptdError as error:
+            self._reload_error = str(error)
+            log.error("reload refused, everything goes on as it was: %s", error)
+        self._reloaded_unix = time.time()
+        self._publish(alive=True)
+        self._service.ready()
+
+    def _apply_again(self, *, is_asked: bool) -> None:
+        if self._load_again is None:
+            return
+        loaded = self._load_again()
+        old = self._loaded
+        found = changes(
+            [job.config for job in self.jobs], loaded, is_daemon_changed=loaded.daemon != old.daemon
+        )
+        if not is_asked and not found.close and not found.start:
+            return
+        self._loaded = loaded
+        self._budget_bytes = loaded.daemon.memory_budget_bytes(psutil.virtual_memory().total)
+        self.invalid = [(path.stem, str(path), error) for path, error in found.refused]
+        for job in [job for job in self.jobs if job.config.save_dir in found.close]:
+            log.info("job %s ends, or starts anew with its changed configuration", job.config.name)
+            job.close()
+            self.jobs.remove(job)
+        for config in found.start:
+            self._open_job(config)
+        for job in self.jobs:
+            refused = found.kept.get(job.config.save_dir)
+            if refused is None:
+                job.problems.clear("reload-refused", job.config.name)
+            else:
+                text = f"the changed file is not used: {refused.message}"
+                job.problems.put("reload-refused", job.config.name, text, refused.hint)
+        wrong = [*found.kept.values(), *(error for _, error in found.refused)]
+        self._reload_error = str(wrong[0]) if wrong else None
+        log.info("configuration read again: %s", found.summary)
+
+    def _look_for_matches(self, now: float) -> None:
+        """Directories that a glob matches by now become jobs without a reload."""
+        if not self._loaded.has_globs or now - self._globbed_at < GLOB_SECONDS:
+            return
+        self._globbed_at = now
+        try:
+            self._apply_again(is_asked=False)
+        except CkptdError as error:
+            log.warning("the configuration is not used: %s", error)
 
     def _on_stop(self) -> None:
         if self._drain_seconds and self._deadline is None:
@@ -139,8 +205,10 @@ class Daemon:
             now = time.monotonic()
             for job in list(self.jobs):
                 self._turn(job, now)
-            if not self.jobs:
+            self._look_for_matches(now)
+            if not self.jobs and not self._loaded.has_globs:
                 return
+            self._service.turn_completed()
             self._publish_when_due(now)
             all_idle = all(is_idle(job) for job in self.jobs)
             if all_idle and (self._once or self._deadline is not None):
@@ -176,7 +244,8 @@ class Daemon:
         if self._deadline is not None or self._once:
             pause = min(pause, 1.0)
         try:
-            self._call(self._queue.get(timeout=min(max(pause, 0.01), PUBLISH_SECONDS)))
+            pause = self._service.longest_pause_seconds(min(max(pause, 0.01), PUBLISH_SECONDS))
+            self._call(self._queue.get(timeout=pause))
             while True:
                 self._call(self._queue.get_nowait())
         except queue.Empty:
@@ -204,6 +273,8 @@ class Daemon:
                 last_turn_age_seconds=0.0,
                 memory_bytes=_tree_bytes(),
                 memory_budget_bytes=self._budget_bytes,
+                reloaded_at=st.rfc3339(self._reloaded_unix) if self._reloaded_unix else None,
+                reload_error=self._reload_error,
             ),
             jobs=tuple(jobs),
         )
@@ -212,7 +283,7 @@ class Daemon:
                 publish(document, directory)
             except OSError as error:
                 log.error("cannot publish status in %s: %s", directory, error.strerror)
-        self._notifier.notify("STATUS=" + "; ".join(f"{j.name}: {j.state}" for j in jobs)[:200])
+        self._service.status("; ".join(f"{j.name}: {j.state}" for j in jobs))
 
     def _status_dirs(self) -> list[Path]:
         found = [job.state_dir for job in self.jobs if job.state is not None]

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 Code = Literal[
     "config-invalid",
     "lock-held",
+    "reload-refused",
     "save-dir-missing",
     "device-changed",
     "no-rights",

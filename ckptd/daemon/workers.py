@@ -26,6 +26,41 @@ class InternalError(CkptdError):
     default_hint = "this is a bug of ckptd; the log has the trace"
 
 
+class OneJobs:
+    """The pool as one activation of a job uses it: results that arrive after its end are dropped.
+
+    What was done is found again on disk by the next activation, as after a crash (P7).
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._is_closed = False
+
+    @property
+    def open(self) -> int:
+        """Actions under way in the whole pool."""
+        return self._workers.open
+
+    def submit(
+        self,
+        what: str,
+        work: Callable[[], Result],
+        then: Callable[[Result], None],
+        failed: Callable[[CkptdError], None],
+    ) -> None:
+        """As `Workers.submit`."""
+        self._workers.submit(
+            what,
+            work,
+            lambda result: None if self._is_closed else then(result),
+            lambda error: None if self._is_closed else failed(error),
+        )
+
+    def close(self) -> None:
+        """From here on nothing is reported."""
+        self._is_closed = True
+
+
 class Workers:
     """A pool of threads; `post` puts a call into the deciding thread's queue."""
 
@@ -61,6 +96,10 @@ class Workers:
             self._post(lambda: self._finish(lambda: failed(problem)))
 
         self._pool.submit(run)
+
+    def for_one(self) -> OneJobs:
+        """The pool for one activation of one job."""
+        return OneJobs(self)
 
     def _finish(self, call: Callable[[], None]) -> None:
         self.open -= 1

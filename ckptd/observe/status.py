@@ -23,6 +23,9 @@ class DaemonStatus:
     last_turn_age_seconds: float
     memory_bytes: int
     memory_budget_bytes: int
+    reloaded_at: str | None = None
+    reload_error: str | None = None
+    """What the last reload refused, and kept as it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

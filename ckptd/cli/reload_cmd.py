@@ -1,0 +1,72 @@
+"""`ckptd reload`: let the running daemon read its configuration again, and say what it made of it (P16)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptd.errors import BehindError, ConfigError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAIT_SECONDS = 30.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("reload", help="Let the running daemon read its configuration again.")
+    def reload(
+        job: str | None = typer.Argument(None, help="SAVE_DIR, job file or job name; default: every job."),
+        state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+    ) -> None:
+        from ckptd.cli.status_cmd import find_status
+
+        def look() -> dict[str, Any]:
+            return find_status(job, Path(state_dir) if state_dir else None)
+
+        before = look()["daemon"]
+        os.kill(_daemon(before["pid"]), signal.SIGHUP)
+        print(_answer(look, before.get("reloaded_at")))
+
+
+def _daemon(pid: int) -> int:
+    """The process, proved to be a daemon of ours before it gets a signal."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    if b"run" not in words or not any(b"ckptd" in word for word in words):
+        msg = f"no daemon runs (status names process {pid})"
+        raise NotFoundError(msg, hint="start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER")
+    return pid
+
+
+def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
+    """What the daemon published about the reload.
+
+    Raises:
+        ConfigError: something was refused; what runs goes on as it was (78).
+        BehindError: no answer in time (3).
+    """
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            document = look()
+        except (NotFoundError, json.JSONDecodeError):
+            document = {"daemon": {}, "jobs": []}
+        daemon = document["daemon"]
+        if daemon.get("reloaded_at") not in (None, before):
+            if daemon.get("reload_error"):
+                raise ConfigError(daemon["reload_error"], hint="what was refused goes on as it was")
+            return "reloaded: " + ", ".join(f"{j['name']} {j['state']}" for j in document["jobs"])
+        time.sleep(0.1)
+    msg = f"the daemon gave no answer within {WAIT_SECONDS:.0f} s"
+    raise BehindError(msg, hint="ckptd status shows what it does")

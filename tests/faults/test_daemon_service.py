@@ -1,0 +1,255 @@
+"""Life as a service: reload with good and bad files, globs, notifications to a supervisor; real daemons."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.harness import RUN, shards_in_order
+from tests.real import prepare, save_dir_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_saves() -> None:
+    """One training."""
+    prepare([RUN])
+
+
+@dataclass
+class House:
+    """A configuration directory, its daemon, and a supervisor's notification socket."""
+
+    root: Path
+    process: subprocess.Popen[bytes] | None = None
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = self.root / "etc"
+        (self.config / "jobs.d").mkdir(parents=True)
+        (self.config / "ckptd.toml").write_text(f'state_dir = "{self.root}/state"\n')
+        (self.root / "nas").mkdir()
+        (self.root / "nvme").mkdir()
+        self.log = self.root / "log"
+        self.address = self.root / "notify"
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(self.address))
+        self.socket.setblocking(False)
+
+    def job(self, name: str, more: str = "", *, save_dir: str = "", url: str = "") -> None:
+        """Write a job file."""
+        save_dir = save_dir or str(self.root / "nvme" / name)
+        url = url or str(self.root / "nas" / name)
+        (self.config / "jobs.d" / f"{name}.toml").write_text(
+            f'save_dir = "{save_dir}"\nsettle = "0.5s"\n[[remote]]\nname = "nas"\nurl = "{url}"\n'
+            f'same_filesystem = true\nforms = ["zero"]\n{more}\n'
+        )
+
+    def start(self, **environment: str) -> subprocess.Popen[bytes]:
+        """The daemon, told of the socket."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ckptd", "run", "--config-dir", str(self.config)],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"NOTIFY_SOCKET": str(self.address)} | environment,
+            )
+        self.wait("READY", lambda: "READY=1" in self.heard())
+        return self.process
+
+    def heard(self) -> list[str]:
+        """Every notification so far, line by line."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.said += self.socket.recv(4096).decode().splitlines()
+        return self.said
+
+    def ckptd(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A command."""
+        return subprocess.run(
+            [sys.executable, "-m", "ckptd", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def reload(self, name: str) -> subprocess.CompletedProcess[str]:
+        """`ckptd reload` by the state directory."""
+        return self.ckptd("reload", "--state-dir", str(self.root / "state" / name))
+
+    def status(self) -> dict[str, Any]:
+        """Any status.json: all jobs are in each."""
+        found = list((self.root / "state").glob("*/status.json"))
+        newest = max(found, key=lambda p: p.stat().st_mtime_ns, default=None)
+        return json.loads(newest.read_bytes()) if newest else {"jobs": [], "daemon": {}}
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """Jobs of status by name."""
+        return {job["name"]: job for job in self.status()["jobs"]}
+
+    def save(self, name: str, step: int = 1) -> None:
+        """A real save, whole."""
+        source = save_dir_of(RUN) / f"global_step{step}"
+        folder = self.root / "nvme" / name / source.name
+        folder.mkdir(parents=True)
+        for path in shards_in_order(source):
+            (folder / path.name).write_bytes(path.read_bytes())
+
+    def committed(self, name: str, step: int = 1) -> bool:
+        """On the NAS."""
+        return (self.root / "nas" / name / f"_ckptd/commits/global_step{step}~g1~zero.json").exists()
+
+    def wait(self, what: str, done: Callable[[], object], seconds: float = 30.0) -> None:
+        """Until `done`."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if done():
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"waited for {what}: {self.log.read_text()[-2000:]}")
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    try:
+        yield made
+    finally:
+        if made.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                made.process.send_signal(signal.SIGCONT)
+                made.process.kill()
+                made.process.wait(10)
+        made.socket.close()
+
+
+def test_reload_with_good_and_bad_files(house: House) -> None:
+    """Unchanged jobs are left alone, changed ones start anew, bad ones go on, removed ones end."""
+    for name in ("one", "two", "three"):
+        (house.root / "nvme" / name).mkdir()
+        house.job(name)
+        house.save(name)
+    daemon = house.start()
+    house.wait("three commits", lambda: all(house.committed(n) for n in ("one", "two", "three")))
+    mark = len(house.log.read_text())
+    house.job("one", "keep_last = 4")
+    house.job("two", "kep_last = 4")
+    (house.config / "jobs.d" / "three.toml").unlink()
+    (house.root / "nvme" / "four").mkdir()
+    house.job("four")
+    house.save("four")
+    done = house.reload("one")
+    assert done.returncode == 78
+    assert "kep_last" in done.stderr
+    assert "keep_last" in done.stderr
+    house.wait("the new job", lambda: house.committed("four"))
+    house.wait("the end of the old one", lambda: set(house.jobs()) == {"one", "two", "four"})
+    problems = house.jobs()["two"]["problems"]
+    assert [p["code"] for p in problems] == ["reload-refused"]
+    assert "kep_last" in problems[0]["text"]
+    house.save("two", 2)
+    house.wait("the old configuration at work", lambda: house.committed("two", 2))
+    house.job("two")
+    assert house.reload("one").returncode == 0
+    house.wait("well", lambda: not house.jobs()["two"]["problems"])
+    later = house.log.read_text()[mark:]
+    assert "job two ends" not in later
+    assert later.count("watching") == 2, "one anew, four for the first time"
+    assert {"RELOADING=1", "READY=1"} <= set(house.heard())
+    daemon.send_signal(signal.SIGTERM)
+    assert daemon.wait(20) == 0
+    assert "STOPPING=1" in house.heard()
+
+
+def test_a_reload_does_not_disturb_the_others_upload(house: House) -> None:
+    """The upload under way goes on through SIGHUP: its bytes are sent once."""
+    (house.root / "nvme" / "slow").mkdir()
+    house.job("slow", 'bandwidth = "400kB/s"')
+    house.save("slow")
+    daemon = house.start()
+    house.wait("the upload", lambda: (house.root / "nas" / "slow" / "global_step1").exists())
+    children = house.log.read_text().count("→ nas as generation 1")
+    daemon.send_signal(signal.SIGHUP)
+    house.wait("reloaded", lambda: house.status()["daemon"]["reloaded_at"])
+    house.wait("the commit", lambda: house.committed("slow"), 60)
+    assert house.log.read_text().count("→ nas as generation 1") == children
+
+
+def test_a_bad_ckptd_toml_keeps_everything(house: House) -> None:
+    """The daemon goes on, and says what is wrong."""
+    (house.root / "nvme" / "one").mkdir()
+    house.job("one")
+    house.start()
+    house.save("one")
+    house.wait("the commit", lambda: house.committed("one"))
+    (house.config / "ckptd.toml").write_text('memory_budget = "12MB"\n')
+    done = house.reload("one")
+    assert done.returncode == 78
+    assert "256MiB" in done.stderr
+    house.save("one", 2)
+    house.wait("work goes on", lambda: house.committed("one", 2))
+
+
+def test_a_glob_makes_a_job_of_each_directory_also_later(house: House) -> None:
+    """`{dir}` in the URL; a directory that appears becomes a job without a reload."""
+    (house.root / "nvme" / "a").mkdir()
+    house.job("runs", save_dir=f"{house.root}/nvme/*", url=f"{house.root}/nas/{{dir}}")
+    house.start()
+    house.save("a")
+    house.wait("the first", lambda: house.committed("a"))
+    house.save("b")
+    house.wait("the second", lambda: house.committed("b"), 40)
+    assert set(house.jobs()) == {"runs-a", "runs-b"}
+
+
+def test_a_glob_without_dir_in_the_url_is_refused(house: House) -> None:
+    house.job("runs", save_dir=f"{house.root}/nvme/*")
+    done = house.ckptd("check", str(house.config / "jobs.d" / "runs.toml"))
+    assert done.returncode == 78
+    assert "{dir}" in done.stdout
+
+
+def test_the_watchdog_is_fed_by_turns_alone(house: House) -> None:
+    """WATCHDOG=1 comes after turns; a daemon that is stopped sends none."""
+    (house.root / "nvme" / "one").mkdir()
+    house.job("one")
+    daemon = house.start(WATCHDOG_USEC="1500000")
+    house.wait("keep-alives", lambda: house.heard().count("WATCHDOG=1") >= 3, 10)
+    daemon.send_signal(signal.SIGSTOP)
+    time.sleep(0.3)
+    before = house.heard().count("WATCHDOG=1")
+    time.sleep(2)
+    assert house.heard().count("WATCHDOG=1") == before
+    daemon.send_signal(signal.SIGCONT)
+    house.wait("alive again", lambda: house.heard().count("WATCHDOG=1") > before, 10)
+    assert any(line.startswith("STATUS=one:") for line in house.heard())
+
+
+def test_reload_without_a_daemon_says_so(house: House) -> None:
+    (house.root / "nvme" / "one").mkdir()
+    house.job("one")
+    daemon = house.start()
+    house.save("one")
+    house.wait("the commit", lambda: house.committed("one"))
+    daemon.kill()
+    daemon.wait()
+    done = house.reload("one")
+    assert done.returncode == 66
+    assert "no daemon runs" in done.stderr
