@@ -5,6 +5,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 4
 ARGS   ?=
+REMOTE ?= directory
 
 export OMP_NUM_THREADS ?= 1
 export MAX_JOBS        ?= $(JOBS)
@@ -57,8 +58,8 @@ $(JIT): $(INSTALL)
 
 setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
 
-run: setup ## the quickstart: real training, crashes, resume, judge (ARGS="--stage 3 --keep DIR")
-	$(VENV)/bin/ckptd quickstart $(ARGS)
+run: setup ## the quickstart: real training, crashes, resume, judge (REMOTE=s3, ARGS="--stage 3 --keep DIR")
+	$(VENV)/bin/ckptd quickstart --remote $(REMOTE) $(ARGS)
 
 lint: $(INSTALL) ## format check and lint
 	$(VENV)/bin/ruff format --check ckptd tests bench

@@ -35,7 +35,7 @@ class Watcher:
     """The eyewitness process (ckptd.quickstart.observer)."""
 
     def __init__(self, scene: Scene) -> None:
-        command = [sys.executable, "-m", "ckptd.quickstart.observer", "--nas", str(scene.nas)]
+        command = [sys.executable, "-m", "ckptd.quickstart.observer", "--remote", scene.remote.address]
         command += ["--save-dir", str(scene.save_dir), "--out", str(scene.observed)]
         with (scene.records / "observer.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=child_environment())
@@ -67,7 +67,9 @@ class Daemon:
     def start(self) -> None:
         """Start it."""
         command = [sys.executable, "-m", "ckptd", "run", "--job", str(self._scene.job_file)]
-        environment = child_environment({"CKPTD_MEMORY_BUDGET": f"{MEMORY_BUDGET_MIB}MiB"})
+        environment = child_environment(
+            {"CKPTD_MEMORY_BUDGET": f"{MEMORY_BUDGET_MIB}MiB", **self._scene.remote.environment}
+        )
         with (self._scene.records / "ckptd.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment

@@ -19,7 +19,7 @@ AUDIT_SLACK_SECONDS = 10.0
 
 
 def removals_were_covered(e: Evidence) -> Outcome:
-    """P1: each removed local file stood in a COMMIT of that moment, on the NAS with the trainer's bytes."""
+    """P1: each removed local file stood in a COMMIT of that moment, there with the trainer's bytes."""
     by_digest = {c.sha256: c for c in e.commits}
     checked, failures = 0, []
     for line in _lines(e, "prune"):
@@ -45,7 +45,7 @@ def _not_covered(e: Evidence, commit: SeenCommit, name: str, size: int) -> str |
         return f"{commit.key} lists {shipped[0]} bytes, {size} were removed"
     save = e.save_of(commit)
     if save is None or save.files[name] != shipped:
-        return f"the bytes on the NAS under {commit.key} are not those the trainer wrote"
+        return f"the bytes {e.where} under {commit.key} are not those the trainer wrote"
     return None
 
 

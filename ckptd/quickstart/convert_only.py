@@ -20,7 +20,7 @@ from ckptd.quickstart.launch import child_environment, start_training
 from ckptd.quickstart.plots import draw_losses
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 TOLERANCE = 1e-3
@@ -44,15 +44,18 @@ class Resumed:
 
 
 def run_ckptd(
-    arguments: Sequence[str], *, timeout_seconds: float = 120.0
+    arguments: Sequence[str],
+    *,
+    timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`ckptd ARGUMENTS` as a person would start it; never raises for its exit code."""
+    """`ckptd ARGUMENTS` as a person would start it, with more environment; never raises for its exit code."""
     return subprocess.run(
         [sys.executable, "-m", "ckptd", *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
-        env=child_environment(),
+        env=child_environment(environment),
         check=False,
     )
 

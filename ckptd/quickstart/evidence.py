@@ -1,6 +1,8 @@
 """What the judge reads: records of the trainer, the observer's log, audit.jsonl, all as plain facts.
 
-Nothing of ckptd is imported here: the files are read as the JSON that they are, bytes are hashed anew.
+Nothing of ckptd is imported here: the files are read as the JSON that they are, bytes are hashed anew. Of a
+bucket there is one more witness, its server's log of writes: it tells when a COMMIT came and went to the
+moment, and shows writes that were over before anybody looked.
 """
 
 from __future__ import annotations
@@ -10,7 +12,17 @@ import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ckptd.quickstart.remote_view import COPY, CopyView, Identity, view_of
+
+if TYPE_CHECKING:
+    from ckptd.quickstart.remote_view import RemoteView
+
+COMMITS = "_ckptd/commits/"
+BUCKET = "s3"
+"""The kind of remote whose server tells what was written."""
 
 FileSet = dict[str, tuple[int, str]]
 """Relative name → (bytes, SHA-256)."""
@@ -42,8 +54,8 @@ class SeenCommit:
     entries: list[dict[str, Any]] = field(default_factory=list)
     """`files` of its manifests."""
     manifest_problems: list[str] = field(default_factory=list)
-    objects: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """Object key → (SHA-256, [inode, bytes, mtime_ns]) as read right after the COMMIT appeared."""
+    objects: dict[str, tuple[str, Identity]] = field(default_factory=dict)
+    """Object key → (SHA-256, identity) as read right after the COMMIT appeared."""
 
     @property
     def form(self) -> str:
@@ -63,6 +75,36 @@ class SeenCommit:
     def existed_at(self, at: float) -> bool:
         """Whether it was there at that moment."""
         return self.created <= at and (self.gone is None or at <= self.gone)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One request that changed a bucket, as its server logged it once it had taken effect."""
+
+    begin: float
+    at: float
+    method: str
+    key: str
+    """Relative to the remote's root."""
+    query: dict[str, str]
+
+    @property
+    def part(self) -> int | None:
+        """Number of the part that it sent."""
+        number = self.query.get("partNumber")
+        return int(number) if number is not None and self.method == "PUT" else None
+
+    @property
+    def makes_object(self) -> bool:
+        """A whole object came to be."""
+        return (self.method == "PUT" and self.part is None) or (
+            self.method == "POST" and "uploadId" in self.query
+        )
+
+    @property
+    def removes_object(self) -> bool:
+        """An object went."""
+        return self.method == "DELETE" and "uploadId" not in self.query
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +138,24 @@ class Evidence:
     driver: tuple[dict[str, Any], ...]
     steps: tuple[float, ...]
     """When each training step of the two runs that were saved ended."""
+    remote: RemoteView
+    writes: tuple[Write, ...]
+    """Of a bucket: in the order in which they took effect."""
 
     @property
-    def nas(self) -> Path:
-        """Root of the remote."""
-        return self.root / str(self.plan["nas"])
+    def is_bucket(self) -> bool:
+        """Whether the remote's server told of every write."""
+        return bool(self.plan["remote"]["kind"] == BUCKET)
+
+    @property
+    def place(self) -> str:
+        """What to call the remote: "the NAS", "the bucket"."""
+        return str(self.plan["remote"]["place"])
+
+    @property
+    def where(self) -> str:
+        """ "on the NAS", "in the bucket"."""
+        return str(self.plan["remote"]["where"])
 
     @property
     def save_dir(self) -> Path:
@@ -138,11 +193,11 @@ def life_of(e: Evidence, save: Save) -> tuple[float, float]:
 
 
 def shards_of(commit: SeenCommit) -> FileSet:
-    """The files of the checkpoint folder itself, with the SHA-256 that the observer found on the NAS."""
+    """The files of the checkpoint folder itself, with the SHA-256 that the observer found in the remote."""
     found: FileSet = {}
     for entry in commit.entries:
         if entry["role"] != "extra":
-            digest = commit.objects.get(entry["key"], ("not found on the NAS", []))[0]
+            digest = commit.objects.get(entry["key"], ("not found", []))[0]
             found[str(entry["path"])] = (int(entry["bytes"]), digest)
     return found
 
@@ -196,11 +251,13 @@ def load(root: Path) -> Evidence:
                 steps += [line["at"]] if run != "reference" else []
             elif line["kind"] == "start":
                 starts[run] = line
-    log = read_lines(observed / "log.jsonl")
+    plan = json.loads((root / "plan.json").read_text())
+    writes = [w for line in read_lines(records / "server.jsonl") if (w := _write(line, plan)) is not None]
+    log = [_dated(line, writes) for line in read_lines(observed / "log.jsonl")]
     audit = [_audit(line) for path in sorted((root / "audit").glob("*.jsonl")) for line in read_lines(path)]
     return Evidence(
         root=root,
-        plan=json.loads((root / "plan.json").read_text()),
+        plan=plan,
         saves=tuple(saves),
         losses=losses,
         starts=starts,
@@ -209,6 +266,8 @@ def load(root: Path) -> Evidence:
         audit=tuple(sorted(audit, key=lambda line: line.at)),
         driver=tuple(read_lines(records / "driver.jsonl")),
         steps=tuple(steps),
+        remote=_remote(root, plan["remote"]["address"]),
+        writes=tuple(writes),
     )
 
 
@@ -216,6 +275,40 @@ def _save(run: str, line: dict[str, Any]) -> Save:
     files = {name: (size, digest) for name, size, digest in line["files"]}
     beside = {name: (size, digest) for name, size, digest in line["beside"]}
     return Save(run, line["tag"], line["step"], line["at"], files, beside)
+
+
+def _remote(root: Path, address: str) -> RemoteView:
+    """The remote itself, or the copy of a bucket whose server has ended."""
+    if (root / COPY).is_dir():
+        return CopyView(root / COPY)
+    return view_of(address if address.startswith("http://") else str(root / address))
+
+
+def _write(line: dict[str, Any], plan: dict[str, Any]) -> Write | None:
+    """A line of the server's log that changed an object of this remote."""
+    root = f"{urlsplit(plan['remote']['address']).path}/"
+    changed = 200 <= line["status"] < 300 and line["path"].startswith(root)
+    if not changed:
+        return None
+    return Write(
+        begin=line["begin"],
+        at=line["at"],
+        method=line["method"],
+        key=line["path"].removeprefix(root),
+        query=line["query"],
+    )
+
+
+def _dated(look: dict[str, Any], writes: list[Write]) -> dict[str, Any]:
+    """A look with the moment at which the server did what was seen, where a server told."""
+    if look["kind"] not in ("seen", "gone"):
+        return look
+    mine = [w for w in writes if w.key == look["key"] and w.at <= look["at"]]
+    if look["kind"] == "seen":
+        made = [w.at for w in mine if w.makes_object]
+        return look | {"created": made[-1]} if made else look
+    removed = [w.begin for w in mine if w.removes_object]
+    return look | {"at": removed[-1]} if removed else look
 
 
 def _audit(line: dict[str, Any]) -> AuditLine:
@@ -233,7 +326,7 @@ def _audit(line: dict[str, Any]) -> AuditLine:
 def _commits(observed: Path, log: list[dict[str, Any]]) -> list[SeenCommit]:
     found: dict[str, SeenCommit] = {}
     for line in log:
-        if line["kind"] == "seen" and line["key"].startswith("_ckptd/commits/"):
+        if line["kind"] == "seen" and line["key"].startswith(COMMITS):
             document = json.loads((observed / "commits" / f"{line['sha256']}.json").read_bytes())
             created = min(line["created"], line["at"])
             found.setdefault(line["sha256"], SeenCommit(line["key"], line["sha256"], document, created))

@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 
 
 def quickstart(scene: Scene, out: Path, console: Console) -> None:
-    """Play, judge, show; drawings go to `out`.
+    """Play, judge, show; drawings go to `out`. The scene's remote is open, and still is afterwards.
 
     Raises:
         QuickstartFailed: an act did not come to its end, or the judge found a promise broken.
     """
     with Progress(scene, console) as progress:
         Play(scene, progress).run()
-        progress.say("the judge reads records, observations, audit.jsonl and every byte on the NAS")
+        progress.say(
+            "the judge reads records, observations, audit.jsonl and every byte " + scene.remote.where
+        )
     judged = subprocess.run(
         [sys.executable, "-m", "ckptd.quickstart.judge", str(scene.root)],
         capture_output=True,

@@ -1,7 +1,7 @@
 """`python -m ckptd.quickstart.judge DIR`: decides whether every promise held. Not ckptd's code, no torch.
 
-Reads what trainer, observer and quickstart wrote below DIR and the bytes on the NAS as they are now; prints
-one line per promise, writes DIR/verdict.json; exit 0 only if every promise was checked and held, else 1.
+Reads what trainer, observer and quickstart wrote below DIR, and the bytes in the remote as they are now;
+prints a line per promise, writes DIR/verdict.json; exit 0 only if every promise was checked and held, else 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""An eyewitness: looks at the NAS and at save_dir every 50 ms and writes down what was there when.
+"""An eyewitness: looks at the remote and at save_dir every 50 ms and writes down what was there when.
 
 It exists so that the judge need not believe ckptd: it imports nothing of it, copies every COMMIT and node
-manifest on first sight, hashes every object a COMMIT lists, and notes what appears and what goes.
+manifest on first sight, hashes every object a COMMIT lists, and notes what appears and what goes. At a
+bucket it looks four times a second; its server's log tells the moments (evidence.py).
 
-    python -m ckptd.quickstart.observer --nas DIR --save-dir DIR --out DIR     (ends at SIGTERM)
+    python -m ckptd.quickstart.observer --remote DIR|http://HOST:PORT/BUCKET/PREFIX --save-dir DIR --out DIR
+                                                                                    (ends at SIGTERM)
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ckptd.quickstart.remote_view import view_of
+
+if TYPE_CHECKING:
+    from ckptd.quickstart.remote_view import Entry, Identity, RemoteView
 
 POLL_SECONDS = 0.05
 COMMITS, RETIRED = "_ckptd/commits", "_ckptd/retired"
@@ -46,9 +53,9 @@ class Log:
 class Hasher(threading.Thread):
     """Reads what a COMMIT lists, as soon as it was seen."""
 
-    def __init__(self, nas: Path, out: Path, log: Log) -> None:
+    def __init__(self, remote: RemoteView, out: Path, log: Log) -> None:
         super().__init__(daemon=True)
-        self._nas, self._out, self._log = nas, out, log
+        self._remote, self._out, self._log = remote, out, log
         self._work: queue.Queue[tuple[str, bytes] | None] = queue.Queue()
 
     def add(self, commit_sha256: str, data: bytes) -> None:
@@ -69,7 +76,7 @@ class Hasher(threading.Thread):
 
     def _manifest(self, commit_sha256: str, key: str) -> None:
         try:
-            data = (self._nas / key).read_bytes()
+            data = self._remote.read(key)
         except OSError as error:
             self._log.write("manifest-missing", commit=commit_sha256, key=key, error=str(error))
             return
@@ -81,27 +88,24 @@ class Hasher(threading.Thread):
 
     def _object(self, commit_sha256: str, key: str) -> None:
         try:
-            with (self._nas / key).open("rb") as source:
-                status = os.fstat(source.fileno())
-                digest = hashlib.file_digest(source, "sha256").hexdigest()
+            digest, identity = self._remote.sha256(key)
         except OSError as error:
             self._log.write("object-missing", commit=commit_sha256, key=key, error=str(error))
             return
-        identity = [status.st_ino, status.st_size, status.st_mtime_ns]
         self._log.write("object", commit=commit_sha256, key=key, sha256=digest, identity=identity)
 
 
 class Observer:
     """What was there at the last look, and the differences as lines."""
 
-    def __init__(self, nas: Path, save_dir: Path, out: Path) -> None:
+    def __init__(self, remote: RemoteView, save_dir: Path, out: Path) -> None:
         for name in ("commits", "manifests"):
             (out / name).mkdir(parents=True, exist_ok=True)
-        self._nas, self._save_dir, self._out = nas, save_dir, out
+        self._remote, self._save_dir, self._out = remote, save_dir, out
         self._log = Log(out / "log.jsonl")
-        self._hasher = Hasher(nas, out, self._log)
+        self._hasher = Hasher(remote, out, self._log)
         self._hasher.start()
-        self._documents: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._documents: dict[str, tuple[Identity, str]] = {}
         self._pointers: dict[str, str | None] = dict.fromkeys(POINTERS)
         self._folders: dict[str, frozenset[str]] = {}
         self._folder_cache: dict[str, str | None] = {}
@@ -109,9 +113,12 @@ class Observer:
 
     def watch(self, stop: threading.Event) -> None:
         """Look until `stop`, then once more, and close the account."""
-        last = time.monotonic()
+        last = next_remote = time.monotonic()
         while not stop.is_set():
-            self.look()
+            if time.monotonic() >= next_remote:
+                next_remote = time.monotonic() + self._remote.poll_seconds
+                self._look_at_remote()
+            self._look_at_node()
             stop.wait(POLL_SECONDS)
             now = time.monotonic()
             self._longest_gap_seconds = max(self._longest_gap_seconds, now - last)
@@ -122,47 +129,53 @@ class Observer:
 
     def look(self) -> None:
         """One round."""
-        before = {name: self._pointer(name) for name in POINTERS}
-        self._commits_and_tombstones()
-        for name in POINTERS:
-            self._judge_pointer(name, before[name], self._pointer(name))
+        self._look_at_remote()
+        self._look_at_node()
+
+    def _look_at_remote(self) -> None:
+        try:
+            before = {name: self._pointer(name) for name in POINTERS}
+            self._commits_and_tombstones()
+            for name in POINTERS:
+                self._judge_pointer(name, before[name], self._pointer(name))
+        except OSError as error:
+            self._log.write("blind", error=str(error))
+
+    def _look_at_node(self) -> None:
         self._local("save", self._save_dir)
         for name in ("derived/universal", "aside", "trash", "hold"):
             self._local(name, self._save_dir / "_ckptd" / name)
 
     def _commits_and_tombstones(self) -> None:
-        present: set[str] = set()
+        present: dict[str, Entry] = {}
         for folder in (COMMITS, RETIRED):
-            for name in _names(self._nas / folder):
-                if not name.startswith(".") and name.endswith(".json"):
-                    present.add(f"{folder}/{name}")
-        for key in sorted(present):
-            self._document(key)
-        for key in sorted(set(self._documents) - present):
+            for name, entry in self._remote.entries(folder).items():
+                if name.endswith(".json"):
+                    present[f"{folder}/{name}"] = entry
+        for key, entry in sorted(present.items()):
+            self._document(key, entry)
+        for key in sorted(set(self._documents) - set(present)):
             self._log.write("gone", key=key, sha256=self._documents.pop(key)[1])
 
-    def _document(self, key: str) -> None:
-        path = self._nas / key
+    def _document(self, key: str, entry: Entry) -> None:
+        if key in self._documents and self._documents[key][0] == entry.identity:
+            return
         try:
-            status = path.stat()
-            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if key in self._documents and self._documents[key][0] == identity:
-                return
-            data = path.read_bytes()
+            data = self._remote.read(key)
             json.loads(data)
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return  # being written, or gone again: the next look tells
         digest = sha256_of(data)
-        self._documents[key] = (identity, digest)
-        self._log.write("seen", key=key, sha256=digest, created=status.st_ctime)
+        self._documents[key] = (entry.identity, digest)
+        self._log.write("seen", key=key, sha256=digest, created=entry.created or time.time())
         if key.startswith(COMMITS):
             (self._out / "commits" / f"{digest}.json").write_bytes(data)
             self._hasher.add(digest, data)
 
     def _pointer(self, name: str) -> str | None:
         try:
-            return (self._nas / name).read_text().strip()
-        except OSError:
+            return self._remote.read(name).decode().strip()
+        except FileNotFoundError:
             return None
 
     def _judge_pointer(self, name: str, before: str | None, after: str | None) -> None:
@@ -202,13 +215,14 @@ def _names(folder: Path) -> list[str]:
 def main() -> None:
     """Watch until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for option in ("--nas", "--save-dir", "--out"):
+    parser.add_argument("--remote", required=True)
+    for option in ("--save-dir", "--out"):
         parser.add_argument(option, type=Path, required=True)
     a = parser.parse_args()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    Observer(a.nas, a.save_dir, a.out).watch(stop)
+    Observer(view_of(a.remote), a.save_dir, a.out).watch(stop)
 
 
 if __name__ == "__main__":

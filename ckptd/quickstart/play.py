@@ -14,18 +14,20 @@ from ckptd.quickstart.actors import Daemon, Watcher
 from ckptd.quickstart.convert_only import QuickstartFailed, run_ckptd
 from ckptd.quickstart.evidence import folder_files
 from ckptd.quickstart.launch import start_training
-from ckptd.quickstart.scene import LAST_STEP, SAVE_EVERY, STEP_SECONDS, TORN_AT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.quickstart.gate import Gate
     from ckptd.quickstart.launch import Training
     from ckptd.quickstart.progress import Progress
     from ckptd.quickstart.scene import Scene
 
 REFERENCE = "reference"
 COMMITS_BEFORE_KILL = 2
-PART_BYTES_AT_KILL = 2_000_000
+OUTAGE_SECONDS = 6.0
+QUIET_SECONDS = 0.5
+"""Until requests that were under way when the gate was shut have ended."""
 TICK_SECONDS = 0.05
 ACT_SECONDS = 150.0
 SETTLE_SECONDS = 60.0
@@ -80,7 +82,7 @@ class Play:
             scene.root / run if run == REFERENCE else scene.save_dir,
             stage=scene.stage,
             world_size=world_size,
-            options=["--last-step", str(LAST_STEP), *options],
+            options=["--last-step", str(scene.script.last_step), *scene.script.model, *options],
             in_background=run == REFERENCE,
         )
         self._trainings.append(training)
@@ -88,11 +90,14 @@ class Play:
             self._progress.follow(training)
         return training
 
+    def _pace(self) -> list[str]:
+        script = self._scene.script
+        return ["--save-every", str(script.save_every), "--step-seconds", str(script.step_seconds)]
+
     def _train_and_kill(self) -> None:
         scene, say = self._scene, self._progress.say
         say(f"training on {scene.world_size} ranks, ZeRO stage {scene.stage}; ckptd watches")
-        options = ["--save-every", str(SAVE_EVERY), "--tear-at", str(TORN_AT)]
-        options += ["--step-seconds", str(STEP_SECONDS)]
+        options = [*self._pace(), "--tear-at", str(scene.script.torn_at)]
         training = self._start("first", scene.world_size, options)
         say("beside it, in idle time, the same training without saves and faults, for comparison")
         self._reference = self._start(REFERENCE, scene.world_size, [])
@@ -100,14 +105,13 @@ class Play:
 
         def uploading() -> bool:
             training.check()
-            parts = scene.parts_in_flight()
-            hit[:] = [t for t, size in parts.items() if size >= PART_BYTES_AT_KILL]
+            hit[:] = scene.remote.parts_in_flight()
             return bool(hit) and len(scene.committed_tags()) >= COMMITS_BEFORE_KILL
 
         self._wait("an upload to interrupt", uploading, ACT_SECONDS)
         tag = hit[0]
         self._daemon.kill()
-        scene.note("kill-daemon", tag=tag, part_bytes=scene.parts_in_flight().get(tag, 0))
+        scene.note("kill-daemon", tag=tag, part_bytes=scene.remote.parts_in_flight().get(tag, 0))
         say(f"SIGKILL to ckptd in the middle of the upload of {tag}; it is started again")
         self._daemon.start()
         self._wait(f"a torn save of {scene.torn_tag}", lambda: self._is_torn(training), ACT_SECONDS)
@@ -161,7 +165,9 @@ class Play:
     def _resume(self) -> None:
         scene, begin = self._scene, time.time()
         ranks = scene.resume_world_size
-        done = run_ckptd(["resume", str(scene.job_file), "--world-size", str(ranks)])
+        done = run_ckptd(
+            ["resume", str(scene.job_file), "--world-size", str(ranks)], environment=scene.remote.environment
+        )
         scene.note(
             "resume",
             begin=begin,
@@ -182,9 +188,10 @@ class Play:
         scene, ranks = self._scene, self._scene.resume_world_size
         self._daemon.start()
         self._progress.say(f"training resumes from universal on {ranks} {'rank' if ranks == 1 else 'ranks'}")
-        options = ["--save-every", str(SAVE_EVERY)]
-        options += ["--load", "universal", "--init-seed", "99", "--step-seconds", str(STEP_SECONDS)]
+        options = [*self._pace(), "--load", "universal", "--init-seed", "99"]
         resumed = self._start("resumed", ranks, options)
+        if scene.remote.gate is not None:
+            self._shut(scene.remote.gate, resumed)
         self._wait("the resumed training", lambda: not resumed.check(), ACT_SECONDS)
         reference = self._reference
         self._wait("the reference run", lambda: reference is None or not reference.check(), ACT_SECONDS)
@@ -192,8 +199,29 @@ class Play:
         self._wait("the last COMMITs", lambda: tags <= scene.committed_tags(), SETTLE_SECONDS, must=False)
         self._wait("rotation", lambda: self._is_rotated(tags), SETTLE_SECONDS / 3, must=False)
 
+    def _shut(self, gate: Gate, resumed: Training) -> None:
+        """No way to the remote for a while, from the middle of an upload on."""
+        scene, hit = self._scene, list[str]()
+
+        def uploading() -> bool:
+            resumed.check()
+            saved = {str(line["tag"]) for line in resumed.lines("saved")}
+            hit[:] = saved & set(scene.remote.parts_in_flight()) - scene.committed_tags()
+            return bool(hit)
+
+        self._wait("an upload to cut off", uploading, ACT_SECONDS)
+        gate.shut()
+        time.sleep(QUIET_SECONDS)
+        begin, tag = time.time(), hit[0]
+        self._progress.say(
+            f"no way to {scene.remote.place} for {OUTAGE_SECONDS:.0f} s, in mid-upload of {tag}"
+        )
+        self._wait("the way back", lambda: time.time() > begin + OUTAGE_SECONDS, OUTAGE_SECONDS * 2)
+        scene.note("remote-away", begin=begin, tag=tag)
+        gate.reopen()
+
     def _is_rotated(self, tags: set[str]) -> bool:
-        """Rotation is over and the newest universal form is on the NAS."""
+        """Rotation is over and the newest universal form is in the remote."""
         newest = max(tags, key=lambda tag: int(tag.removeprefix("global_step")))
         scene = self._scene
         local = [tag for tag in scene.local_tags() if tag in scene.committed_tags()]

@@ -28,6 +28,7 @@ COLOURS = {
 RUN_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
 EVENTS = {
     "kill-daemon": "kill -9 ckptd in mid-upload",
+    "remote-away": "no way to the remote",
     "kill-trainer": "kill -9 training in mid-save",
     "wipe": "node replaced",
     "resume": "ckptd resume",
@@ -82,6 +83,8 @@ def draw_timeline(path: Path, e: Evidence, statuses: list[dict[str, Any]]) -> No
         for line in e.driver_lines(kind):
             at = line["at"] - zero
             axes.axvline(at, color=COLOURS["event"], linestyle=":", linewidth=1.5)
+            if kind == "remote-away":
+                axes.axvspan(line["begin"] - zero, at, color=COLOURS["event"], alpha=0.12)
             axes.text(at, -0.8 - 0.5 * number, f" {text}", color=COLOURS["event"], fontsize=8)
     axes.set_yticks([*range(len(labels)), len(labels)], [*labels, "training steps"], fontsize=8)
     axes.set_ylim(len(labels) + 0.7, -1.0 - 0.5 * len(EVENTS))
@@ -115,7 +118,7 @@ def _draw_save(
         (converted_at(e, save), "^", "converted", COLOURS["universal"]),
         (universal.created if universal else None, "d", "universal committed", COLOURS["universal"]),
         (pruned[0] if pruned else None, "x", "pruned on the node", COLOURS["event"]),
-        (commit.gone if commit else None, "X", "retired on the NAS", "black"),
+        (commit.gone if commit else None, "X", f"retired {e.where}", "black"),
     )
     for at, shape, label, colour in marks:
         if at is not None:

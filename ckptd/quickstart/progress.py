@@ -1,6 +1,6 @@
 """Live progress of a quickstart: one line per event, and on a terminal a table that moves.
 
-What the table shows of a checkpoint comes from status.json and from file names on the NAS, so it shows what
+What the table shows of a checkpoint comes from status.json and from names in the remote, so it shows what
 any user of the machine could see.
 """
 
@@ -84,7 +84,7 @@ class Progress:
                 str(row.get("state", "")) if tag in local else "not here",
                 _upload(row),
                 "yes" if tag in committed else "",
-                "on the NAS" if tag in universal else "",
+                self._scene.remote.where if tag in universal else "",
                 ", ".join(map(str, row.get("keep", []))),
             )
         return table

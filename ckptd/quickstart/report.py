@@ -64,7 +64,7 @@ def _row(e: Evidence, save: Save, statuses: list[dict[str, Any]]) -> tuple[str, 
         _after(save, commit.created if commit else None),
         _after(save, converted_at(e, save)),
         f"{sum(size for size, _ in save.files.values()) / 1e6:.0f}",
-        f"{_on_the_nas(e, save)}; {_on_the_node(e, save, statuses)}",
+        f"{_in_the_remote(e, save)}; {_on_the_node(e, save, statuses)}",
     )
 
 
@@ -72,14 +72,18 @@ def _after(save: Save, at: float | None) -> str:
     return "-" if at is None else f"{max(0.0, at - save.at):.1f}"
 
 
-def _on_the_nas(e: Evidence, save: Save) -> str:
+def _in_the_remote(e: Evidence, save: Save) -> str:
     commit = commit_of(e, save)
     if commit is None:
-        return "not on the NAS"
+        return f"not {e.where}"
     if commit.gone is None:
-        return "NAS"
+        return _short(e)
     why = next((a.reason for a in e.audit if a.action == "retire" and a.tag == save.tag), "?")
-    return f"NAS: retired, {why}"
+    return f"{_short(e)}: retired, {why}"
+
+
+def _short(e: Evidence) -> str:
+    return e.place.removeprefix("the ")
 
 
 def _on_the_node(e: Evidence, save: Save, statuses: list[dict[str, Any]]) -> str:

@@ -1,8 +1,9 @@
-"""Where a quickstart happens and with which numbers: one directory that holds node, NAS, records.
+"""Where a quickstart happens and with which numbers: one directory that holds node, remote, records.
 
 <root>/nvme/gpt    the trainer's save_dir ("NVMe")        <root>/records    trainer's and quickstart's lines
-<root>/nas/gpt     the remote ("NAS"), paced              <root>/observed   the eyewitness
+<root>/nas/gpt     the remote if it is a "NAS", paced     <root>/observed   the eyewitness
 <root>/job.toml    the job file                           <root>/audit      copies of audit.jsonl
+<root>/bucket      after --keep: a copy of the remote if it is a bucket
 """
 
 from __future__ import annotations
@@ -16,31 +17,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-SAVE_EVERY = 5
-TORN_AT = 45
-LAST_STEP = 60
+    from ckptd.quickstart.remotes import Remote
+
 SAVE_TOTAL_LIMIT = 2
-REMOTE_KEEP_LAST = 6
-BANDWIDTH = "40MB/s"
 MEMORY_BUDGET_MIB = 256
-STEP_SECONDS = 0.6
 TOLERANCE = 1e-3
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How long the play is and how big its checkpoints are."""
+
+    save_every: int
+    torn_at: int
+    last_step: int
+    step_seconds: float
+    remote_keep_last: int
+    bandwidth: str
+    model: tuple[str, ...] = ()
+    """Options of the trainer."""
+
+
+FULL = Script(
+    save_every=5, torn_at=45, last_step=60, step_seconds=0.6, remote_keep_last=6, bandwidth="40MB/s"
+)
+SHORT = Script(
+    save_every=3,
+    torn_at=21,
+    last_step=33,
+    step_seconds=0.8,
+    remote_keep_last=4,
+    bandwidth="20MB/s",
+    model=("--hidden", "128", "--layers", "4", "--heads", "4"),
+)
+"""The same acts in two thirds of the time, with checkpoints of 18 MB."""
+
 JOB_TOML = """\
-# Written by `ckptd quickstart`; a job file as you would write one, but for the two marked lines.
+# Written by `ckptd quickstart`; a job file as you would write one, but for the marked lines.
 save_dir = "{save_dir}"
 settle = "1s"
 backfill = "all"                        # what `ckptd resume` fetched may be rotated like the rest
 
 [local]
-save_total_limit = {limit}                    # older ones go once they are committed on the NAS, never before
+save_total_limit = {limit}                    # older ones go once they are committed {where}, never before
 min_free = "100MB"
 
 [[remote]]
-name = "nas"
-url = "{nas}"
-bandwidth = "{bandwidth}"                  # quickstart: a slow link, so that there is something to see
-same_filesystem = true                  # quickstart: the "NAS" is a directory beside
+name = "{name}"
+{remote}bandwidth = "{bandwidth}"                  # quickstart: slow, so that there is something to see
 keep_last = {keep_last}
 """
 
@@ -53,16 +77,13 @@ class Scene:
     stage: int
     world_size: int
     resume_world_size: int
+    remote: Remote
+    script: Script = FULL
 
     @property
     def save_dir(self) -> Path:
         """What the trainer calls save_dir."""
         return self.root / "nvme" / "gpt"
-
-    @property
-    def nas(self) -> Path:
-        """Root of the remote."""
-        return self.root / "nas" / "gpt"
 
     @property
     def records(self) -> Path:
@@ -87,18 +108,20 @@ class Scene:
     @property
     def torn_tag(self) -> str:
         """The save that the kill tears."""
-        return f"global_step{TORN_AT}"
+        return f"global_step{self.script.torn_at}"
 
     def prepare(self) -> None:
         """Make the directories and the job file."""
-        for folder in (self.save_dir, self.nas.parent, self.records, self.observed, self.root / "audit"):
+        for folder in (self.save_dir, self.records, self.observed, self.root / "audit"):
             folder.mkdir(parents=True, exist_ok=True)
         text = JOB_TOML.format(
             save_dir=self.save_dir,
-            nas=self.nas,
             limit=SAVE_TOTAL_LIMIT,
-            bandwidth=BANDWIDTH,
-            keep_last=REMOTE_KEEP_LAST,
+            where=self.remote.where,
+            name=self.remote.name,
+            remote=self.remote.toml,
+            bandwidth=self.script.bandwidth,
+            keep_last=self.script.remote_keep_last,
         )
         self.job_file.write_text(text)
 
@@ -106,11 +129,16 @@ class Scene:
         """plan.json: what the judge must know of our intentions."""
         plan = {
             "save_dir": str(self.save_dir.relative_to(self.root)),
-            "nas": str(self.nas.relative_to(self.root)),
+            "remote": {
+                "kind": self.remote.kind,
+                "place": self.remote.place,
+                "where": self.remote.where,
+                "address": self.remote.address.removeprefix(f"{self.root}/"),
+            },
             "save_total_limit": SAVE_TOTAL_LIMIT,
             "memory_budget_bytes": MEMORY_BUDGET_MIB << 20,
             "tolerance": TOLERANCE,
-            "last_step": LAST_STEP,
+            "last_step": self.script.last_step,
             "torn_tag": self.torn_tag,
             "torn_files": torn_files,
         }
@@ -122,24 +150,10 @@ class Scene:
             sink.write(json.dumps({"at": time.time(), "kind": kind, **fields}) + "\n")
 
     def committed_tags(self, form: str = "zero") -> set[str]:
-        """Tags with a COMMIT on the NAS now, by file name."""
-        names = _names(self.nas / "_ckptd" / "commits")
-        parts = [n.removesuffix(".json").split("~") for n in names if n.endswith(".json") and n[0] != "."]
+        """Tags with a COMMIT in the remote now, by name."""
+        names = self.remote.view.entries("_ckptd/commits")
+        parts = [n.removesuffix(".json").split("~") for n in names if n.endswith(".json")]
         return {p[0] for p in parts if len(p) == 3 and p[2] == form}
-
-    def parts_in_flight(self) -> dict[str, int]:
-        """Tag → bytes of an unfinished object of its ZeRO form on the NAS."""
-        found: dict[str, int] = {}
-        for tag in _names(self.nas):
-            if tag.startswith("global_step") and not tag.endswith("_universal"):
-                for name in _names(self.nas / tag):
-                    if name.startswith(".ckptd-part-"):
-                        try:
-                            size = (self.nas / tag / name).stat().st_size
-                        except OSError:
-                            continue
-                        found[tag] = max(found.get(tag, 0), size)
-        return found
 
     def local_tags(self) -> list[str]:
         """Checkpoint folders in save_dir, by step."""

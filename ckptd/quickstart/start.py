@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ckptd.errors import NotFoundError, TargetExists, UsageError
-from ckptd.quickstart.scene import Scene
+from ckptd.quickstart.remotes import DIRECTORY, KINDS, S3, open_remote
+from ckptd.quickstart.scene import FULL, SHORT, Scene
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEEDED = ("torch", "deepspeed", "matplotlib", "ninja")
+NEEDED_FOR_S3 = ("moto", "flask")
 COLUMNS = 132
 """Width of tables when there is no terminal to ask."""
 
@@ -36,6 +38,8 @@ class Request:
     keep: Path | None
     out: Path
     convert_only: bool
+    remote: str = DIRECTORY
+    short: bool = False
 
 
 def start(request: Request) -> None:
@@ -44,10 +48,13 @@ def start(request: Request) -> None:
     Raises:
         NotFoundError: a package of the extra `quickstart` is missing.
         TargetExists: `--keep DIR` is not empty.
-        UsageError: a number of ranks that does not divide the batch.
+        UsageError: a number of ranks that does not divide the batch, an unknown kind of remote.
         QuickstartFailed: a promise did not hold.
     """
-    _check_packages()
+    if request.remote not in KINDS:
+        msg = f"--remote {request.remote!r} is neither {' nor '.join(KINDS)}"
+        raise UsageError(msg, hint="the quickstart brings its own directory or S3 server")
+    _check_packages(NEEDED + (NEEDED_FOR_S3 if request.remote == S3 else ()))
     resume_ranks = request.resume_world_size or _other_ranks(request.world_size)
     for ranks in (request.world_size, resume_ranks):
         if ranks & (ranks - 1):
@@ -64,13 +71,25 @@ def start(request: Request) -> None:
                 root, request.out, stage=request.stage, world_size=request.world_size, console=console
             )
         else:
-            from ckptd.quickstart.full import quickstart
-
-            quickstart(Scene(root, request.stage, request.world_size, resume_ranks), request.out, console)
+            _play(request, root, resume_ranks, console)
     if request.keep is not None:
         console.print(f"kept: {request.keep}", highlight=False, soft_wrap=True)
         if not request.convert_only:
             console.print(f"judge again: python -m ckptd.quickstart.judge {request.keep}", soft_wrap=True)
+
+
+def _play(request: Request, root: Path, resume_ranks: int, console: Console) -> None:
+    from ckptd.quickstart.full import quickstart
+
+    script = SHORT if request.short else FULL
+    with open_remote(request.remote, root) as remote:
+        scene = Scene(root, request.stage, request.world_size, resume_ranks, remote, script)
+        try:
+            quickstart(scene, request.out, console)
+        finally:
+            if request.keep is not None:
+                with contextlib.suppress(OSError):  # its server may be what failed
+                    remote.keep(root)
 
 
 def _other_ranks(world_size: int) -> int:
@@ -78,8 +97,8 @@ def _other_ranks(world_size: int) -> int:
     return more if len(os.sched_getaffinity(0)) >= more <= 8 else world_size // 2
 
 
-def _check_packages() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def _check_packages(needed: tuple[str, ...]) -> None:
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         msg = f"the quickstart trains for real and needs {', '.join(missing)}"
         raise NotFoundError(msg, hint="pip install 'ckptd[quickstart]', or `make run` in a checkout")

@@ -31,6 +31,8 @@ class Story:
     audit: list[dict[str, Any]] = field(default_factory=list)
     commits: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Tag/form → (key, SHA-256)."""
+    server: list[dict[str, Any]] = field(default_factory=list)
+    """The log of the server, where the remote is a bucket."""
 
     def line(self, name: str, at: float, kind: str, **rest: Any) -> None:
         self.records.setdefault(name, []).append({"at": at, "kind": kind, **rest})
@@ -94,6 +96,8 @@ class Story:
         )
 
     def write(self) -> Path:
+        if self.server:
+            self.put("records/server.jsonl", _jsonl(self.server))
         for name, lines in self.records.items():
             self.put(f"records/{name}.jsonl", _jsonl(lines))
         self.put("observed/log.jsonl", _jsonl(self.log))
@@ -136,7 +140,12 @@ def story(root: Path) -> Story:
             s.put(f"nvme/gpt/{tag}/rank{rank}.pt", content(tag, rank))
     plan = {
         "save_dir": "nvme/gpt",
-        "nas": "nas/gpt",
+        "remote": {
+            "kind": "directory",
+            "place": "the NAS",
+            "where": "on the NAS",
+            "address": "nas/gpt",
+        },
         "save_total_limit": 2,
         "memory_budget_bytes": 4000,
         "tolerance": 1e-3,
@@ -156,3 +165,70 @@ def _retire(s: Story, tag: str, at: float) -> None:
     s.remove("retire", tag, at)
     for rank in range(2):
         (s.root / f"nas/gpt/{tag}/rank{rank}.pt").unlink()
+
+
+BUCKET = "/training/gpt"
+
+
+def bucket_story(root: Path) -> Story:
+    """The same, kept from a bucket: its server's log, its objects as files, a kill and an outage."""
+    s = story(root)
+    plan = json.loads((root / "plan.json").read_text())
+    plan["remote"] = {
+        "kind": "s3",
+        "place": "the bucket",
+        "where": "in the bucket",
+        "address": f"http://127.0.0.1:1{BUCKET}",
+    }
+    s.put("plan.json", json.dumps(plan).encode())
+    (root / "bucket").mkdir()
+    (root / "nas/gpt").rename(root / "bucket/objects")
+    objects = root / "bucket/objects"
+    listing = {str(p.relative_to(objects)): _etag(p.read_bytes()) for p in objects.rglob("*") if p.is_file()}
+    s.put("bucket/listing.json", json.dumps(listing).encode())
+    for line in s.log:
+        if line["kind"] == "object":
+            line["identity"] = _etag(
+                content(line["key"].split("/")[0].removesuffix("_universal"), _rank(line))
+            )
+    for line in sorted(s.log, key=lambda line: float(line["at"])):
+        _told_by_the_server(s, line)
+    s.server.sort(key=lambda line: float(line["at"]))
+    s.line("driver", 243.3, "remote-away", begin=242.5, tag=TAGS[8])
+    return s
+
+
+def _rank(line: dict[str, Any]) -> int:
+    return int(line["key"][-4])
+
+
+def _etag(data: bytes) -> list[Any]:
+    return [hashlib.md5(data).hexdigest(), len(data), 0]
+
+
+def server_line(at: float, method: str, key: str, **query: str) -> dict[str, Any]:
+    """One write as the server logs it."""
+    path = f"{BUCKET}/{key}"
+    return {
+        "begin": at - 0.01,
+        "at": at,
+        "method": method,
+        "path": path,
+        "status": 200,
+        "bytes": 1,
+        "query": query,
+    }
+
+
+def _told_by_the_server(s: Story, line: dict[str, Any]) -> None:
+    if line["kind"] == "seen":
+        s.server.append(server_line(line["created"], "PUT", line["key"]))
+    elif line["kind"] == "gone":
+        s.server.append(server_line(line["at"] - 0.1, "DELETE", line["key"]))
+    elif line["kind"] == "object":
+        # the kill (of TAGS[1]) and the outage (of TAGS[8]) fall between the two parts
+        at = line["at"]
+        s.server.append(server_line(at - 3.0, "POST", line["key"], uploads=""))
+        s.server.append(server_line(at - 2.0, "PUT", line["key"], partNumber="1", uploadId="u"))
+        s.server.append(server_line(at - 0.6, "PUT", line["key"], partNumber="2", uploadId="u"))
+        s.server.append(server_line(at - 0.5, "POST", line["key"], uploadId="u"))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.quickstart.checks_nas import everything_came_through
+from ckptd.quickstart.checks_remote import everything_came_through
 from ckptd.quickstart.evidence import load
 from ckptd.quickstart.judge import main
-from ckptd.quickstart.promises import PROMISES, judge
-from tests.unit.quickstart_story import TAGS, Story, content, story
+from ckptd.quickstart.promises import PROMISES, judge, promises_for
+from tests.unit.quickstart_story import TAGS, Story, bucket_story, content, server_line, story
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,3 +220,114 @@ def test_nothing_checked_is_not_held(tmp_path: Path) -> None:
         "removed local files: listed by a COMMIT of that moment",
         "the newest stayed at each removal",
     } <= found
+
+
+def test_accepts_what_holds_in_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = bucket_story(tmp_path).write()
+    assert broken(root) == set()
+    assert main([str(root)]) == 0
+    rows = json.loads((root / "verdict.json").read_text())["promises"]
+    assert len(rows) == len(promises_for(True)) == len(PROMISES) + 2
+    assert all(row["checked"] for row in rows)
+    assert "files in the bucket" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_names_the_same_of_a_bucket(tmp_path: Path, change: Callable[[Story], None], text: str) -> None:
+    s = bucket_story(tmp_path)
+    change(s)
+    if change is _commit_too_late:
+        _server_says_late(s)
+    text = text.replace("on the NAS", "in the bucket")
+    assert any(t.startswith(text) for t in broken(s.write()))
+
+
+def _server_says_late(s: Story) -> None:
+    line = next(x for x in s.server if x["path"].endswith("/commits/global_step2~g1~zero.json"))
+    line["at"] = 171.0
+
+
+def _commit_written_twice(s: Story) -> None:
+    s.server.append(server_line(280.0, "PUT", s.commits[f"{TAGS[5]}/zero"][0]))
+
+
+def _commit_that_nobody_saw(s: Story) -> None:
+    s.server.append(server_line(280.0, "PUT", "_ckptd/commits/global_step77~g1~zero.json"))
+
+
+def _object_written_after_its_commit(s: Story) -> None:
+    s.server.append(server_line(280.0, "PUT", f"{TAGS[5]}/rank0.pt"))
+
+
+def _written_while_away(s: Story) -> None:
+    s.server.append(server_line(243.0, "PUT", "latest"))
+    s.server.sort(key=lambda line: float(line["at"]))
+
+
+def _nothing_afterwards(s: Story) -> None:
+    next(x for x in s.records["driver"] if x["kind"] == "remote-away")["at"] = 250.0
+
+
+def _no_outage(s: Story) -> None:
+    s.records["driver"] = [x for x in s.records["driver"] if x["kind"] != "remote-away"]
+
+
+def _sent_from_the_start(s: Story) -> None:
+    key = f"{TAGS[1]}/rank0.pt"
+    s.server.append(server_line(122.5, "PUT", key, partNumber="2", uploadId="u"))
+    s.server.append(server_line(123.1, "PUT", key, partNumber="1", uploadId="v"))
+    s.server.append(server_line(123.2, "PUT", key, partNumber="2", uploadId="v"))
+    s.server.sort(key=lambda line: float(line["at"]))
+
+
+def _eyewitness_blind(s: Story) -> None:
+    s.log.append({"at": 150.0, "kind": "blind", "error": "connection refused"})
+
+
+def _removed_before_its_tombstone(s: Story) -> None:
+    line = next(x for x in s.server if x["method"] == "DELETE")
+    line["begin"] = 168.5
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_commit_written_twice, "COMMITs rest on"),
+        (_commit_that_nobody_saw, "COMMITs rest on"),
+        (_object_written_after_its_commit, "nothing committed was sent"),
+        (_written_while_away, "no way to the bucket"),
+        (_nothing_afterwards, "no way to the bucket"),
+        (_no_outage, "no way to the bucket"),
+        (_sent_from_the_start, "broken off uploads"),
+        (_eyewitness_blind, "`latest` in the bucket"),
+        (_removed_before_its_tombstone, "remote retention"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_believes_the_server(tmp_path: Path, change: Callable[[Story], None], text: str) -> None:
+    s = bucket_story(tmp_path)
+    change(s)
+    assert {t for t in broken(s.write()) if t.startswith(text)}
+
+
+def test_one_part_may_come_twice(tmp_path: Path) -> None:
+    s = bucket_story(tmp_path)
+    s.server.append(server_line(123.1, "PUT", f"{TAGS[1]}/rank0.pt", partNumber="1", uploadId="u"))
+    s.server.sort(key=lambda line: float(line["at"]))
+    assert broken(s.write()) == set()
+
+
+@pytest.mark.parametrize("folder", [TAGS[6], f"{TAGS[-1]}_universal"])
+def test_sees_a_changed_byte_of_a_bucket(tmp_path: Path, folder: str) -> None:
+    root = bucket_story(tmp_path).write()
+    _flip(root / f"bucket/objects/{folder}/rank0.pt")
+    found = broken(root)
+    assert len(found) == 1
+    assert found.pop().startswith(("files in the bucket", "derived files in the bucket"))
+
+
+def test_no_remote_is_no_excuse(tmp_path: Path) -> None:
+    """Without a server that answers nothing can be compared, so nothing is called held."""
+    root = bucket_story(tmp_path).write()
+    (root / "bucket").rename(root / "elsewhere")
+    assert {"files in the bucket = the trainer's SHA-256", "nothing committed was sent again"} <= broken(root)
