@@ -48,6 +48,7 @@ log = logging.getLogger("ckptd.job")
 
 RESCAN_SECONDS = 10.0
 HINT_SECONDS = 0.3
+NAMING_SECONDS = 5.0
 BUSY_FRACTION = 0.1
 """Transfers move at this fraction while a save is in flight (P11)."""
 
@@ -134,6 +135,7 @@ class Job:
         """Open state, journal and remotes; finish what a crash left."""
         prepare_state_dir(self.state_dir)
         self.workers = self._pool.for_one()
+        self._active_at = time.monotonic()
         journal = Journal(self.state_dir / "journal.db")
         state = JobState(journal=journal, problems=self.problems)
         if journal.set_aside:
@@ -148,6 +150,8 @@ class Job:
         self._audit = Audit(self.state_dir / "audit.jsonl")
         node_id = node_id_of(self.state_dir)
         check_device(self, state, save_dir_fd)
+        known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
+        self.job_id = next((job_id for job_id in known if job_id is not None), None)
         for remote in self.config.remotes:
             settings = remote_settings(
                 self.config, remote, self._daemon, journal, node=self.node, node_id=node_id
@@ -214,6 +218,7 @@ class Job:
     # --- the turn --------------------------------------------------------------------------------------
 
     _scanned_at = 0.0
+    _active_at = 0.0
 
     def turn(self, now_seconds: float) -> None:
         """One pass: scan when due, then plan and act."""
@@ -251,8 +256,11 @@ class Job:
             self._needs_turn = True
             return
         state = self.state
-        for link in self.links.values():
-            link.turn(now_seconds)
+        for number, link in enumerate(self.links.values()):
+            # the first remote names the job; the others wait a moment for it, never longer
+            if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
+                link.propose_job_id(self.job_id)
+                link.turn(now_seconds)
         self.knowledge.refresh()
         self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
@@ -328,5 +336,7 @@ class Job:
             self.state = None
             self.view = None
         if self._fd is not None:
+            # workers may hold duplicates for a moment longer; the lock must not outlive the job with them
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None

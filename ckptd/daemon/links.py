@@ -116,6 +116,11 @@ class RemoteLink:
         elif self.observation is None or now_seconds - self.observed_at_seconds >= OBSERVE_SECONDS:
             self.observe()
 
+    def propose_job_id(self, job_id: str | None) -> None:
+        """What the job is called on its other remotes, for a remote that is new."""
+        if job_id is not None and self.settings.job_id is None:
+            self.settings = self.settings.model_copy(update={"proposed_job_id": job_id})
+
     def observe(self) -> None:
         """Ask for a fresh observation unless one is under way."""
         if not self._is_asking and self.attached is not None:

@@ -42,7 +42,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         _may_initialise(store, settings, path)
         ours = RemoteIdentity(
             remote_id=secrets.token_hex(16),
-            job_id=settings.job_id or secrets.token_hex(16),
+            job_id=settings.job_id or settings.proposed_job_id or secrets.token_hex(16),
             job=settings.job,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )

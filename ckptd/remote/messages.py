@@ -26,6 +26,8 @@ class RemoteSettings(Model):
     job: str
     job_id: str | None = None
     """None: no state yet; taken from remote.json when the job name is equal (contract)."""
+    proposed_job_id: str | None = None
+    """What a new remote.json gets: the id that the job's other remotes know it by."""
     remote_id: str | None = None
     """The identity seen before; another one, or none, is "not there" (P2)."""
     may_initialise: bool = True
