@@ -1,25 +1,36 @@
-"""Real runs of transformers.Trainer with DeepSpeed on CPU, live into a save_dir (docs/formats.md §1.2)."""
+"""Real runs of transformers.Trainer and of Accelerate with DeepSpeed on CPU (docs/formats.md §1.2).
+
+`prepare` trains whole trees, kept under `.build/ckpts` as in tests/real.py; `start` trains live into a
+save_dir that a daemon watches.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.real import CACHE
+from tests.real import CACHE, REPOSITORY, locked
 from tests.stores.servers import free_port
 
-SCRIPT = Path(__file__).with_name("hf_train.py")
+HERE = Path(__file__).resolve().parent
+SCRIPTS = {name: HERE / f"{name}.py" for name in ("hf_train", "accelerate_train")}
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+START_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,53 +42,178 @@ class HfRun:
     steps: int = 8
     save_steps: int = 2
     limit: int = 0
+    """The Trainer's own save_total_limit."""
     save_only_model: bool = False
+    gather: bool = False
+    """stage3_gather_16bit_weights_on_model_save: no second writing of the shards."""
     best: bool = False
+    """load_best_model_at_end, the metric such that the first checkpoint stays the best."""
+    slow_seconds: float = 0.0
+    """Between the parts of a save."""
+    pause_seconds: float = 0.0
+    """After each save."""
+    resume: Path | None = None
+    universal: bool = False
+    init_seed: int = 7
+    hidden: int = 32
+
+    @property
+    def script(self) -> str:
+        """Module below tests/."""
+        return "hf_train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccelerateRun:
+    """One loop with `accelerator.save_state`; with `name` always into save_dir/<name>, else automatic naming.
+
+    With automatic naming save_dir is `<project>/checkpoints`, which Accelerate makes.
+    """
+
+    stage: int = 2
+    processes: int = 2
+    steps: int = 6
+    save_steps: int = 2
+    limit: int = 0
+    name: str | None = "state"
+    slow_seconds: float = 0.0
     pause_seconds: float = 0.0
     resume: Path | None = None
     universal: bool = False
     init_seed: int = 7
+    hidden: int = 32
 
-    def command(self, out: Path, losses: Path, notes: Path | None = None) -> list[str]:
-        """The launch, as users write it."""
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(self.processes)),
-            *("--master_port", str(free_port()), str(SCRIPT), "--out", str(out), "--losses", str(losses)),
-            *("--stage", str(self.stage), "--steps", str(self.steps), "--save-steps", str(self.save_steps)),
-            *("--limit", str(self.limit), "--pause", str(self.pause_seconds)),
-            *("--init-seed", str(self.init_seed)),
-        ]
-        command += ["--save-only-model"] if self.save_only_model else []
-        command += ["--best"] if self.best else []
-        command += ["--universal"] if self.universal else []
-        command += ["--resume", str(self.resume)] if self.resume else []
-        return command + (["--notes", str(notes)] if notes else [])
+    @property
+    def script(self) -> str:
+        """Module below tests/."""
+        return "accelerate_train"
 
-    def start(self, out: Path, losses: Path, notes: Path | None = None) -> subprocess.Popen[bytes]:
-        """Train in the background, its output beside the losses."""
-        with losses.with_suffix(".log").open("wb") as log:
-            return subprocess.Popen(
-                self.command(out, losses, notes), stdout=log, stderr=log, env=os.environ | ENVIRONMENT
-            )
 
-    def run(self, out: Path, losses: Path, notes: Path | None = None) -> dict[int, float]:
-        """Train to the end; loss by step."""
-        process = self.start(out, losses, notes)
-        if process.wait(240) != 0:
-            raise AssertionError(losses.with_suffix(".log").read_text()[-3000:])
-        return read_losses(losses)
+Run = HfRun | AccelerateRun
 
-    def reference(self) -> dict[int, float]:
-        """Losses of this run, trained once per machine."""
-        text = json.dumps([asdict(self), SCRIPT.read_text()], sort_keys=True, default=str)
-        cached = CACHE / f"hf-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
-        if not cached.exists():
-            CACHE.mkdir(parents=True, exist_ok=True)
-            self.run(cached.with_suffix(".out"), cached.with_suffix(".new"))
-            cached.with_suffix(".new").rename(cached)
-        return read_losses(cached)
+
+@dataclass
+class Training:
+    """A run in the background."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    losses: Path
+
+    def finish(self, seconds: float = START_SECONDS) -> dict[int, float]:
+        """Wait for its end; loss by step."""
+        if self.process.wait(seconds) != 0:
+            raise AssertionError(self.log.read_text()[-4000:])
+        return read_losses(self.losses)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of it at once: the node goes down."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def start(run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | None = None) -> Training:
+    """Train live into `out`; losses and log go to `work`."""
+    losses = work / f"{name}.losses.json"
+    job = _job(run, out, losses, notes)
+    return Training(_launch(run, [job], work / name), work / f"{name}.log", losses)
+
+
+def train(
+    run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | None = None
+) -> dict[int, float]:
+    """Train to the end; loss by step."""
+    return start(run, out, work, name=name, notes=notes).finish()
+
+
+def prepare(runs: Sequence[Run]) -> None:
+    """Make the trees that are not cached yet, one start for those of a script and a number of processes."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with locked():
+        batches: dict[tuple[str, int], list[Run]] = {}
+        for run in dict.fromkeys(runs):
+            if not (CACHE / key_of(run) / "done").exists():
+                batches.setdefault((run.script, run.processes), []).append(run)
+        for batch in batches.values():
+            _make(batch)
+
+
+def tree_of(run: Run) -> Path:
+    """save_dir of a whole run, prepared if need be; never write into it."""
+    prepare([run])
+    return CACHE / key_of(run) / "save"
+
+
+def losses_of(run: Run) -> dict[int, float]:
+    """Losses of the whole run."""
+    prepare([run])
+    return read_losses(CACHE / key_of(run) / "losses.json")
+
+
+def key_of(run: Run) -> str:
+    """Name of the cached folder: what is trained, by which versions and scripts."""
+    versions = [importlib.metadata.version(package) for package in PACKAGES]
+    texts = [path.read_text() for path in SCRIPTS.values()]
+    text = json.dumps([asdict(run), run.script, versions, texts], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{run.script.removesuffix('_train')}-z{run.stage}-{run.processes}-{digest}"
+
+
+def copy_checkpoint(tree: Path, tag: str, save_dir: Path) -> Path:
+    """One checkpoint of a cached tree, its files in the order of their last write, as if saved now."""
+    source, folder = tree / tag, save_dir / tag
+    for path in sorted((p for p in source.rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime_ns):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    return folder
 
 
 def read_losses(path: Path) -> dict[int, float]:
     """Loss by step."""
-    return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
+    return {int(step): float(loss) for step, loss in json.loads(path.read_text()).items()}
+
+
+def _job(run: Run, out: Path, losses: Path, notes: Path | None) -> dict[str, object]:
+    fields = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(run).items()}
+    return fields | {"out": str(out), "losses": str(losses), "notes": str(notes) if notes else None}
+
+
+def _launch(run: Run, jobs: list[dict[str, object]], work: Path) -> subprocess.Popen[bytes]:
+    listed = work.with_suffix(".jobs.json")
+    listed.write_text(json.dumps(jobs))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(run.processes)),
+        *("--master_port", str(free_port()), "-m", f"tests.{run.script}", str(listed)),
+    ]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    with work.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            cwd=REPOSITORY,
+            env=os.environ | ENVIRONMENT | {"PATH": path},
+            start_new_session=True,
+        )
+
+
+def _make(batch: list[Run]) -> None:
+    work = CACHE / f"making-{os.getpid()}"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        jobs = []
+        for run in batch:
+            place = work / key_of(run)
+            place.mkdir()
+            jobs.append(_job(run, place / "save", place / "losses.json", place / "notes"))
+        process = _launch(batch[0], jobs, work / "all")
+        if process.wait(START_SECONDS + 30 * len(batch)) != 0:
+            raise AssertionError((work / "all.log").read_text()[-4000:])
+        for run in batch:
+            shutil.rmtree(CACHE / key_of(run), ignore_errors=True)
+            (work / key_of(run) / "done").touch()
+            (work / key_of(run)).rename(CACHE / key_of(run))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

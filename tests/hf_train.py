@@ -1,15 +1,17 @@
 """Trains a tiny GPT-2 with the real transformers.Trainer and DeepSpeed on CPU; run by torchrun (tests/hf.py).
 
-The data depend on nothing but the sample's number, and the total batch is fixed, so that a run resumed on
+`python -m torch.distributed.run --nproc_per_node N -m tests.hf_train JOBS.json`: JOBS is a list of the fields
+of `tests.hf.HfRun` with "out", "losses", "notes". Several jobs share one start, because the start costs more
+than the training. Data depend on the sample's number alone and the total batch is fixed, so a run resumed on
 another number of processes must show the same losses.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-VOCAB, SEQ, SAMPLES = 97, 16, 512
+VOCAB, SEQ, SAMPLES, BATCH = 97, 16, 512, 8
 
 
 class Sentences(Dataset):  # type: ignore[misc]
@@ -35,119 +39,155 @@ class Sentences(Dataset):  # type: ignore[misc]
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-class Witness(TrainerCallback):
-    """After each save: waits, then notes the SHA-256 of every file as the trainer left it."""
-
-    def __init__(self, seconds: float, notes: str | None) -> None:
-        self.seconds = seconds
-        self.notes = notes
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        time.sleep(self.seconds)
-        if self.notes is None or args.process_index != 0:
-            return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        found = {
-            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        Path(self.notes).mkdir(exist_ok=True)
-        (Path(self.notes) / f"{folder.name}.json").write_text(json.dumps(found))
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add = parser.add_argument
-    add("--out", required=True)
-    add("--losses", required=True)
-    add("--stage", type=int, default=2)
-    add("--steps", type=int, default=6)
-    add("--save-steps", type=int, default=2)
-    add("--limit", type=int, default=0)
-    add("--save-only-model", action="store_true")
-    add("--best", action="store_true", help="evaluate at each save and keep the best")
-    add("--resume", default=None)
-    add("--universal", action="store_true")
-    add("--pause", type=float, default=0.0)
-    add("--notes", default=None)
-    add("--init-seed", type=int, default=7)
-    add("--hidden", type=int, default=32)
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = arguments()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    set_seed(given.init_seed)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": given.stage},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": "auto",
-                "betas": "auto",
-                "eps": "auto",
-                "weight_decay": "auto",
-                "torch_adam": True,
-            },
-        },
-    }
-    if given.universal:
-        config["checkpoint"] = {"load_universal": True}
-    more: dict[str, Any] = {}
-    if given.best:
-        more = {
-            "eval_strategy": "steps",
-            "eval_steps": given.save_steps,
-            "load_best_model_at_end": False,
-            "metric_for_best_model": "eval_loss",
-        }
-    training = TrainingArguments(
-        output_dir=given.out,
-        max_steps=given.steps,
-        save_steps=given.save_steps,
-        save_total_limit=given.limit or None,
-        save_only_model=given.save_only_model,
-        per_device_train_batch_size=8 // world,
-        logging_steps=1,
-        report_to=[],
-        bf16=True,
-        use_cpu=True,
-        deepspeed=config,
-        lr_scheduler_type="constant",
-        learning_rate=1e-3,
-        disable_tqdm=True,
-        **more,
-    )
-    model = GPT2LMHeadModel(
+def tiny_gpt2(hidden: int) -> GPT2LMHeadModel:
+    """From its configuration: nothing is downloaded; no dropout, so that losses can be compared."""
+    return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB,
             n_positions=SEQ,
-            n_embd=given.hidden,
+            n_embd=hidden,
             n_layer=2,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=1,
         )
     )
-    data = Sentences()
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=data,
-        eval_dataset=data if given.best else None,
-        callbacks=[Witness(given.pause, given.notes)],
+
+
+def note_files(folder: Path, notes: Path, name: str) -> None:
+    """What the trainer left: SHA-256 and last write of each file of a save."""
+    found = {
+        str(path.relative_to(folder)): {
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "mtime_ns": path.stat().st_mtime_ns,
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    notes.mkdir(exist_ok=True)
+    partial = notes / f".{name}.json"
+    partial.write_text(json.dumps(found))
+    partial.rename(notes / f"{name}.json")
+
+
+def slow_engine(engine: Any, seconds: float) -> None:
+    """The other ranks' optimizer shards come late, as on a busy disk: after `latest`, which rank 0 writes."""
+    write = engine._save_zero_checkpoint
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        if dist.get_rank() != 0:
+            time.sleep(seconds)
+        return write(*arguments, **named)
+
+    engine._save_zero_checkpoint = late
+
+
+class SlowTrainer(Trainer):
+    """The Trainer with pauses between the parts of a save; their order is its own."""
+
+    slow_seconds = 0.0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        engine = self.model_wrapped
+        if self.slow_seconds and not hasattr(engine, "was_slowed"):
+            slow_engine(engine, self.slow_seconds)
+            engine.was_slowed = True
+        super().save_model(output_dir, _internal_call)
+        time.sleep(self.slow_seconds)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        time.sleep(self.slow_seconds * (1 + 2 * self.args.process_index))
+        super()._save_rng_state(output_dir)
+
+
+class Witness(TrainerCallback):
+    """After each save, once every rank has written: notes what is there, then waits."""
+
+    def __init__(self, pause_seconds: float, notes: str | None) -> None:
+        self.pause_seconds = pause_seconds
+        self.notes = notes
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        dist.barrier()
+        if self.notes is not None and args.process_index == 0:
+            name = f"checkpoint-{state.global_step}"
+            note_files(Path(args.output_dir) / name, Path(self.notes), name)
+        time.sleep(self.pause_seconds)
+
+
+def ds_config(job: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration of a job, as users of the Trainer write it."""
+    zero: dict[str, Any] = {"stage": job["stage"]}
+    if job["gather"]:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": adam},
+    }
+    if job["universal"]:
+        config["checkpoint"] = {"load_universal": True}
+    return config
+
+
+def run(job: dict[str, Any]) -> None:
+    """One training run; rank 0 writes {step: loss}."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    set_seed(job["init_seed"])
+    more: dict[str, Any] = {}
+    if job["best"]:  # the greatest loss is called the best: that is an early checkpoint, not the newest
+        more = {
+            "eval_strategy": "steps",
+            "eval_steps": job["save_steps"],
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": True,
+        }
+    arguments = TrainingArguments(
+        output_dir=job["out"],
+        max_steps=job["steps"],
+        save_steps=job["save_steps"],
+        save_total_limit=job["limit"] or None,
+        save_only_model=job["save_only_model"],
+        per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
+        logging_steps=1,
+        report_to=[],
+        bf16=True,
+        use_cpu=True,
+        deepspeed=ds_config(job),
+        lr_scheduler_type="constant",
+        learning_rate=1e-3,
+        disable_tqdm=True,
+        **more,
     )
-    trainer.train(resume_from_checkpoint=given.resume)
-    if int(os.environ.get("RANK", "0")) == 0:
+    data = Sentences()
+    trainer = SlowTrainer(
+        model=tiny_gpt2(job["hidden"]),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data if job["best"] else None,
+        callbacks=[Witness(job["pause_seconds"], job["notes"])],
+    )
+    trainer.slow_seconds = job["slow_seconds"]
+    trainer.train(resume_from_checkpoint=job["resume"])
+    dist.barrier()
+    if dist.get_rank() == 0:
         rows = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
-        with open(given.losses, "w") as stream:
-            json.dump(rows, stream)
+        Path(job["losses"]).write_text(json.dumps(rows))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        run(job)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

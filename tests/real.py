@@ -99,7 +99,7 @@ def losses_of(recipe: Recipe) -> dict[int, float]:
 def prepare(recipes: Sequence[Recipe]) -> None:
     """Make what is not cached yet, one start per world size (a pipeline gets its own)."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    with _locked():
+    with locked():
         missing = [r for r in dict.fromkeys(recipes) if not (CACHE / r.key / "done").exists()]
         batches: dict[tuple[int, bool], list[Recipe]] = {}
         for recipe in missing:
@@ -185,7 +185,7 @@ def _losses(path: Path) -> dict[int, float]:
 
 
 @contextlib.contextmanager
-def _locked() -> Iterator[None]:
+def locked() -> Iterator[None]:
     """One maker at a time, whoever runs the tests."""
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import parse_shard_name
@@ -29,7 +30,7 @@ class ListedFile:
         return self.path.rsplit("/", 1)[-1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FolderListing:
     """One folder of save_dir. `irregular`: links, sockets, devices, mounts, with what they are."""
 
@@ -41,21 +42,23 @@ class FolderListing:
     roots: tuple[str, ...] = ("",)
     """Folders below this one that hold the shards; "" is this one."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Changes when any file appears, goes or changes identity."""
         rows = [f"{self.folder.dev}:{self.folder.ino}"]
-        rows += [f"{f.path}\0{f.identity.model_dump_json()}" for f in self.files]
+        for file in self.files:
+            i = file.identity
+            rows.append(f"{file.path}\0{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}")
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
-    @property
+    @cached_property
     def shards(self) -> tuple[ListedFile, ...]:
         """Files directly in the shard roots whose names are shards'."""
         return tuple(
             f for f in self.files if f.path.rpartition("/")[0] in self.roots and parse_shard_name(f.name)
         )
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Sum of file sizes."""
         return sum(f.identity.size_bytes for f in self.files)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.convert import supervise
 from ckptd.core.lifecycle import Context, State, Verdict, judge
 from ckptd.core.order import next_order, rebuilt_order, sealing_order
-from ckptd.core.save import Order, SealedSave
+from ckptd.core.save import SealedSave
 from ckptd.core.sealing import (
     best_checkpoint_of,
     best_of,
@@ -25,6 +25,7 @@ from ckptd.core.sealing import (
     sealed_extra,
     sealed_file,
 )
+from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
 from ckptd.local import fs
@@ -45,27 +46,8 @@ log = logging.getLogger("ckptd.intake")
 IN_FLIGHT_SECONDS = 60.0
 
 
-class Recogniser:
-    """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
-
-    tags_at_start: frozenset[str] = frozenset()
-    """Tags that were there when this daemon first looked."""
-
-    def may_seal(self, tag: str) -> bool:
-        """False while a remote that may know the tag has not been asked."""
-        raise NotImplementedError
-
-    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order that a COMMIT recorded for exactly this content."""
-        raise NotImplementedError
-
-    def highest(self) -> Order | None:
-        """The highest order of any COMMIT."""
-        raise NotImplementedError
-
-    def found_first(self) -> frozenset[str] | None:
-        """Tags found at the first start; None: it is not settled yet whether this is one."""
-        raise NotImplementedError
+def _written_ns(folder: FolderListing) -> int:
+    return max((f.identity.mtime_ns for f in folder.shards), default=0)
 
 
 class Intake:
@@ -87,6 +69,8 @@ class Intake:
         self._inspecting: set[str] = set()
         self._flushing: dict[str, str] = {}
         self._flushed: dict[str, str] = {}
+        self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
+        """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
@@ -98,6 +82,7 @@ class Intake:
             del state.quiet[gone]
             state.verdicts.pop(gone, None)
             state.facts.pop(gone, None)
+            self._compared.pop(gone, None)
         ready: list[tuple[FolderListing, Verdict]] = []
         for folder in listing.folders:
             verdict = self._judge(folder, now_seconds)
@@ -173,7 +158,12 @@ class Intake:
 
     def _is_sealed(self, folder: FolderListing) -> bool:
         row = self._state.row_of_tag(folder.tag)
-        return row is not None and same_files(row.save, folder)
+        if row is None:
+            return False
+        known = self._compared.get(folder.tag)
+        if known is None or known[0] is not folder or known[1] is not row.save:
+            known = self._compared[folder.tag] = (folder, row.save, same_files(row.save, folder))
+        return known[2]
 
     def _is_sealed_digest(self, tag: str, digest: str) -> bool:
         return self._flushed.get(tag) == digest
@@ -253,7 +243,7 @@ class Intake:
         for folder, verdict in sorted(ready, key=lambda row: rank.index(row[0].tag)):
             if folder.tag in found_first and waits_for:
                 continue
-            if not self._recogniser.may_seal(folder.tag):
+            if not self._recogniser.may_seal(folder.tag) or self._waits_for_older(folder, due):
                 continue
             row = self._state.row_of_tag(folder.tag)
             same = refreshed(row.save, folder, self._state.facts[folder.tag]) if row else None
@@ -265,6 +255,18 @@ class Intake:
             assert verdict.window is not None
             assert verdict.step is not None
             self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
+
+    def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
+        """One that was written before is about to be sealed: sealed after this one, it would be a rewind."""
+        mine = _written_ns(folder)
+        for other in self._state.listing.folders if self._state.listing else ():
+            verdict = self._state.verdicts.get(other.tag)
+            if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
+                continue
+            is_recent = time.monotonic() - self._state.quiet[other.tag].since_seconds < IN_FLIGHT_SECONDS
+            if is_recent and not self._is_sealed(other) and _written_ns(other) < mine:
+                return True
+        return False
 
     def _is_undecided(self, tag: str) -> bool:
         """Found at the first start and not judged to its end: `backfill` needs to know the newest of all."""

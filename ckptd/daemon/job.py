@@ -17,7 +17,7 @@ from ckptd import files
 from ckptd.config import config_digest
 from ckptd.core.planner import plan
 from ckptd.daemon.acting import Actor
-from ckptd.daemon.checks import notice_gone, see_problems
+from ckptd.daemon.checks import is_idle, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
@@ -49,6 +49,8 @@ log = logging.getLogger("ckptd.job")
 RESCAN_SECONDS = 10.0
 HINT_SECONDS = 0.3
 NAMING_SECONDS = 5.0
+FULL_TURN_SECONDS = 60.0
+"""A job at rest, in which nothing changed, is planned for so seldom."""
 BUSY_FRACTION = 0.1
 """Transfers move at this fraction while a save is in flight (P11)."""
 
@@ -81,7 +83,7 @@ class Job:
         self.watcher: Watcher | None = None
         self._hinted_at: float | None = None
         self._needs_turn = True
-        self._turns = 0
+        self.turns = 0
         self._tags_at_start: frozenset[str] | None = None
         """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
         self._may_delete = False
@@ -219,12 +221,15 @@ class Job:
 
     _scanned_at = 0.0
     _active_at = 0.0
+    _planned_at = 0.0
+    _is_at_rest = False
+    """The last plan left nothing to do and nothing is under way."""
 
     def turn(self, now_seconds: float) -> None:
         """One pass: scan when due, then plan and act."""
         if self._fd is None:
             self.open()
-            self._turns += 1
+            self.turns += 1
         fd = self._fd
         if fd is None:
             self._needs_turn = False
@@ -233,18 +238,19 @@ class Job:
         is_due = now_seconds - self._scanned_at >= min(
             RESCAN_SECONDS, self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS
         )
-        if is_hinted or is_due or self._turns == 0 or self._needs_turn:
-            self._needs_turn = False
-            self._scan_and_act(fd, now_seconds)
+        if is_hinted or is_due or self.turns == 0 or self._needs_turn:
+            is_asked, self._needs_turn = self._needs_turn, False
+            self._scan_and_act(fd, now_seconds, is_asked=is_asked)
 
-    def _scan_and_act(self, save_dir_fd: int, now_seconds: float) -> None:
+    def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
         self._hinted_at = None
         self._scanned_at = now_seconds
-        self._turns += 1
+        self.turns += 1
         if not is_still(self.config.save_dir, save_dir_fd):
             self._reopen()
             return
-        listing = scan(save_dir_fd, self.config.trainer)
+        before = self.state.listing if self.state is not None else None
+        listing = scan(save_dir_fd, self.config.trainer, before)
         if self._tags_at_start is None:
             self._tags_at_start = frozenset(f.tag for f in listing.folders)
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
@@ -260,7 +266,11 @@ class Job:
             # the first remote names the job; the others wait a moment for it, never longer
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
-                link.turn(now_seconds)
+                link.turn(now_seconds, is_at_rest=self._is_at_rest)
+        is_quiet = listing == before and self._is_at_rest and not is_asked
+        if is_quiet and now_seconds - self._planned_at < FULL_TURN_SECONDS:
+            return
+        self._planned_at = now_seconds
         self.knowledge.refresh()
         self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
@@ -275,6 +285,7 @@ class Job:
         self.actor.sweep()
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
+        self._is_at_rest = is_idle(self) and not state.is_first_scan and not self._needs_turn
         if state.is_first_scan:
             state.is_first_scan = False
             self.wake()
@@ -315,11 +326,6 @@ class Job:
     def needs_turn(self) -> bool:
         """A result arrived that no turn has seen."""
         return self._needs_turn
-
-    @property
-    def turns(self) -> int:
-        """Turns taken."""
-        return self._turns
 
     def close(self) -> None:
         """Stop everything of this job; what is half done is continued by the next start."""

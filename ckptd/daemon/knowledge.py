@@ -19,7 +19,7 @@ from ckptd.core.layouts import Role
 from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
-from ckptd.daemon.intake import Recogniser
+from ckptd.daemon.recogniser import Recogniser
 from ckptd.errors import CkptdError
 from ckptd.remote import messages as m
 

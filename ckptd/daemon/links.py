@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.remote")
 
 OBSERVE_SECONDS = 10.0
+AT_REST_SECONDS = 60.0
 MAX_BACKOFF_SECONDS = 60.0
 STALLED_SECONDS = 120.0
 
@@ -102,18 +103,19 @@ class RemoteLink:
 
     # --- turn ------------------------------------------------------------------------------------------
 
-    def turn(self, now_seconds: float) -> None:
-        """Attach or observe when due; restart a child that gives no sign."""
+    def turn(self, now_seconds: float, *, is_at_rest: bool = False) -> None:
+        """Attach or observe when due, seldom while the job is at rest; restart a child that gives no sign."""
         if self._client.stalled_seconds > STALLED_SECONDS:
             log.warning("remote %s: no sign for %.0f s, its child is restarted", self.name, STALLED_SECONDS)
             self._client.abandon()
             return
         if self._is_asking or now_seconds < self._retry_at_seconds:
             return
+        due_seconds = AT_REST_SECONDS if is_at_rest else OBSERVE_SECONDS
         if self.attached is None:
             self._is_asking = True
             self.order(m.Attach(settings=self.settings), self._attached)
-        elif self.observation is None or now_seconds - self.observed_at_seconds >= OBSERVE_SECONDS:
+        elif self.observation is None or now_seconds - self.observed_at_seconds >= due_seconds:
             self.observe()
 
     def propose_job_id(self, job_id: str | None) -> None:
@@ -126,7 +128,7 @@ class RemoteLink:
         if not self._is_asking and self.attached is not None:
             self._is_asking = True
             self._asked_at_seconds = time.monotonic()
-            self.order(m.Observe(), self._observed)
+            self.order(m.Observe(only_changed=self.observation is not None), self._observed)
 
     def describe(self, tag: str, then: Callable[[], None]) -> None:
         """Read every manifest of a tag into `tag_views`."""
@@ -199,6 +201,9 @@ class RemoteLink:
         self._is_asking = False
         if isinstance(answer, m.Observation) and self._asked_at_seconds < self._changed_at_seconds:
             self.observe()
+        elif isinstance(answer, m.Unchanged) and self.observation is not None:
+            self.observed_at_seconds = time.monotonic()
+            self.well()
         elif isinstance(answer, m.Observation):
             self.observation = answer
             self.observed_at_seconds = time.monotonic()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptd.core.facts import FileFacts
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import SaveDirListing
-    from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer
+    from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
     from ckptd.journal import Journal, SaveRow
 
 ShipKey = tuple[int, str, str]
@@ -88,11 +88,20 @@ class JobState:
     link_bytes_per_second: float | None = None
     is_first_scan: bool = True
     widest_save_seconds: float = 0.0
+    views: dict[int, tuple[tuple[object, ...], SaveView]] = field(default_factory=dict)
+    """Save id → what its view was made from, and the view."""
+    _by_tag: dict[str, int] = field(default_factory=dict)
+    """Tag → id of the save of that tag that this node holds now."""
 
     def load(self) -> None:
         """Fill saves and ships from the journal."""
         self.rows = {row.id: row for row in self.journal.saves()}
         self.ships = self.journal.ships()
+        self._by_tag = {
+            row.save.tag: row.id
+            for row in sorted(self.rows.values(), key=lambda row: row.id)
+            if row.state == "present"
+        }
         windows = [row.save.window for row in self.rows.values()]
         self.widest_save_seconds = max(((w.last - w.first) / 1e9 for w in windows), default=0.0)
 
@@ -112,8 +121,7 @@ class JobState:
 
     def row_of_tag(self, tag: str) -> SaveRow | None:
         """The save of that tag that this node holds now."""
-        rows = [row for row in self.rows.values() if row.save.tag == tag and row.state == "present"]
-        return max(rows, key=lambda row: row.id, default=None)
+        return self.rows.get(self._by_tag.get(tag, -1))
 
     def recent_sizes_bytes(self) -> list[int]:
         """Sizes of the last five saves."""

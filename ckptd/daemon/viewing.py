@@ -99,6 +99,24 @@ def _largest_limit(config: JobConfig) -> int:
 def _save(
     config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
 ) -> SaveView:
+    ships = state.ships.get(row.id, {})
+    basis = (row, folder, tuple(ships.values()), state.busy[row.id] > 0, row.save.tag in pins)
+    known = state.views.get(row.id)
+    if known is not None and len(known[0]) == len(basis) and _same(known[0], basis):
+        return known[1]
+    made = _fresh(config, state, row, folder, pins)
+    state.views[row.id] = (basis, made)
+    return made
+
+
+def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
+    """By identity where it is the same object, else by value: most saves are as they were."""
+    return all(a is b or a == b for a, b in zip(known, basis, strict=True))
+
+
+def _fresh(
+    config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
+) -> SaveView:
     now = {f.path: f.identity for f in folder.files} if folder else {}
     is_mine = row.state == "present" and folder is not None
     is_intact = (

@@ -25,11 +25,13 @@ EXTRA_LIMIT_BYTES = 16 << 20
 _POINTER_LIMIT_BYTES = 4096
 
 
-def scan(save_dir_fd: int, trainer: str = "auto") -> SaveDirListing:
+def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None = None) -> SaveDirListing:
     """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth.
 
-    With a `trainer` other than auto, folders that another one wrote are foreign.
+    With a `trainer` other than auto, folders that another one wrote are foreign. Folders that are as they
+    were in `before` are given back as the same objects: whoever compares need not look inside.
     """
+    known = {folder.tag: folder for folder in before.folders} if before else {}
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
     foreign: list[str] = []
@@ -39,7 +41,7 @@ def scan(save_dir_fd: int, trainer: str = "auto") -> SaveDirListing:
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
-                listing = scan_folder(save_dir_fd, entry.name)
+                listing = scan_folder(save_dir_fd, entry.name, known.get(entry.name))
                 if listing is not None and listing.is_checkpoint and trainer in ("auto", listing.trainer):
                     folders.append(listing)
                 else:
@@ -59,21 +61,24 @@ def scan(save_dir_fd: int, trainer: str = "auto") -> SaveDirListing:
     )
 
 
-def scan_folder(save_dir_fd: int, tag: str) -> FolderListing | None:
-    """List one folder with everything below it; None when it vanished."""
+def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None) -> FolderListing | None:
+    """List one folder with everything below it; None: it vanished; `before` itself: nothing changed."""
     try:
         fd = files.open_dir_beneath(save_dir_fd, tag)
     except FileNotFoundError:
         return None
     try:
         status = os.fstat(fd)
-        regular: list[ListedFile] = []
+        found: list[tuple[str, os.stat_result]] = []
         irregular: list[str] = []
         for path, item in _walk(fd, "", status.st_dev, MAX_DEPTH):
             if item is not None and stat.S_ISREG(item.st_mode):
-                regular.append(_listed(path, item))
+                found.append((path, item))
             else:
                 irregular.append(path)
+        if before is not None and _is_same(before, status, found, irregular):
+            return before
+        regular = [_listed(path, item) for path, item in found]
         trainer, roots = layout_of(tag, (file.path for file in regular))
         return FolderListing(
             tag=tag,
@@ -85,6 +90,25 @@ def scan_folder(save_dir_fd: int, tag: str) -> FolderListing | None:
         )
     finally:
         os.close(fd)
+
+
+def _is_same(
+    before: FolderListing,
+    folder: os.stat_result,
+    found: list[tuple[str, os.stat_result]],
+    irregular: list[str],
+) -> bool:
+    """Compared on the numbers alone: this runs for every file of a node at every look."""
+    if (before.folder.dev, before.folder.ino) != (folder.st_dev, folder.st_ino):
+        return False
+    if len(before.files) != len(found) or list(before.irregular) != irregular:
+        return False
+    for file, (path, status) in zip(before.files, found, strict=True):
+        i = file.identity
+        now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if file.path != path or (i.dev, i.ino, i.size_bytes, i.mtime_ns, i.ctime_ns) != now:
+            return False
+    return True
 
 
 def _walk(fd: int, prefix: str, device: int, depth: int) -> Iterator[tuple[str, os.stat_result | None]]:

@@ -206,7 +206,7 @@ class Play:
         def uploading() -> bool:
             resumed.check()
             saved = {str(line["tag"]) for line in resumed.lines("saved")}
-            hit[:] = saved & set(scene.remote.parts_in_flight()) - scene.committed_tags()
+            hit[:] = saved & scene.remote.uploads_in_flight() - scene.committed_tags()
             return bool(hit)
 
         self._wait("an upload to cut off", uploading, ACT_SECONDS)

@@ -32,6 +32,7 @@ SERVER_LOG = "server.jsonl"
 SERVER_LIFE_SECONDS = 900
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
+COMMITS = "_ckptd/commits/"
 BUCKET, PREFIX = "ckptd-quickstart", "gpt"
 PART_BYTES_AT_KILL = 2_000_000
 READABLE = {
@@ -114,6 +115,10 @@ class Remote(Protocol):
         """Tag → bytes of an unfinished object of its ZeRO form."""
         ...
 
+    def uploads_in_flight(self) -> set[str]:
+        """Tags whose ZeRO form is being sent."""
+        ...
+
     def keep(self, root: Path) -> None:
         """Keep below `root` what would end with this process, for judging again."""
         ...
@@ -159,6 +164,10 @@ class DirectoryRemote:
                             found[tag] = max(found.get(tag, 0), size)
         return found
 
+    def uploads_in_flight(self) -> set[str]:
+        """Those with such a name."""
+        return set(self.parts_in_flight())
+
     def keep(self, root: Path) -> None:
         """It is files already."""
 
@@ -176,6 +185,10 @@ class BucketRemote:
         self.toml = S3_TOML.format(bucket=BUCKET, prefix=PREFIX, endpoint=f"http://127.0.0.1:{gate.port}")
         self._uploads = OpenUploads(log, f"/{BUCKET}/{PREFIX}/")
 
+    def uploads_in_flight(self) -> set[str]:
+        """By the server's log: tags of which something came and no COMMIT yet."""
+        return self._uploads.uncommitted()
+
     def parts_in_flight(self) -> dict[str, int]:
         """By the server's log: parts that came, of objects that are not joined yet."""
         return self._uploads.by_tag()
@@ -192,9 +205,20 @@ class OpenUploads:
         self._log, self._prefix = log, prefix
         self._read_bytes = 0
         self._parts: dict[str, int] = {}
+        self._begun: set[str] = set()
 
     def by_tag(self) -> dict[str, int]:
         """Tag → bytes of an object of its ZeRO form that is not whole yet."""
+        self._follow()
+        found = {_tag_of(key): size for key, size in self._parts.items()}
+        return {tag: size for tag, size in found.items() if _is_zero(tag)}
+
+    def uncommitted(self) -> set[str]:
+        """Tags of which something of the ZeRO form came since the last COMMIT of theirs."""
+        self._follow()
+        return set(self._begun)
+
+    def _follow(self) -> None:
         with self._log.open("rb") as source:
             source.seek(self._read_bytes)
             news = source.read()
@@ -202,16 +226,16 @@ class OpenUploads:
         self._read_bytes += len(news)
         for line in news.splitlines():
             self._add(line)
-        found: dict[str, int] = {}
-        for key, size in self._parts.items():
-            found[key.partition("/")[0].partition(".")[0]] = size
-        return {tag: size for tag, size in found.items() if _is_zero(tag)}
 
     def _add(self, text: bytes) -> None:
         line = json.loads(text)
         key = str(line["path"]).removeprefix(self._prefix)
         if line["status"] != 200 and line["method"] != "DELETE":
             return
+        if line["method"] != "DELETE" and _is_zero(_tag_of(key)):
+            self._begun.add(_tag_of(key))
+        elif line["method"] == "PUT" and key.startswith(COMMITS) and key.endswith("~zero.json"):
+            self._begun.discard(key.removeprefix(COMMITS).partition("~")[0])
         if line["method"] == "PUT" and "partNumber" in line["query"]:
             self._parts[key] = self._parts.get(key, 0) + int(line["bytes"])
         elif "uploadId" in line["query"]:
@@ -274,6 +298,11 @@ def put(host: str, port: int, target: str, body: bytes) -> None:
         raise ServerFailed(msg) from error
     finally:
         connection.close()
+
+
+def _tag_of(key: str) -> str:
+    """`<tag>[.g<n>]/…` → tag."""
+    return key.partition("/")[0].partition(".")[0]
 
 
 def _is_zero(tag: str) -> bool:

@@ -31,7 +31,8 @@ from ckptd.remote.messages import CommitView
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ckptd.remote.store import Store
+    from ckptd.core.identity import Model
+    from ckptd.remote.store import ObjectInfo, Store
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
 Stem = tuple[str, int, str]
@@ -81,51 +82,86 @@ def read_commit(store: Store, where: Stem) -> CommitView | None:
     return CommitView(key=key, sha256=sha256_of(data), commit=commit, disputed=disputed)
 
 
-def read_commits(store: Store, only_tag: str | None = None) -> Documents:
+class DocumentCache:
+    """Documents that were read, by key, size and time: they are created once and never changed (contract).
+
+    For observations alone; what a permit rests on is read afresh.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[ObjectInfo, tuple[Model, str]]] = {}
+
+    def get(self, store: Store, info: ObjectInfo, kind: type[AnyDocument]) -> tuple[AnyDocument, str] | None:
+        """The document and its digest; None when it is gone.
+
+        Raises:
+            DamagedError, RefusedError: it cannot be read.
+        """
+        held = self._held.get(info.key)
+        if held is not None and held[0] == info and isinstance(held[1][0], kind):
+            return held[1][0], held[1][1]
+        data = store.get(info.key)
+        if data is None:
+            return None
+        found = parse(kind, data, info.key), sha256_of(data)
+        if info.mtime_ns:
+            self._held[info.key] = (info, found)
+        return found
+
+
+def read_commits(
+    store: Store, only_tag: str | None = None, *, cache: DocumentCache | None = None
+) -> Documents:
     """Every COMMIT and tombstone (of one tag)."""
+    cache = cache or DocumentCache()
     found = Documents()
     disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
     for info in store.list(f"{ROOT}/commits/"):
         where = stem_of_key(info.key)
         if where is None or only_tag not in (None, where[0]):
             continue
-        data = store.get(info.key)
-        if data is None:
-            continue
         try:
-            commit = parse(Commit, data, info.key)
+            read = cache.get(store, info, Commit)
         except DamagedError as error:
             found.damaged.append(error.message)
             continue
-        found.commits.append(
-            CommitView(key=info.key, sha256=sha256_of(data), commit=commit, disputed=where in disputed)
-        )
+        if read is not None:
+            commit, digest = read
+            found.commits.append(
+                CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in disputed)
+            )
     for info in store.list(f"{ROOT}/retired/"):
         where = stem_of_key(info.key)
         if where is not None and only_tag in (None, where[0]):
-            _collect(store, info.key, Tombstone, found.retired, found.damaged)
+            _collect(store, info, Tombstone, found.retired, found.damaged, cache)
     found.commits.sort(key=lambda view: view.key)
     return found
 
 
-def read_decisions(store: Store, found: Documents) -> None:
+def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:
     """Add every decision and pin, in order of serial."""
+    cache = cache or DocumentCache()
     for folder in ("decisions", "pins"):
         for info in store.list(f"{ROOT}/{folder}/"):
-            _collect(store, info.key, Decision, found.decisions, found.damaged)
+            _collect(store, info, Decision, found.decisions, found.damaged, cache)
     found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
 
 
 def _collect(
-    store: Store, key: str, kind: type[AnyDocument], into: list[AnyDocument], damaged: list[str]
+    store: Store,
+    info: ObjectInfo,
+    kind: type[AnyDocument],
+    into: list[AnyDocument],
+    damaged: list[str],
+    cache: DocumentCache,
 ) -> None:
-    data = store.get(key)
-    if data is None:
-        return
     try:
-        into.append(parse(kind, data, key))
+        read = cache.get(store, info, kind)
     except DamagedError as error:
         damaged.append(error.message)
+        return
+    if read is not None:
+        into.append(read[0])
 
 
 def manifest_folder(where: Stem) -> str:

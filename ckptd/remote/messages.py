@@ -52,6 +52,8 @@ class Observe(Model):
     """Read what the remote holds: COMMITs, tombstones, decisions, pointers."""
 
     op: Literal["observe"] = "observe"
+    only_changed: bool = False
+    """Answer `Unchanged` when all is as in the last observation that was given."""
 
 
 class Describe(Model):
@@ -223,6 +225,12 @@ class Observation(Model):
     free_bytes: int | None = None
 
 
+class Unchanged(Model):
+    """The remote holds what the last observation said."""
+
+    kind: Literal["unchanged"] = "unchanged"
+
+
 class ManifestView(Model):
     """A node manifest as read; `committed` when a COMMIT lists its digest."""
 
@@ -305,7 +313,17 @@ class Alive(Model):
 
 
 Answer = Annotated[
-    Attached | Observation | TagView | ShipResult | Confirmed | Done | Failed | Moving | ObjectDone | Alive,
+    Attached
+    | Observation
+    | Unchanged
+    | TagView
+    | ShipResult
+    | Confirmed
+    | Done
+    | Failed
+    | Moving
+    | ObjectDone
+    | Alive,
     Field(discriminator="kind"),
 ]
 

@@ -23,6 +23,7 @@ from ckptd.core.manifest import (
 from ckptd.errors import RemoteNotOurs
 from ckptd.remote.documents import (
     IDENTITY_KEY,
+    DocumentCache,
     committed_digests,
     generations_with_manifests,
     read_commits,
@@ -58,11 +59,13 @@ def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
     return found
 
 
-def observe(store: Store, identity: RemoteIdentity | None = None) -> Observation:
+def observe(
+    store: Store, identity: RemoteIdentity | None = None, cache: DocumentCache | None = None
+) -> Observation:
     """Everything the deciding thread needs to know of a remote, in one dated observation."""
     found_identity = still_ours(store, identity)
-    found = read_commits(store)
-    read_decisions(store, found)
+    found = read_commits(store, cache=cache)
+    read_decisions(store, found, cache)
     with_manifests = generations_with_manifests(store)
     committed = {stem_of(view.commit) for view in found.commits}
     retired = {stem_of(stone) for stone in found.retired}

@@ -14,6 +14,7 @@ from ckptd import errors
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
+from ckptd.remote.documents import DocumentCache
 from ckptd.remote.messages import (
     Alive,
     Attach,
@@ -26,6 +27,7 @@ from ckptd.remote.messages import (
     Failed,
     Moving,
     ObjectDone,
+    Observation,
     Observe,
     Pace,
     Point,
@@ -34,6 +36,7 @@ from ckptd.remote.messages import (
     Retire,
     ShipOrder,
     Shipped,
+    Unchanged,
     known,
 )
 from ckptd.remote.observe import confirm, describe, observe, point, record, still_ours
@@ -66,10 +69,12 @@ class Service:
         self._ground: Ground | None = None
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
+        self._documents = DocumentCache()
+        self._observed: Observation | None = None
 
     def expect(self, settings: RemoteSettings) -> None:
         """An order to attach was read: what is read after it means that remote, whichever thread is first."""
-        self._settings, self._ground = settings, None
+        self._settings, self._ground, self._observed = settings, None, None
 
     def steer(self, order: Pace | Cancel) -> None:
         """Change the pace, or cancel an order that runs or waits; at once, from the reading thread."""
@@ -98,7 +103,10 @@ class Service:
                 return self._attach(order.settings)
         ground = self._attached()
         if isinstance(order, Observe):
-            return observe(ground.store, ground.identity)
+            found = observe(ground.store, ground.identity, self._documents)
+            is_same = order.only_changed and found == self._observed
+            self._observed = found
+            return Unchanged() if is_same else found
         if isinstance(order, Describe):
             return describe(ground.store, order.tag, ground.identity)
         if isinstance(order, Confirm):

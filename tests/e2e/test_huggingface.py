@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.harness import Node, node
-from tests.hf import HfRun
+from tests.hf import HfRun, losses_of, start, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,19 +32,18 @@ def assert_as_written(here: Node, notes: Path, tag: str) -> None:
     """The remote holds exactly what the trainer left, by its own witness."""
     noted = json.loads((notes / f"{tag}.json").read_text())
     assert any(name.startswith("global_step") for name in noted)
-    for name, digest in noted.items():
-        assert sha256(here.nas / tag / name) == digest, name
+    for name, left in noted.items():
+        assert sha256(here.nas / tag / name) == left["sha256"], name
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_live_run_that_rotates_by_itself(tmp_path: Path, stage: int) -> None:
     """Each checkpoint is committed once, as its trainer wrote it, while the trainer keeps only two."""
     run = HfRun(stage=stage, limit=2, pause_seconds=2.5)
-    notes, losses = tmp_path / "notes", tmp_path / "losses.json"
+    notes = tmp_path / "notes"
     with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
         here.start()
-        trainer = run.start(here.save_dir, losses, notes)
-        assert trainer.wait(200) == 0, losses.with_suffix(".log").read_text()[-2000:]
+        start(run, here.save_dir, tmp_path, notes=notes).finish()
         for step in (2, 4, 6, 8):
             here.wait_committed(f"checkpoint-{step}~g1", 40)
         assert set(here.commits()) == {f"checkpoint-{step}~g1" for step in (2, 4, 6, 8)}
@@ -70,9 +69,9 @@ def test_live_run_that_rotates_by_itself(tmp_path: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) -> None:
     """From an emptied disk: exactly the same losses on two processes, within 1e-3 on four and on one."""
-    reference = HfRun(stage=stage).reference()
+    reference = losses_of(HfRun(stage=stage))
     with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
-        HfRun(stage=stage, steps=4).run(here.save_dir, tmp_path / "first.json")
+        train(HfRun(stage=stage, steps=4), here.save_dir, tmp_path)
         (here.save_dir / "checkpoint-2").rename(tmp_path / "checkpoint-2")
         assert here.once() == 0, here.log.read_text()[-3000:]
         assert "checkpoint-4~g1" in here.commits("universal")
@@ -90,7 +89,7 @@ def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) 
             run = HfRun(
                 stage=stage, processes=processes, steps=7, resume=path, universal=is_universal, init_seed=11
             )
-            losses = run.run(here.save_dir, tmp_path / f"on{processes}.json")
+            losses = train(run, here.save_dir, tmp_path, name=f"on{processes}")
             for step in (5, 6, 7):
                 if is_universal:
                     assert abs(losses[step] - reference[step]) < 1e-3, (processes, step)
@@ -101,7 +100,7 @@ def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) 
 def test_universal_is_put_beside_the_shards_that_are_here(tmp_path: Path) -> None:
     """Nothing is fetched; the folder keeps its times, because the Trainer rotates by them."""
     with node(tmp_path, local="") as here:
-        HfRun(steps=2).run(here.save_dir, tmp_path / "first.json")
+        train(HfRun(steps=2), here.save_dir, tmp_path)
         here.once()
         folder = here.save_dir / "checkpoint-2"
         before = folder.stat().st_mtime_ns

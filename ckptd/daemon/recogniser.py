@@ -1,0 +1,31 @@
+"""What sealing asks of whoever knows the remotes: an interface, so that intake knows no remote itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.core.save import Order
+
+
+class Recogniser:
+    """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
+
+    tags_at_start: frozenset[str] = frozenset()
+    """Tags that were there when this daemon first looked."""
+
+    def may_seal(self, tag: str) -> bool:
+        """False while a remote that may know the tag has not been asked."""
+        raise NotImplementedError
+
+    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order that a COMMIT recorded for exactly this content."""
+        raise NotImplementedError
+
+    def highest(self) -> Order | None:
+        """The highest order of any COMMIT."""
+        raise NotImplementedError
+
+    def found_first(self) -> frozenset[str] | None:
+        """Tags found at the first start; None: it is not settled yet whether this is one."""
+        raise NotImplementedError
