@@ -1,7 +1,7 @@
 """Trains a tiny GPT-2 in a plain Accelerate loop with DeepSpeed on CPU; run by torchrun (tests/hf.py).
 
-`python -m torch.distributed.run --nproc_per_node N -m tests.accelerate_train JOBS.json`: JOBS is a list of the
-fields of `tests.hf.AccelerateRun` with "out", "losses", "notes". With a name, every `save_state` goes to
+`python -m torch.distributed.run --nproc_per_node N -m tests.accelerate_train JOBS.json`: JOBS is a list
+of the fields of `tests.hf.AccelerateRun` with "out", "losses", "notes". With a name, every `save_state` goes to
 `<out>/<name>`, in place again and again; without one Accelerate names `<out>/checkpoint_<n>` itself.
 """
 
@@ -29,7 +29,10 @@ from tests.hf_train import BATCH, Sentences, note_files, slow_engine, tiny_gpt2
 
 
 def accelerator_of(job: dict[str, Any]) -> Accelerator:
-    """As users set it up (not with `cpu=True`, which turns DeepSpeed off); automatic naming saves below `<project>/checkpoints`, which is `out`."""
+    """As users set it up; not with `cpu=True`, which turns DeepSpeed off.
+
+    Automatic naming saves below `<project>/checkpoints`, which is `out`.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH // int(os.environ["WORLD_SIZE"]),
         "gradient_accumulation_steps": 1,
