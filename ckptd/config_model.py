@@ -269,7 +269,10 @@ class DaemonConfig(Section):
         'of the whole process tree; at least "256MiB"; or "2%"',
     )
     bandwidth_bytes_per_second: Bandwidth = _key(
-        None, "bandwidth", '"none"', "of each remote that sets none itself"
+        None, "bandwidth", '"none"', "of all uploads together, shared among those that run"
+    )
+    max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
+        4, "max_uploads", "4", "checkpoints on their way at once, over all jobs and remotes"
     )
     state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")

@@ -51,7 +51,6 @@ LATER = {
     "notify": "notifications",
     "metrics_file": "metrics of the trainer",
     "run_id_env": "run ids from the environment",
-    "max_uploads": "a limit on parallel uploads (there is one upload per remote)",
 }
 """Keys of docs/contract.md that this version knows and does not act on: refused, never silently ignored."""
 

@@ -50,19 +50,34 @@ def register(app: typer.Typer) -> None:
 def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
     """The published document of the daemon that runs a job (None: the newest that is known)."""
     places = [state_dir] if state_dir else _places(job)
+    found: list[dict[str, Any]] = []
     for place in places:
         path = place / "status.json"
         try:
-            document: dict[str, Any] = json.loads(path.read_bytes())
+            found.append(json.loads(path.read_bytes()))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
             msg = f"{path} cannot be read: {error}"
-            raise NotFoundError(msg, hint="the daemon writes it again within 10 s") from error
-        return document
+            raise NotFoundError(msg, hint="the daemon writes it again within 20 s") from error
+        if job is not None:
+            break
+    if found:
+        return _joined(found)
     looked = ", ".join(str(p / "status.json") for p in places) or "nowhere"
     msg = f"no daemon has published a status (looked at {looked})"
     raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
+
+
+def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The jobs of one daemon, of which each state directory holds its own; the newest document leads."""
+    newest = max(documents, key=lambda document: str(document["generated_at"]))
+    jobs: dict[tuple[str, str], dict[str, Any]] = {}
+    for document in documents:
+        if document["daemon"]["pid"] == newest["daemon"]["pid"]:
+            for job in document["jobs"]:
+                jobs.setdefault((job["name"], job["save_dir"]), job)
+    return newest | {"jobs": list(jobs.values())}
 
 
 def _places(job: str | None) -> list[Path]:

@@ -6,6 +6,9 @@ are those we read. It exists so that no decision about deleting or committing re
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -13,6 +16,18 @@ class Model(BaseModel):
     """Base of every model that crosses a process or a module border: frozen, unknown fields ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def model_post_init(self, _context: Any, /) -> None:
+        """One set of names for all instances of a class: a daemon remembers thousands of small ones.
+
+        Which fields were given is never asked; a set of its own doubles what an instance occupies.
+        """
+        object.__setattr__(self, "__pydantic_fields_set__", _names_of(type(self)))
+
+
+@cache
+def _names_of(kind: type[BaseModel]) -> set[str]:
+    return set(kind.model_fields)
 
 
 class FileIdentity(Model):

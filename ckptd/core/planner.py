@@ -6,6 +6,7 @@ remote (P1). Executing an action is somebody else's; a plan that is not executed
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.actions import (
@@ -68,23 +69,41 @@ def keep_local(view: JobView) -> dict[int, tuple[str, ...]]:
     by_policy = keep_reasons(
         [Item(key=str(s.id), order=s.save.order, pinned=s.is_pinned) for s in committed], view.local_retention
     )
-    return {s.id: by_policy.get(str(s.id), ()) + _protection(view, s, committed) for s in present}
+    ground = _Ground(
+        top=newest(view),
+        newest_committed=max((s.save.order for s in committed), default=None),
+        latest=view.latest,
+        best=best_tag(view),
+    )
+    return {
+        s.id: by_policy.get(str(s.id), ()) + _protection(s, ground, is_committed=is_committed(view, s))
+        for s in present
+    }
 
 
-def _protection(view: JobView, save: SaveView, committed: list[SaveView]) -> tuple[str, ...]:
-    top = newest(view)
-    newest_committed = max((s.save.order for s in committed), default=None)
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What each save is compared with."""
+
+    top: SaveView | None
+    newest_committed: Order | None
+    latest: str | None
+    best: str | None
+
+
+def _protection(save: SaveView, ground: _Ground, *, is_committed: bool) -> tuple[str, ...]:
+    top, newest_committed = ground.top, ground.newest_committed
     why = (
-        (not is_committed(view, save), "not committed on every required remote"),
+        (not is_committed, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
         (top is not None and save.id == top.id, "newest complete"),
         (newest_committed is None or save.save.order > newest_committed, "newer than the newest committed"),
-        (save.save.tag == view.latest, "latest names it"),
+        (save.save.tag == ground.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
         (save.is_busy, "being read"),
         (bool(save.has_unlisted), f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"),
         (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
-        (save.save.tag == best_tag(view), "best_model_checkpoint"),
+        (save.save.tag == ground.best, "best_model_checkpoint"),
     )
     return tuple(text for holds, text in why if holds)
 
@@ -109,8 +128,9 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
     for remote in view.remotes:
         commits = [c for c in remote.commits if c.form == ZERO]
         items = [Item(key=c.key, order=order_of(c), pinned=c.tag in pinned) for c in commits]
+        by_policy = keep_reasons(items, remote.retention)
         for commit, item in zip(commits, items, strict=True):
-            kept = keep_reasons(items, remote.retention)[item.key]
+            kept = by_policy[item.key]
             if (commit.tag, item.order) in here and remote.retention.deletes:
                 kept += ("still on this node",)
             if commit.tag == best:
@@ -167,7 +187,7 @@ def _ship(view: JobView, remote: RemoteView) -> list[Action]:
         return []
     newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
     for save in newest_first:
-        if (save.is_intact or save.is_held) and _to_ship(view, save) and _is_due(view, save, remote, ZERO):
+        if (save.is_intact or save.is_held) and _is_due(view, save, remote, ZERO) and _to_ship(view, save):
             return [_ship_or_describe(view, save, remote, ZERO)]
     if UNIVERSAL not in remote.forms:
         return []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core import actions as a
+from ckptd.errors import from_os_error
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
     from ckptd.daemon.chores import Chores
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.shipping import Shipping
+    from ckptd.daemon.totals import Totals
     from ckptd.journal import Journal
+
+log = logging.getLogger("ckptd.job")
 
 
 class Actor:
@@ -26,16 +31,37 @@ class Actor:
         shipping: Shipping,
         chores: Chores,
         journal: Journal,
+        totals: Totals,
         wake: Callable[[], None],
     ) -> None:
         self._links = links
         self._shipping = shipping
         self._chores = chores
         self._journal = journal
+        self._totals = totals
         self._wake = wake
 
-    def act(self, action: a.Action, save_dir_fd: int, reserve_bytes: int) -> None:
-        """Start one action; its result arrives later."""
+    def carry_out(self, plan: a.Plan, save_dir_fd: int, reserve_bytes: int) -> None:
+        """Start what may start now; what has to wait in line is planned again when its turn comes."""
+        places = [self, *self._links.values()]
+        self._totals.begin_turn(places)
+        for action in plan.actions:
+            try:
+                if self._may_start(action):
+                    self._act(action, save_dir_fd, reserve_bytes)
+            except OSError as error:
+                log.error("%s", from_os_error(error, type(action).__name__))
+        self._totals.end_turn(places)
+
+    def _may_start(self, action: a.Action) -> bool:
+        """Uploads and conversions are counted over all jobs (P11, P12)."""
+        if isinstance(action, a.Ship):
+            return self._totals.uploads.may_start(self._links[action.remote], self._wake)
+        if isinstance(action, a.Convert):
+            return self._totals.conversions.may_start(self, self._wake)
+        return True
+
+    def _act(self, action: a.Action, save_dir_fd: int, reserve_bytes: int) -> None:
         match action:
             case a.Describe():
                 self._links[action.remote].describe(action.tag, self._wake)

@@ -43,14 +43,14 @@ class Chores:
         state: JobState,
         workers: OneJobs,
         audit: Audit,
-        memory_budget_bytes: int,
+        conversion_bytes: Callable[[], int],
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._state = state
         self._workers = workers
         self._audit = audit
-        self._memory_budget_bytes = memory_budget_bytes
+        self._conversion_bytes = conversion_bytes
         self._wake = wake
         self._pause = threading.Event()
         self._stop = threading.Event()
@@ -135,7 +135,7 @@ class Chores:
             converting.done_bytes, converting.total_bytes = p.bytes_done, p.bytes_total
 
         options = supervise.ConvertOptions(
-            memory_budget_bytes=self._memory_budget_bytes, reserve_bytes=reserve_bytes
+            memory_budget_bytes=self._conversion_bytes(), reserve_bytes=reserve_bytes
         )
 
         self._in_worker(

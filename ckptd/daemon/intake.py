@@ -123,8 +123,9 @@ class Intake:
                 first = time.time()
             quiet = Quiet(digest=folder.digest, since_seconds=now_seconds, first_seen_unix=first)
             self._state.quiet[folder.tag] = quiet
-            self._state.facts[folder.tag] = self._known_facts(folder)
+            self._state.facts.pop(folder.tag, None)
         if self._is_sealed(folder):
+            self._state.facts.pop(folder.tag, None)  # the journal has them; a sealed save needs none
             row = self._state.row_of_tag(folder.tag)
             assert row is not None
             return Verdict(
@@ -134,7 +135,9 @@ class Intake:
                 writer=row.save.writer,
                 window=row.save.window,
             )
-        facts = self._state.facts.setdefault(folder.tag, {})
+        facts = self._state.facts.get(folder.tag)
+        if facts is None:
+            facts = self._state.facts[folder.tag] = self._known_facts(folder)
         context = Context(
             settle_seconds=self._config.settle_seconds,
             quiet_seconds=now_seconds - quiet.since_seconds,
@@ -191,7 +194,7 @@ class Intake:
             if quiet is None or quiet.digest != folder.digest:
                 return
             self._state.journal.put_facts([(identities[r.path], r) for r in rows])
-            self._state.facts[folder.tag].update({r.path: r for r in rows})
+            self._state.facts.setdefault(folder.tag, {}).update({r.path: r for r in rows})
             self._wake()
 
         def failed(error: CkptdError) -> None:
@@ -246,7 +249,7 @@ class Intake:
             if not self._recogniser.may_seal(folder.tag) or self._waits_for_older(folder, due):
                 continue
             row = self._state.row_of_tag(folder.tag)
-            same = refreshed(row.save, folder, self._state.facts[folder.tag]) if row else None
+            same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None
             if row is not None and same is not None:
                 self._state.journal.replace_sealed(row.id, same)
                 self._state.load()

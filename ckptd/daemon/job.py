@@ -13,7 +13,6 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from ckptd import files
 from ckptd.config import config_digest
 from ckptd.core.planner import plan
 from ckptd.daemon.acting import Actor
@@ -24,11 +23,17 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
-from ckptd.daemon.setup import check_device, is_still, node_id_of, prove_rights, remote_settings
+from ckptd.daemon.setup import (
+    check_device,
+    is_still,
+    node_id_of,
+    open_locked,
+    prove_rights,
+    remote_settings,
+)
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
-from ckptd.daemon.viewing import build_view
-from ckptd.errors import LockHeld, from_os_error
+from ckptd.daemon.viewing import build_view, folders_to_watch
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
 from ckptd.local.state_dir import prepare_state_dir
@@ -42,11 +47,14 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import DaemonConfig, JobConfig
     from ckptd.core.view import JobView
+    from ckptd.daemon.totals import Totals
     from ckptd.daemon.workers import Workers
 
 log = logging.getLogger("ckptd.job")
 
 RESCAN_SECONDS = 10.0
+REST_SECONDS = 30.0
+"""A job at rest is looked through so often when no file event says anything."""
 HINT_SECONDS = 0.3
 NAMING_SECONDS = 5.0
 FULL_TURN_SECONDS = 60.0
@@ -63,7 +71,7 @@ class Job:
         config: JobConfig,
         daemon: DaemonConfig,
         state_dir: Path,
-        memory_budget_bytes: int,
+        totals: Totals,
         workers: Workers,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -75,15 +83,18 @@ class Job:
         self.view: JobView | None = None
         self.job_id: str | None = None
         self._daemon = daemon
-        self._memory_budget_bytes = memory_budget_bytes
+        self._totals = totals
         self._pool = workers
         self.workers = workers.for_one()
         self._post = post
         self._fd: int | None = None
         self.watcher: Watcher | None = None
         self._hinted_at: float | None = None
-        self._needs_turn = True
+        self.needs_turn = True
+        """A result arrived that no turn has seen."""
         self.turns = 0
+        self.plans = 0
+        """How often the job was planned: what status says of it may have changed since."""
         self._tags_at_start: frozenset[str] | None = None
         """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
         self._may_delete = False
@@ -109,25 +120,12 @@ class Job:
             LockHeld: another daemon owns it (75).
         """
         save_dir = str(self.config.save_dir)
-        try:
-            fd = os.open(save_dir, files.DIR_FLAGS)
-        except FileNotFoundError:
+        fd = open_locked(save_dir)
+        if fd is None:
             self._tags_at_start = frozenset()
-            self.problems.put(
-                "save-dir-missing",
-                save_dir,
-                f"{save_dir} does not exist yet",
-                "it appears when training starts",
-            )
+            text = f"{save_dir} does not exist yet"
+            self.problems.put("save-dir-missing", save_dir, text, "it appears when training starts")
             return
-        except OSError as error:
-            raise from_os_error(error, f"opening {save_dir}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            msg = f"another daemon owns {save_dir}"
-            raise LockHeld(msg) from error
         self._fd = fd
         self.problems.clear("save-dir-missing", save_dir)
         self.watcher = Watcher(save_dir, self.hint)
@@ -155,9 +153,7 @@ class Job:
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         for remote in self.config.remotes:
-            settings = remote_settings(
-                self.config, remote, self._daemon, journal, node=self.node, node_id=node_id
-            )
+            settings = remote_settings(self.config, remote, journal, node=self.node, node_id=node_id)
             self.links[remote.name] = RemoteLink(
                 settings, self.problems, self._post, self._on_attached(remote.name), lambda _: self.wake()
             )
@@ -175,9 +171,9 @@ class Job:
             self.config, config_digest(self.config), state, self.links, self._audit, self.wake
         )
         self.chores = Chores(
-            self.config, state, self.workers, self._audit, self._memory_budget_bytes // 2, self.wake
+            self.config, state, self.workers, self._audit, self._totals.conversion_bytes, self.wake
         )
-        self.actor = Actor(self.links, self.shipping, self.chores, journal, self.wake)
+        self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake)
         return state
 
     def _on_attached(self, name: str) -> Callable[[m.Attached], None]:
@@ -200,22 +196,27 @@ class Job:
 
     def wake(self) -> None:
         """A result arrived: plan again."""
-        self._needs_turn = True
+        self.needs_turn = True
 
     def seconds_to_next(self, now_seconds: float) -> float:
         """How long the loop may sleep for this job's sake."""
-        if self._needs_turn:
+        if self.needs_turn:
             return 0.0
         if self.phase == "waiting":
             return 1.0
-        waits = [RESCAN_SECONDS - (now_seconds - self._scanned_at)]
+        waits = [self._rescan_seconds - (now_seconds - self._scanned_at)]
         if self._hinted_at is not None:
             waits.append(self._hinted_at + HINT_SECONDS - now_seconds)
         if self.state is not None:
             waits.append(self.intake.next_due_seconds(now_seconds))
             waits += [link.seconds_to_retry() for link in self.links.values() if link.seconds_to_retry() > 0]
-            waits.append(2.0 if any(link.open_orders for link in self.links.values()) else RESCAN_SECONDS)
+            if any(link.open_orders for link in self.links.values()):
+                waits.append(2.0)
         return max(0.0, min(waits))
+
+    @property
+    def _rescan_seconds(self) -> float:
+        return REST_SECONDS if self._is_at_rest else RESCAN_SECONDS
 
     # --- the turn --------------------------------------------------------------------------------------
 
@@ -232,14 +233,15 @@ class Job:
             self.turns += 1
         fd = self._fd
         if fd is None:
-            self._needs_turn = False
+            self.needs_turn = False
             return
         is_hinted = self._hinted_at is not None and now_seconds - self._hinted_at >= HINT_SECONDS
         is_due = now_seconds - self._scanned_at >= min(
-            RESCAN_SECONDS, self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS
+            self._rescan_seconds,
+            self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS,
         )
-        if is_hinted or is_due or self.turns == 0 or self._needs_turn:
-            is_asked, self._needs_turn = self._needs_turn, False
+        if is_hinted or is_due or self.turns == 0 or self.needs_turn:
+            is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
@@ -259,7 +261,7 @@ class Job:
             if not listing.folders and is_inside:
                 return
             recover(self._activate(save_dir_fd), save_dir_fd, self._audit)
-            self._needs_turn = True
+            self.needs_turn = True
             return
         state = self.state
         for number, link in enumerate(self.links.values()):
@@ -267,11 +269,12 @@ class Job:
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
                 link.turn(now_seconds, is_at_rest=self._is_at_rest)
-        is_quiet = listing == before and self._is_at_rest and not is_asked
+        has_news = self.knowledge.refresh()
+        is_quiet = listing == before and self._is_at_rest and not is_asked and not has_news
         if is_quiet and now_seconds - self._planned_at < FULL_TURN_SECONDS:
             return
         self._planned_at = now_seconds
-        self.knowledge.refresh()
+        self.plans += 1
         self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
         self.intake.look(listing, save_dir_fd, now_seconds)
@@ -280,12 +283,12 @@ class Job:
         self.knowledge.choose_generations()
         self._pace(state)
         if self.watcher is not None:
-            self.watcher.follow(state.in_flight)
+            self.watcher.follow(folders_to_watch(state))
         self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
         self.actor.sweep()
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
-        self._is_at_rest = is_idle(self) and not state.is_first_scan and not self._needs_turn
+        self._is_at_rest = is_idle(self) and not state.is_first_scan and not self.needs_turn
         if state.is_first_scan:
             state.is_first_scan = False
             self.wake()
@@ -300,11 +303,7 @@ class Job:
             may_delete=self._may_delete,
         )
         state.plan = plan(self.view)
-        for action in state.plan.actions:
-            try:
-                self.actor.act(action, save_dir_fd, self.view.disk.reserve_bytes)
-            except OSError as error:
-                log.error("%s", from_os_error(error, type(action).__name__))
+        self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     # --- parts of the turn -----------------------------------------------------------------------------
 
@@ -323,9 +322,9 @@ class Job:
     # --- end -------------------------------------------------------------------------------------------
 
     @property
-    def needs_turn(self) -> bool:
-        """A result arrived that no turn has seen."""
-        return self._needs_turn
+    def is_converting(self) -> bool:
+        """A conversion of this job is under way."""
+        return self.state is not None and self.state.converting is not None
 
     def close(self) -> None:
         """Stop everything of this job; what is half done is continued by the next start."""

@@ -35,6 +35,8 @@ log = logging.getLogger("ckptd.knowledge")
 
 DECISIONS = "decisions"
 _BESIDE = (Role.SIDE, Role.EXTRA)
+_SETTLED_NS = 2_000_000_000
+"""A folder that changed later than this before it was read may change again under the same time."""
 
 
 def read_decisions(state_dir: Path) -> list[Decision]:
@@ -91,6 +93,8 @@ class Knowledge(Recogniser):
         self._first: frozenset[str] | None = None
         self.tags_at_start = tags_at_start
         self.decisions: tuple[Decision, ...] = ()
+        self._own: list[Decision] = []
+        self._read_as_of_ns: int | None = None
 
     @property
     def has_heard_all(self) -> bool:
@@ -102,12 +106,26 @@ class Knowledge(Recogniser):
         """The journal knows all that remotes knew when it was begun."""
         return self._state.journal.meta("rebuilt") == "1"
 
-    def refresh(self) -> None:
-        """Read decisions again: own files, and what the last observations showed."""
-        local = read_decisions(self._state_dir)
+    def refresh(self) -> bool:
+        """Read decisions again: own files, and what the last observations showed; whether any is new."""
+        before = self.decisions
+        local = self._local_decisions()
         seen = [d for link in self._links.values() if link.observation for d in link.observation.decisions]
         known = {(d.kind, d.tag, d.serial): d for d in [*seen, *local]}
         self.decisions = tuple(sorted(known.values(), key=lambda d: d.serial))
+        return self.decisions != before
+
+    def _local_decisions(self) -> list[Decision]:
+        """Those of the state directory, read when the folder has changed or may just be changing."""
+        try:
+            changed_ns = (self._state_dir / DECISIONS).stat().st_mtime_ns
+        except OSError:
+            return []
+        if changed_ns != self._read_as_of_ns:
+            is_settled = time.time_ns() - changed_ns > _SETTLED_NS
+            self._own = read_decisions(self._state_dir)
+            self._read_as_of_ns = changed_ns if is_settled else None
+        return self._own
 
     @property
     def pins(self) -> frozenset[str]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from ckptd import files
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
@@ -17,8 +14,6 @@ from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
@@ -139,7 +134,8 @@ def _disk(job: Job, state: JobState) -> st.DiskStatus:
 def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     rows = sorted(state.rows.values(), key=lambda r: r.save.order, reverse=True)
     shown = [r for r in rows if r.state == "present" or r.held]
-    ended = [r for r in rows if r not in shown and r.state in ("pruned", "vanished", "superseded")]
+    is_shown = {r.id for r in shown}
+    ended = [r for r in rows if r.id not in is_shown and r.state in ("pruned", "vanished", "superseded")]
     sealed = [_sealed(job, state, row) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
     open_ones = [
@@ -242,9 +238,3 @@ def _form(state: JobState, row: SaveRow, record: ShipRecord | None, remote: str,
         started_at=rfc3339(started) if started else None,
         ended_at=rfc3339(ended) if ended and record.state is ShipState.COMMITTED else None,
     )
-
-
-def publish(status: st.Status, state_dir: Path) -> None:
-    """Write status.json by rename, readable for any user (0644, H33)."""
-    with files.opened_dir(state_dir) as fd:
-        files.write_atomic(fd, st.FILE_NAME, json.dumps(asdict(status)).encode(), mode=0o644)

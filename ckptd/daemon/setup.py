@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.errors import CkptdError, NotPermitted
+from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
 from ckptd.local import rights
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
@@ -16,7 +17,7 @@ from ckptd.remote.access import access_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
@@ -36,7 +37,6 @@ def node_id_of(state_dir: Path) -> str:
 def remote_settings(
     config: JobConfig,
     remote: RemoteConfig,
-    daemon: DaemonConfig,
     journal: Journal,
     *,
     node: str,
@@ -53,10 +53,31 @@ def remote_settings(
         save_dir=str(config.save_dir),
         verify=remote.verify,
         access=access_of(remote),
-        bytes_per_second=remote.bandwidth_bytes_per_second or daemon.bandwidth_bytes_per_second,
+        bytes_per_second=remote.bandwidth_bytes_per_second,
         node=node,
         node_id=node_id,
     )
+
+
+def open_locked(save_dir: str) -> int | None:
+    """A descriptor of save_dir that holds its lock; None: there is no such directory yet.
+
+    Raises:
+        LockHeld: another daemon owns it (75).
+    """
+    try:
+        fd = os.open(save_dir, files.DIR_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, f"opening {save_dir}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        msg = f"another daemon owns {save_dir}"
+        raise LockHeld(msg) from error
+    return fd
 
 
 def check_device(job: Job, state: JobState, save_dir_fd: int) -> None:

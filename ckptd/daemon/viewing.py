@@ -29,6 +29,13 @@ def next_save_bytes(state: JobState) -> int:
     return int(max(state.recent_sizes_bytes(), default=0) * NEXT_SAVE_FACTOR)
 
 
+def folders_to_watch(state: JobState) -> set[str]:
+    """Folders being written, and the newest: a trainer with a constant name saves into it again."""
+    newest = max((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.id, default=None)
+    again = {f"{newest.save.tag}/{root}".rstrip("/") for root in newest.save.roots} if newest else set()
+    return set(state.in_flight) | again
+
+
 def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
     """Free bytes of save_dir's file system and P13's line."""
     total = os.fstatvfs(save_dir_fd)

@@ -85,7 +85,7 @@ class RemoteClient:
         self._child: _Child | None = None
         self._next_id = _ATTACH_ID
         self._open: dict[int, Order] = {}
-        self._fraction = 1.0
+        self._pace = Pace(fraction=1.0, bytes_per_second=settings.bytes_per_second)
         self._sign_at = time.monotonic()
         self._is_closed = False
 
@@ -132,12 +132,12 @@ class RemoteClient:
             child.to_write.put(_line(order_id, order))
         return order_id
 
-    def pace(self, fraction: float) -> None:
-        """Move at this fraction of the configured speed from now on; 0 pauses."""
+    def pace(self, fraction: float, bytes_per_second: int | None) -> None:
+        """Move at this fraction of that speed (None: no limit) from now on; 0 pauses."""
         with self._lock:
-            self._fraction = fraction
+            self._pace = Pace(fraction=fraction, bytes_per_second=bytes_per_second)
             if self._child is not None:
-                self._child.to_write.put(_line(_ATTACH_ID, Pace(fraction=fraction)))
+                self._child.to_write.put(_line(_ATTACH_ID, self._pace))
 
     def cancel(self, order_id: int) -> None:
         """End an order at its next buffer; its answer is `Failed` with `SourceChanged`."""
@@ -203,8 +203,7 @@ class RemoteClient:
             ).start()
         if not is_attaching:
             child.to_write.put(_line(_ATTACH_ID, Attach(settings=self._settings)))
-        if self._fraction != 1.0:
-            child.to_write.put(_line(_ATTACH_ID, Pace(fraction=self._fraction)))
+        child.to_write.put(_line(_ATTACH_ID, self._pace))
         return child
 
     def _write(self, child: _Child) -> None:

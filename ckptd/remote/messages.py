@@ -156,10 +156,11 @@ class Discard(Model):
 
 
 class Pace(Model):
-    """Move at this fraction of the configured speed; 1.0 = as configured (P11). Needs no answer."""
+    """Move at this fraction of that speed; 1.0 = all of it, no speed = no limit (P11). Needs no answer."""
 
     op: Literal["pace"] = "pace"
     fraction: float
+    bytes_per_second: int | None = None
 
 
 class Cancel(Model):
@@ -341,10 +342,6 @@ ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)
 
 def known(settings: RemoteSettings, found: Attached) -> RemoteSettings:
     """The settings for the next time: only this very remote is meant from now on (P2)."""
-    return settings.model_copy(
-        update={
-            "remote_id": found.identity.remote_id,
-            "job_id": found.identity.job_id,
-            "may_initialise": False,
-        }
-    )
+    identity = found.identity
+    learned = {"remote_id": identity.remote_id, "job_id": identity.job_id, "may_initialise": False}
+    return settings.model_copy(update=learned)

@@ -75,11 +75,13 @@ class Service:
     def expect(self, settings: RemoteSettings) -> None:
         """An order to attach was read: what is read after it means that remote, whichever thread is first."""
         self._settings, self._ground, self._observed = settings, None, None
+        self._pacer.set_rate(settings.bytes_per_second)
 
     def steer(self, order: Pace | Cancel) -> None:
         """Change the pace, or cancel an order that runs or waits; at once, from the reading thread."""
         if isinstance(order, Pace):
             self._pacer.set_fraction(order.fraction)
+            self._pacer.set_rate(order.bytes_per_second)
         else:
             self._cancelled.add(order.order_id)
 
@@ -141,7 +143,6 @@ class Service:
         abilities = Abilities(
             create_only=found.create_only, checksum=found.checksum, resumable=True, notes=found.notes
         )
-        self._pacer.set_rate(settings.bytes_per_second)
         self._settings = known(settings, found)
         self._ground = Ground(store=store, abilities=abilities, identity=found.identity)
         return found

@@ -94,10 +94,14 @@ class House:
         return self.ckptd("reload", "--state-dir", str(self.root / "state" / name))
 
     def status(self) -> dict[str, Any]:
-        """Any status.json: all jobs are in each."""
-        found = list((self.root / "state").glob("*/status.json"))
-        newest = max(found, key=lambda p: p.stat().st_mtime_ns, default=None)
-        return json.loads(newest.read_bytes()) if newest else {"jobs": [], "daemon": {}}
+        """The newest status.json with the jobs of all of this daemon: each state directory holds its own."""
+        paths = sorted((self.root / "state").glob("*/status.json"), key=lambda p: p.stat().st_mtime_ns)
+        if not paths:
+            return {"jobs": [], "daemon": {}}
+        documents: list[dict[str, Any]] = [json.loads(path.read_bytes()) for path in paths]
+        pid = documents[-1]["daemon"]["pid"]
+        jobs = {j["name"]: j for d in documents if d["daemon"]["pid"] == pid for j in d["jobs"]}
+        return documents[-1] | {"jobs": list(jobs.values())}
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         """Jobs of status by name."""

@@ -172,13 +172,13 @@ def test_bandwidth_is_kept_and_the_pace_changes_on_the_fly(slow: Rig) -> None:
     slow.node.tag = "global_step6"
     slow.node.write_all()
     slow.big(6)
-    slow.client.pace(0)
+    slow.client.pace(0, None)
     paused = slow.client.submit(slow.order())
     time.sleep(1.5)
     assert slow.ear.moved(paused) == []
     # waiting is not hanging
     assert slow.client.stalled_seconds < 1.4
-    slow.client.pace(1)
+    slow.client.pace(1, None)
     assert isinstance(slow.ear.final(paused), ShipResult)
 
 
@@ -187,7 +187,7 @@ def test_a_paused_transfer_gives_signs_of_life_and_a_hung_one_does_not(slow: Rig
     slow.big(8)
     shipping = slow.client.submit(slow.order())
     slow.ear.until(lambda: bool(slow.ear.moved(shipping)))
-    slow.client.pace(0)
+    slow.client.pace(0, None)
     time.sleep(2.5)
     assert slow.client.stalled_seconds < 1.6
     pid = slow.client.pid
@@ -199,7 +199,7 @@ def test_a_paused_transfer_gives_signs_of_life_and_a_hung_one_does_not(slow: Rig
     failed = slow.ear.final(shipping, 1)
     assert isinstance(failed, Failed)
     assert "no sign of life" in failed.message
-    slow.client.pace(1)
+    slow.client.pace(1, None)
     assert isinstance(slow.ask(Observe()), Observation)
 
 

@@ -212,7 +212,7 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
     if what == "confirmation":
         monkeypatch.setattr(planner, "is_committed", lambda view, save: bool(view.remotes))
     elif what == "newest":
-        monkeypatch.setattr(planner, "_protection", lambda view, save, committed: ())
+        monkeypatch.setattr(planner, "_protection", lambda save, ground, *, is_committed: ())
     else:
         monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): ("x",)})
         monkeypatch.setattr(

@@ -228,7 +228,7 @@ def test_state_dir_inside_a_save_dir(tmp_path: Path, base: dict[str, Any]) -> No
         ('state_dir = "state"', "absolute"),
         ('save_dir = "/x"', "a job file"),
         ('notify = "mail"', "not in this version"),
-        ("max_uploads = 4", "not in this version"),
+        ("max_uploads = 0", "max_uploads"),
     ],
 )
 def test_daemon_file(tmp_path: Path, text: str, part: str) -> None:

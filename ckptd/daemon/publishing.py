@@ -1,0 +1,196 @@
+"""status.json of each job: rewritten when something changed, else as a sign of life (P17).
+
+A job at rest costs next to nothing: its part of the document is kept as text until one of its turns, problems
+or transfers changes it. Each state directory gets its own job, and those that do not run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ckptd import __version__, files
+from ckptd.daemon.report import job_status
+from ckptd.errors import LockHeld
+from ckptd.local.state_dir import prepare_state_dir
+from ckptd.observe import status as st
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ckptd.daemon.job import Job
+    from ckptd.errors import CkptdError
+
+log = logging.getLogger("ckptd")
+
+PROGRESS_SECONDS = 1.0
+"""Changes and progress are published at most so often."""
+ALIVE_SECONDS = 20.0
+"""A sign of life; `ckptd status` calls a document old after 60 s."""
+AGES_SECONDS = 60.0
+"""The ages in a job's part are counted again so often."""
+MEMORY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """A job that does not run, and why."""
+
+    name: str
+    save_dir: str
+    error: CkptdError
+    since_unix_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """The last reload, if there was one."""
+
+    at_unix_seconds: float | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """What was last said of one job."""
+
+    key: object
+    text: str
+    state: str
+    made_at_seconds: float
+    published_at_seconds: float = -math.inf
+
+
+class Publisher:
+    """Publishes all jobs of a daemon; called in the deciding thread after its turns."""
+
+    def __init__(self) -> None:
+        self._started_unix = time.time()
+        self._parts: dict[int, _Part] = {}
+        self._header: object = None
+        self._memory_bytes, self._measured_at_seconds = 0, -math.inf
+        self.has_unsaid = False
+        """Something changed that is not published yet: ask again within PROGRESS_SECONDS."""
+
+    def publish(
+        self,
+        jobs: Sequence[Job],
+        invalid: Sequence[Invalid],
+        reloaded: Reloaded,
+        memory_budget_bytes: int,
+        *,
+        alive: bool = True,
+        is_urgent: bool = False,
+    ) -> str:
+        """Write what is due; one line that says how all jobs are."""
+        now = time.monotonic()
+        broken = [_invalid_status(one) for one in invalid]
+        header = (tuple(broken), reloaded, alive)
+        is_urgent = is_urgent or header != self._header
+        self._header = header
+        self._parts = {id(job): part for job in jobs if (part := self._parts.get(id(job))) is not None}
+        said = []
+        self.has_unsaid = False
+        for job in jobs:
+            part = self._part(job, now, is_urgent=is_urgent)
+            said.append(f"{job.config.name}: {part.state}")
+            if is_urgent or now - part.published_at_seconds >= ALIVE_SECONDS:
+                part.published_at_seconds = now
+                daemon = self._daemon(now, reloaded, memory_budget_bytes, alive=alive)
+                self._write(job, _document(daemon, [part.text, *map(_text, broken)]))
+        return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
+
+    def retract(self, job: Job) -> None:
+        """A job that ends here is not told of any more."""
+        if job.state is not None:
+            daemon = self._daemon(time.monotonic(), Reloaded(), 0, alive=True)
+            self._write(job, _document(daemon, []))
+
+    def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:
+        """The job's part, made anew when it changed, is moving, or its ages have grown old."""
+        old = self._parts.get(id(job))
+        key = (job.plans, job.phase, job.job_id, job.problems.all())
+        is_moving = job.state is not None and bool(job.state.moving or job.state.converting)
+        is_changed = old is None or is_moving or key != old.key
+        age = math.inf if old is None or is_urgent else now - old.made_at_seconds
+        if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
+            status = job_status(job)
+            self._parts[id(job)] = _Part(key, _text(status), status.state, now)
+            is_changed = is_moving
+        self.has_unsaid = self.has_unsaid or is_changed
+        return self._parts[id(job)]
+
+    def _daemon(
+        self, now: float, reloaded: Reloaded, memory_budget_bytes: int, *, alive: bool
+    ) -> st.DaemonStatus:
+        if now - self._measured_at_seconds >= MEMORY_SECONDS:
+            self._memory_bytes, self._measured_at_seconds = _tree_bytes(), now
+        at = reloaded.at_unix_seconds
+        return st.DaemonStatus(
+            pid=os.getpid(),
+            alive=alive,
+            version=__version__,
+            started_at=st.rfc3339(self._started_unix),
+            last_turn_age_seconds=0.0,
+            memory_bytes=self._memory_bytes,
+            memory_budget_bytes=memory_budget_bytes,
+            reloaded_at=st.rfc3339(at) if at else None,
+            reload_error=reloaded.error,
+        )
+
+    def _write(self, job: Job, document: bytes) -> None:
+        """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11)."""
+        place: Path = job.state_dir
+        try:
+            if job.state is None:
+                if place.is_relative_to(job.config.save_dir):
+                    return
+                prepare_state_dir(place)
+            with files.opened_dir(place) as fd:
+                files.write_atomic(fd, st.FILE_NAME, document, mode=0o644)
+        except OSError as error:
+            log.error("cannot publish status in %s: %s", place, error.strerror)
+
+
+def _text(status: st.JobStatus) -> str:
+    return json.dumps(asdict(status))
+
+
+def _document(daemon: st.DaemonStatus, jobs: Sequence[str]) -> bytes:
+    """The fields of `st.Status`, with the jobs as the text that they are already."""
+    empty = asdict(st.Status(generated_at=st.rfc3339(time.time()), daemon=daemon, jobs=()))
+    del empty["jobs"]
+    return f'{json.dumps(empty)[:-1]}, "jobs": [{", ".join(jobs)}]}}'.encode()
+
+
+def _invalid_status(one: Invalid) -> st.JobStatus:
+    problem = st.ProblemStatus(
+        code="lock-held" if isinstance(one.error, LockHeld) else "config-invalid",
+        severity="attention",
+        since=st.rfc3339(one.since_unix_seconds),
+        text=one.error.message,
+        next_step=one.error.hint,
+    )
+    return st.JobStatus(
+        name=one.name, job_id=None, save_dir=one.save_dir, state="invalid", problems=(problem,)
+    )
+
+
+def _tree_bytes() -> int:
+    """Resident bytes of the daemon and its children."""
+    process = psutil.Process()
+    total = 0
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            total += one.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total

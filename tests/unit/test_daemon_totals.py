@@ -1,0 +1,91 @@
+"""What jobs share: places in line, and the bandwidth (never more than the total, nothing wasted)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.daemon.totals import Slots, shares
+
+if TYPE_CHECKING:
+    from ckptd.daemon.links import RemoteLink
+
+
+class Line:
+    """Slots, what runs, and who was woken."""
+
+    def __init__(self, count: int) -> None:
+        self.running: set[str] = set()
+        self.woken: list[str] = []
+        self.slots = Slots(count, lambda: len(self.running))
+
+    def ask(self, who: str) -> bool:
+        """Ask, and start when allowed."""
+        may = self.slots.may_start(who, lambda: self.woken.append(who))
+        if may:
+            self.running.add(who)
+        return may
+
+
+def test_first_come_first_served() -> None:
+    line = Line(2)
+    assert [line.ask(who) for who in "abcd"] == [True, True, False, False]
+    line.running.discard("a")
+    assert not line.ask("d"), "c came first"
+    line.slots.call()
+    assert line.woken == ["c"]
+    assert line.ask("c")
+    line.running.discard("b")
+    line.slots.call()
+    assert line.woken == ["c", "d"]
+    assert line.ask("d")
+
+
+def test_who_does_not_ask_again_loses_its_place() -> None:
+    line = Line(1)
+    assert line.ask("a")
+    assert not line.ask("b")
+    assert not line.ask("c")
+    line.slots.begin_turn(["b"])
+    line.slots.end_turn(["b"])
+    line.running.discard("a")
+    assert line.ask("c")
+
+
+def test_who_asks_again_keeps_it() -> None:
+    line = Line(1)
+    assert line.ask("a")
+    assert not line.ask("b")
+    line.slots.begin_turn(["b"])
+    assert not line.ask("b")
+    line.slots.end_turn(["b"])
+    line.running.discard("a")
+    assert not line.ask("c")
+    assert line.ask("b")
+
+
+def shared(total: int | None, limits: list[int | None]) -> list[int | None]:
+    """`shares` of transfers that are only told apart."""
+    links = [cast("RemoteLink", object()) for _ in limits]
+    found = shares(total, dict(zip(links, limits, strict=True)))
+    return [found[link] for link in links]
+
+
+def test_bandwidth_is_shared_and_what_one_leaves_goes_to_others() -> None:
+    assert shared(None, [None, 5]) == [None, 5]
+    assert shared(90, [None, None, None]) == [30, 30, 30]
+    assert shared(90, [None, 10, None]) == [40, 10, 40]
+    assert shared(90, [100]) == [90]
+    assert shared(90, []) == []
+
+
+@given(st.integers(100, 10**10), st.lists(st.none() | st.integers(1, 10**10), min_size=1, max_size=20))
+def test_never_more_than_the_total_and_nothing_left_over(total: int, limits: list[int | None]) -> None:
+    rates = shared(total, limits)
+    assert all(rate is not None and rate >= 1 for rate in rates)
+    assert sum(rate or 0 for rate in rates) <= total
+    wanted = sum(total if limit is None else limit for limit in limits)
+    assert sum(rate or 0 for rate in rates) >= min(total, wanted) - len(limits)
+    assert all(limit is None or (rate or 0) <= limit for rate, limit in zip(rates, limits, strict=True))
