@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ckptd.daemon.job import REST_AFTER_SECONDS
 from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import servers
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RECIPE = Recipe(stage=2, world_size=2, hidden=16, layers=1, heads=2, save_at=(1,))
-SETTLE_SECONDS = 45.0
+SETTLE_SECONDS = REST_AFTER_SECONDS + 60.0
+"""Until the daemon calls itself at rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--checkpoints", type=int, default=100)
     parser.add_argument("--remote", choices=["directory", "s3"], default="directory")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=120.0)
     given = parser.parse_args()
     cost = run(given.jobs, given.checkpoints, given.remote, given.seconds)
     children = ", ".join(f"{mb:.0f}" for mb in cost.children_mb) or "none"

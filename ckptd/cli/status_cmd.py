@@ -179,7 +179,8 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     age = _age_seconds(document["generated_at"])
     for job in jobs:
-        console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, age))}")
+        since = _age_seconds(job["as_of"]) if job.get("as_of") else age
+        console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, since))}")
         for text in job["opt_outs"]:
             console.print(f"  opt-out: {escape(text)}")
         if not alive:

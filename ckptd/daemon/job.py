@@ -53,11 +53,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.job")
 
 RESCAN_SECONDS = 10.0
-REST_SECONDS = 30.0
-"""A job at rest is looked through so often when no file event says anything."""
+REST_SECONDS = 60.0
+REST_AFTER_SECONDS = 300.0
+"""A job in which nothing happened for so long is looked through so often, where file events tell of news."""
 HINT_SECONDS = 0.3
 NAMING_SECONDS = 5.0
-FULL_TURN_SECONDS = 60.0
+FULL_TURN_SECONDS = 120.0
 """A job at rest, in which nothing changed, is planned for so seldom."""
 BUSY_FRACTION = 0.1
 """Transfers move at this fraction while a save is in flight (P11)."""
@@ -91,7 +92,6 @@ class Job:
         self.watcher: Watcher | None = None
         self._hinted_at: float | None = None
         self.needs_turn = True
-        """A result arrived that no turn has seen."""
         self.turns = 0
         self.plans = 0
         """How often the job was planned: what status says of it may have changed since."""
@@ -216,13 +216,16 @@ class Job:
 
     @property
     def _rescan_seconds(self) -> float:
-        return REST_SECONDS if self._is_at_rest else RESCAN_SECONDS
+        has_events = self.watcher is not None and self.watcher.hears_all
+        is_long = self._scanned_at - self._busy_at > REST_AFTER_SECONDS
+        return REST_SECONDS if self._is_at_rest and is_long and has_events else RESCAN_SECONDS
 
     # --- the turn --------------------------------------------------------------------------------------
 
     _scanned_at = 0.0
     _active_at = 0.0
     _planned_at = 0.0
+    _busy_at = 0.0
     _is_at_rest = False
     """The last plan left nothing to do and nothing is under way."""
 
@@ -236,10 +239,8 @@ class Job:
             self.needs_turn = False
             return
         is_hinted = self._hinted_at is not None and now_seconds - self._hinted_at >= HINT_SECONDS
-        is_due = now_seconds - self._scanned_at >= min(
-            self._rescan_seconds,
-            self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS,
-        )
+        settled = self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS
+        is_due = now_seconds - self._scanned_at >= min(self._rescan_seconds, settled)
         if is_hinted or is_due or self.turns == 0 or self.needs_turn:
             is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
@@ -271,6 +272,8 @@ class Job:
                 link.turn(now_seconds, is_at_rest=self._is_at_rest)
         has_news = self.knowledge.refresh()
         is_quiet = listing == before and self._is_at_rest and not is_asked and not has_news
+        if not is_quiet:
+            self._busy_at = now_seconds
         if is_quiet and now_seconds - self._planned_at < FULL_TURN_SECONDS:
             return
         self._planned_at = now_seconds

@@ -208,8 +208,8 @@ class Daemon:
                 return
             self._service.turn_completed()
             self._publish()
-            all_idle = all(is_idle(job) for job in self.jobs)
-            if all_idle and (self._once or self._deadline is not None):
+            is_ending = self._once or self._deadline is not None
+            if is_ending and all(is_idle(job) for job in self.jobs):
                 return
             if self._deadline is not None and now >= self._deadline:
                 log.warning("the drain deadline passed")

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import psutil
+from pydantic import TypeAdapter
 
 from ckptd import __version__, files
 from ckptd.daemon.report import job_status
@@ -35,9 +36,10 @@ PROGRESS_SECONDS = 1.0
 """Changes and progress are published at most so often."""
 ALIVE_SECONDS = 20.0
 """A sign of life; `ckptd status` calls a document old after 60 s."""
-AGES_SECONDS = 60.0
+AGES_SECONDS = 300.0
 """The ages in a job's part are counted again so often."""
 MEMORY_SECONDS = 10.0
+_JOB = TypeAdapter(st.JobStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class Publisher:
 
 
 def _text(status: st.JobStatus) -> str:
-    return json.dumps(asdict(status))
+    return _JOB.dump_json(status).decode()
 
 
 def _document(daemon: st.DaemonStatus, jobs: Sequence[str]) -> bytes:

@@ -34,6 +34,7 @@ def job_status(job: Job) -> st.JobStatus:
         "name": job.config.name,
         "job_id": job.job_id,
         "save_dir": str(job.config.save_dir),
+        "as_of": rfc3339(time.time()),
         "opt_outs": job.config.opt_outs,
         "problems": tuple(
             st.ProblemStatus(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from watchdog.events import (
@@ -25,6 +26,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 
 from ckptd.core.listing import OURS
+from ckptd.local.state_dir import filesystem_type, is_network
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,6 +57,7 @@ class Watcher:
         self._watches: dict[str, ObservedWatch] = {}
         self.problem: str | None = None
         """Why hints do not arrive (rescans still do the work)."""
+        self._is_shared = is_network(filesystem_type(Path(save_dir)))
 
     def start(self) -> None:
         """Begin with save_dir itself."""
@@ -63,6 +66,11 @@ class Watcher:
             self._schedule(self._save_dir)
         except OSError as error:
             self.problem = f"no file events ({error.strerror}); rescans find everything"
+
+    @property
+    def hears_all(self) -> bool:
+        """No new folder appears without a hint: on a shared file system other nodes' would."""
+        return self.problem is None and not self._is_shared
 
     def follow(self, tags: Iterable[str]) -> None:
         """Watch exactly these tag folders beside save_dir."""

@@ -113,6 +113,8 @@ class JobStatus:
     job_id: str | None
     save_dir: str
     state: str
+    as_of: str | None = None
+    """When this was computed: the ages below are of then; later than `generated_at` never."""
     opt_outs: tuple[str, ...] = ()
     safe: SafeStatus | None = None
     newest_complete: str | None = None
