@@ -28,6 +28,7 @@ VERBS: tuple[str, ...] = (
     "inspect",
     "convert",
     "resume",
+    "restore",
     "list",
     "pin",
     "unpin",

@@ -10,20 +10,32 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.core.layouts import Role
 from ckptd.core.listing import OURS
-from ckptd.errors import CkptdError, LockHeld, StorageError, TargetExists, from_os_error
+from ckptd.errors import (
+    CkptdError,
+    LockHeld,
+    NoSpaceError,
+    StorageError,
+    TargetExists,
+    from_os_error,
+)
 from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
+from ckptd.local.state_dir import filesystem_type
 from ckptd.recover.fetch import Fetcher, read_whole
-from ckptd.recover.plan import (
+from ckptd.recover.steps import (
     DERIVED_UNIVERSAL,
     Convert,
     Fetch,
+    Mend,
     MoveAside,
     Place,
     Point,
@@ -39,6 +51,8 @@ if TYPE_CHECKING:
 
 _OTHER_CONVERSION_SECONDS = 3600.0
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
+_CLONING = ("xfs", "btrfs", "bcachefs")
+_FETCHED = "resume."
 
 
 class Execution:
@@ -58,6 +72,8 @@ class Execution:
         self._reserve_bytes = reserve_bytes
         self._memory_budget_bytes = memory_budget_bytes
         self._on_progress = on_progress
+        self.current: Step | None = None
+        """The step that is, or was last, being carried out."""
 
     def run(self, steps: Sequence[Step]) -> None:
         """All steps in order.
@@ -66,8 +82,10 @@ class Execution:
             DamagedError: a remote's copy is not what was committed; nothing of it was put in place.
             NoSpaceError, RemoteUnreachable, NotPermitted, RefusedError, StorageError: as they say.
         """
+        self._check_room(steps)
         times = self._times_of(steps)
         for step in steps:
+            self.current = step
             try:
                 self._one(step)
             except OSError as error:
@@ -86,6 +104,30 @@ class Execution:
                 found[name] = (status.st_atime_ns, status.st_mtime_ns)
         return found
 
+    def _check_room(self, steps: Sequence[Step]) -> None:
+        """P13, before the first byte: never leave less free than the next save and `min_free` need."""
+        needed = sum(self._missing_bytes(step) for step in steps if isinstance(step, Fetch))
+        converts = any(isinstance(step, Convert) for step in steps)
+        if converts and filesystem_type(self._save_dir) not in _CLONING:
+            shards = [f for s in steps if isinstance(s, Fetch) for f in s.copy.files if f.role is Role.OPTIM]
+            needed += sum(file.bytes for file in shards)
+        free = files.free_bytes(self._fd)
+        if needed and free - needed < self._reserve_bytes:
+            msg = f"{self._save_dir} needs {show_bytes(needed)} more; {show_bytes(free)} are free"
+            if self._reserve_bytes:
+                msg += f", {show_bytes(self._reserve_bytes)} of them kept for min_free and the next save"
+            raise NoSpaceError(msg, hint="free space, or lower min_free; nothing was deleted to make room")
+
+    def _missing_bytes(self, step: Fetch) -> int:
+        try:
+            staging = files.open_dir_beneath(self._fd, f"{STAGING}/{staging_name(step.form, step.copy)}")
+        except (FileNotFoundError, NotADirectoryError):
+            return step.copy.bytes
+        try:
+            return Fetcher(step.copy, staging).missing_bytes()
+        finally:
+            os.close(staging)
+
     def _one(self, step: Step) -> None:
         match step:
             case MoveAside():
@@ -94,6 +136,8 @@ class Execution:
                 self._fetch(step)
             case Place():
                 self._place(step)
+            case Mend():
+                self._mend(step)
             case Convert():
                 self._convert(step)
             case RestoreExtras():
@@ -139,7 +183,7 @@ class Execution:
             fetcher = Fetcher(
                 step.copy, staging, (lambda done, total: tell(what, done, total)) if tell else None
             )
-            fetcher.check_room(self._reserve_bytes)
+            fetcher.drop_others()
             fetcher.run()
         except CkptdError as error:
             if error.exit_code == 65:
@@ -162,6 +206,30 @@ class Execution:
         finally:
             os.close(parent)
             os.close(staging)
+
+    def _mend(self, step: Mend) -> None:
+        name = staging_name(step.form, step.copy)
+        staging = files.open_dir_beneath(self._fd, f"{STAGING}/{name}")
+        target = files.open_dir_beneath(self._fd, step.target)
+        mode = stat.S_IMODE(os.fstat(target).st_mode) & 0o777
+        try:
+            for file in step.copy.files:
+                head, _, base = file.path.rpartition("/")
+                source = files.open_dir_beneath(staging, head) if head else os.dup(staging)
+                into = files.open_dir_beneath(target, head, create_mode=mode) if head else os.dup(target)
+                try:
+                    if files.stat_beneath(into, base) is not None:
+                        self.move_aside(f"{step.target}/{file.path}", f"{step.copy.view.commit.tag}.{base}")
+                    files.rename_noreplace(source, base, into, base)
+                    files.fsync_dir(into)
+                finally:
+                    os.close(source)
+                    os.close(into)
+            files.fsync_dir(target)
+        finally:
+            os.close(staging)
+            os.close(target)
+        remove_ours(self._fd, STAGING, name)
 
     def _parent_of(self, head: str) -> int:
         """The folder that something is put into: ours is made, a trainer's must be there."""
@@ -208,7 +276,15 @@ class Execution:
 
 def staging_name(form: str, copy: Copy) -> str:
     """Where a fetch lies until it is whole: named by its COMMIT, so that a killed one goes on."""
-    return f"resume.{form}.{copy.view.sha256[:16]}"
+    return f"{_FETCHED}{form}.{copy.view.sha256[:16]}"
+
+
+def drop_leftovers(save_dir_fd: int) -> None:
+    """Remove what killed recoveries staged of other checkpoints; the caller holds `one_at_a_time`."""
+    with files.opened_dir(STAGING, save_dir_fd) as staging:
+        names = [name for name in os.listdir(staging) if name.startswith(_FETCHED)]
+    for name in names:
+        remove_ours(save_dir_fd, STAGING, name)
 
 
 @contextlib.contextmanager
@@ -230,6 +306,19 @@ def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
         return {}
     try:
         return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
+    finally:
+        os.close(fd)
+
+
+def source_of(save_dir_fd: int, folder: str) -> dict[str, str] | None:
+    """Fingerprints of what a universal folder was made from; None when it is absent or unreadable."""
+    head, _, name = folder.rpartition("/")
+    try:
+        fd = files.open_dir_beneath(save_dir_fd, head)
+    except (OSError, CkptdError):
+        return None
+    try:
+        return _sources(fd, name)
     finally:
         os.close(fd)
 
