@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.errors import CkptdError, DamagedError, from_os_error
+from ckptd.errors import CkptdError, DamagedError, RefusedError, from_os_error
 from ckptd.remote.checksums import crc64, to_hex
 
 if TYPE_CHECKING:
@@ -177,10 +177,16 @@ def read_through(
     """Read an object in buffers; `take(data, end)` each. Returns bytes read and their CRC64NVME.
 
     Reads no further than the manifest says; ends early at the object's end or when `stop` is set.
+
+    Raises:
+        DamagedError: what lies there is a link or no object at all.
     """
     done = crc = 0
     while done < file.bytes and not stop.is_set():
-        data = store.read_at(file.key, done, min(BUFFER_BYTES, file.bytes - done))
+        try:
+            data = store.read_at(file.key, done, min(BUFFER_BYTES, file.bytes - done))
+        except RefusedError as error:
+            raise DamagedError(error.message, hint="this copy cannot be restored") from error
         if not data:
             break
         crc = crc64(data, crc)

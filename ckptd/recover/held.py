@@ -13,16 +13,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role
 from ckptd.errors import RefusedError, TargetExists
+from ckptd.recover.choose import ZERO
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL
 from ckptd.remote.checksums import crc64, to_hex
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from ckptd.core.manifest import ManifestFile
     from ckptd.recover.choose import Copy
 
-_TELLING = (Role.OPTIM, Role.MODEL)
+_SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
+DESCRIPTION = "ckptd.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +39,8 @@ class Held:
     lacking: tuple[ManifestFile, ...]
 
 
-def look_into(dir_fd: int, target: str, whole: Copy, wanted: Copy) -> Held:
-    """Compare `target` below `dir_fd` with what is wanted of a form; `whole` tells which save it is.
+def look_into(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -> Held:
+    """Compare `target` below `root` (open as `dir_fd`) with what is wanted of the form `whole`.
 
     Raises:
         TargetExists: there is something else under that name (73).
@@ -44,7 +50,7 @@ def look_into(dir_fd: int, target: str, whole: Copy, wanted: Copy) -> Held:
     except FileNotFoundError:
         return Held(is_there=False, lacking=wanted.files)
     except (NotADirectoryError, RefusedError) as error:
-        msg = f"{target} is there and is no folder of its own"
+        msg = f"{root / target} is there and is no folder of its own"
         raise TargetExists(msg) from error
     try:
         known = {file.path: file for file in whole.files}
@@ -55,19 +61,32 @@ def look_into(dir_fd: int, target: str, whole: Copy, wanted: Copy) -> Held:
             )
     finally:
         os.close(folder)
-    telling = [same for path, same in found.items() if _tells(known[path])]
-    if not (any(telling) if telling else all(found.values())):
+    if not _is_this_save(root / target, whole, found):
         commit = whole.view.commit
-        msg = f"{target} is there and is not the {commit.form} form of {commit.tag} that was committed"
+        msg = f"{root / target} is there and is not the {commit.form} form of {commit.tag} that was committed"
         raise TargetExists(msg)
     return Held(is_there=True, lacking=tuple(f for f in wanted.files if not found.get(f.path, False)))
 
 
-def _tells(file: ManifestFile) -> bool:
-    """Whether its bytes differ from save to save: shards; what a conversion puts at the top of its folder."""
-    if file.role is Role.UNIVERSAL:
-        return file.path.rpartition("/")[2] == "ckptd.json" or "/" not in file.path
-    return file.role in _TELLING
+def _is_this_save(folder: Path, whole: Copy, found: Mapping[str, bool]) -> bool:
+    """Whether a folder with these files (path → as committed) is the save, perhaps with bad files in it.
+
+    A shard whose bytes differ is a bad copy if it cannot be read or bears the committed fingerprint; a whole
+    archive with another one is another save. A universal form is known by its `ckptd.json`.
+    """
+    if whole.view.commit.form != ZERO:
+        top = [same for path, same in found.items() if "/" not in path]
+        return found.get(DESCRIPTION, any(top) or not found)
+    shards = {f.path: f.fingerprint for f in whole.files if f.role in _SHARDS and f.path in found}
+    if not shards:
+        return all(found.values())
+    other = [path for path in shards if not found[path]]
+    same_save = len(other) < len(shards)
+    for row in inspect_files(folder, other):
+        if row.fingerprint and row.fingerprint != shards[row.path]:
+            return False
+        same_save = same_save or bool(row.fingerprint)
+    return same_save
 
 
 def _is_something(folder: int, path: str) -> bool:

@@ -31,7 +31,7 @@ from ckptd.local.scan import has_open_writer
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
 from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time, source_of
-from ckptd.recover.held import Held, look_into
+from ckptd.recover.held import DESCRIPTION, Held, look_into
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
 from ckptd.recover.sources import Sources
@@ -74,14 +74,15 @@ class RestoreOptions:
 class Directory:
     """DIR as the plan sees it (`restore_plan.Ground`); `fd` None: it does not exist yet."""
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, path: Path, fd: int | None) -> None:
+        self._path = path
         self._fd = fd
 
     def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
         """What of a form is there already."""
         if self._fd is None:
             return Held(is_there=False, lacking=wanted.files)
-        return look_into(self._fd, target, whole, wanted)
+        return look_into(self._path, self._fd, target, whole, wanted)
 
     def source_of(self, target: str) -> dict[str, str] | None:
         """What a universal folder was made from."""
@@ -135,7 +136,7 @@ class Restore:
         candidate = self._choose()
         with self._opened() as fd:
             while True:
-                plan = make_restore_plan(candidate, self._options.wish, Directory(fd))
+                plan = make_restore_plan(candidate, self._options.wish, Directory(self._dir, fd))
                 done = self._carry_out(fd, plan)
                 if done is not None:
                     return done
@@ -237,7 +238,7 @@ class Restore:
             for copy in copies
             if copy.view.commit.form == UNIVERSAL
             and (copy.view.commit.tag, order_of(copy.view.commit)) not in known
-            and any(file.path == "ckptd.json" for file in copy.files)
+            and any(file.path == DESCRIPTION for file in copy.files)
         ]
 
     def _newest_of_tag(self) -> Order | None:
