@@ -151,7 +151,7 @@ def job_from_arguments(
 
 
 def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
-    """A remote that only a command line names, with `CKPTD_REMOTE_<KEY>` and `CKPTD_<KEY>` variables.
+    """A remote that only a command line names, with `CKPTD_REMOTE_<KEY>` variables.
 
     Raises:
         ConfigError: a variable or the URL is wrong.

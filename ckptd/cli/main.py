@@ -30,6 +30,7 @@ VERBS: tuple[str, ...] = (
     "resume",
     "restore",
     "list",
+    "verify",
     "pin",
     "unpin",
     "accept",

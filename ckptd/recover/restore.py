@@ -134,6 +134,8 @@ class Restore:
         self._check_directory()
         self._sources.look(self._where.remotes, self._where.owner)
         candidate = self._choose()
+        # a wish that cannot be had is refused before DIR is made
+        make_restore_plan(candidate, self._options.wish, Directory(self._dir, None))
         with self._opened() as fd:
             while True:
                 plan = make_restore_plan(candidate, self._options.wish, Directory(self._dir, fd))
