@@ -43,10 +43,10 @@ def register(app: typer.Typer) -> None:
         config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
     ) -> None:
         import os
-        import sys
         from pathlib import Path
 
         from ckptd.cli.progress import progress_bar
+        from ckptd.cli.text import say
         from ckptd.recover.choose import Nodes
         from ckptd.recover.restore import Restore, RestoreOptions
         from ckptd.recover.restore_plan import Wish
@@ -64,9 +64,6 @@ def register(app: typer.Typer) -> None:
         )
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-
-        def say(line: str) -> None:
-            print(f"ckptd: {line}", file=sys.stderr, flush=True)
 
         with progress_bar() as tell:
             done = Restore(where, Path(to), options, say, tell).run()

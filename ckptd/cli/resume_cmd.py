@@ -32,10 +32,10 @@ def register(app: typer.Typer) -> None:
         config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
     ) -> None:
         import os
-        import sys
         from pathlib import Path
 
         from ckptd.cli.progress import progress_bar
+        from ckptd.cli.text import say
         from ckptd.recover.choose import Nodes
         from ckptd.recover.resume import Resume, ResumeOptions
 
@@ -49,9 +49,6 @@ def register(app: typer.Typer) -> None:
             remote=remote,
             state_dir=_state_dir(config, environ, directory),
         )
-
-        def say(line: str) -> None:
-            print(f"ckptd: {line}", file=sys.stderr, flush=True)
 
         with progress_bar() as tell:
             done = Resume(config, options, say, tell).run()

@@ -42,6 +42,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
 
         from ckptd.cli.progress import progress_bar
+        from ckptd.cli.text import say
         from ckptd.errors import CkptdError
         from ckptd.recover.sight import look_at_remote
         from ckptd.recover.sources import where_of
@@ -60,7 +61,7 @@ def register(app: typer.Typer) -> None:
                     found.append(Verifier(sight, read=read, on_progress=tell).run(tag))
                 except CkptdError as error:
                     failures.append(error)
-                    print(f"ckptd: {one.name}: {error}", file=sys.stderr)
+                    say(f"{one.name}: {error}")
         if as_json:
             shown = {"schema_version": 1, "remotes": [asdict(remote_found) for remote_found in found]}
             print(json.dumps(shown, indent=1))
@@ -70,7 +71,7 @@ def register(app: typer.Typer) -> None:
                 console.print(_table(verified))
         for verified in found:
             for line in _lines(verified):
-                print(f"ckptd: {verified.name}: {line}", file=sys.stderr)
+                say(f"{verified.name}: {line}")
         code = exit_code(found) or (failures[0].exit_code if failures else 0)
         if code:
             raise typer.Exit(code)
@@ -96,6 +97,7 @@ def _table(verified: VerifiedRemote) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from ckptd.cli.text import printable
     from ckptd.config_quantities import show_bytes
 
     title = f"{verified.name}: {verified.url} (job {verified.job})"
@@ -104,9 +106,9 @@ def _table(verified: VerifiedRemote) -> Table:
         table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
     for row in verified.commits:
         table.add_row(
-            escape(row.tag),
+            escape(printable(row.tag)),
             str(row.generation),
-            row.form,
+            escape(printable(row.form)),
             str(row.files),
             show_bytes(row.bytes),
             show_bytes(row.read_bytes) if row.read_bytes else "",

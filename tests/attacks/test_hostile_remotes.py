@@ -180,3 +180,22 @@ def test_a_name_that_is_file_and_folder(scene: RestoreScene) -> None:
     (scene.dir / TAG / MODEL).mkdir()
     with pytest.raises((TargetExists, CkptdError)):
         scene.restore(TAG)
+
+
+def test_nothing_that_a_terminal_obeys_is_printed(scene: RestoreScene) -> None:
+    from tests.unit.test_recover_commands import ckptd
+
+    scene.two()
+
+    def change(document: dict[str, Any]) -> None:
+        document["tag"] = "evil\x1b[2Jtag"
+
+    rewrite(scene, TAG, change, commit=change)
+    for verb in (
+        ("verify", scene.nas),
+        ("restore", scene.nas, "--to", scene.dir),
+        ("restore", scene.nas, "x", "--to", scene.dir),
+    ):
+        done = ckptd(*verb)
+        assert "evil" in done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
