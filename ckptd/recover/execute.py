@@ -7,8 +7,8 @@ the launch scripts of all ranks of a node may call `resume` at the same time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import os
 import stat
 import time
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from ckptd.recover.choose import Copy
 
 _OTHER_CONVERSION_SECONDS = 3600.0
-_DESCRIPTION_LIMIT_BYTES = 8 << 20
 _CLONING = ("xfs", "btrfs", "bcachefs")
 _FETCHED = "resume."
 
@@ -160,7 +159,7 @@ class Execution:
             for number in range(1, 1_000_000):
                 target = f"{label}.{number}"
                 try:
-                    files.rename_noreplace(source, base, aside, target)
+                    _rename_new(source, base, aside, target)
                 except FileExistsError:
                     continue
                 except FileNotFoundError:
@@ -197,7 +196,7 @@ class Execution:
         staging = ensure_ours(self._fd, STAGING)
         parent = self._parent_of(head)
         try:
-            files.rename_noreplace(staging, staging_name(step.form, step.copy), parent, base)
+            _rename_new(staging, staging_name(step.form, step.copy), parent, base)
             files.fsync_dir(parent)
             files.fsync_dir(staging)
         except FileExistsError as error:
@@ -220,7 +219,7 @@ class Execution:
                 try:
                     if files.stat_beneath(into, base) is not None:
                         self.move_aside(f"{step.target}/{file.path}", f"{step.copy.view.commit.tag}.{base}")
-                    files.rename_noreplace(source, base, into, base)
+                    _rename_new(source, base, into, base)
                     files.fsync_dir(into)
                 finally:
                     os.close(source)
@@ -274,6 +273,32 @@ class Execution:
             files.create_exclusive(self._fd, name_of_extra(file), data, mode=file.mode & 0o777)
 
 
+def _rename_new(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
+    """Rename that never replaces, also where the file system has no such call (NFS, CIFS, some FUSE)."""
+    try:
+        files.rename_noreplace(src_dir_fd, src, dst_dir_fd, dst)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        # other recoveries wait for the lock, and a trainer's folder that appears now is not empty
+        if files.stat_beneath(dst_dir_fd, dst) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst) from error
+        os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+
+def lock(fd: int, how: int) -> None:
+    """flock; a file system that has none for directories (NFS: EBADF) goes without.
+
+    Raises:
+        BlockingIOError: with LOCK_NB, somebody else holds it.
+    """
+    try:
+        fcntl.flock(fd, how)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
 def staging_name(form: str, copy: Copy) -> str:
     """Where a fetch lies until it is whole: named by its COMMIT, so that a killed one goes on."""
     return f"{_FETCHED}{form}.{copy.view.sha256[:16]}"
@@ -292,41 +317,7 @@ def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
     """Hold the lock of recoveries in a save_dir; waits for another one."""
     staging = ensure_ours(save_dir_fd, STAGING)
     try:
-        fcntl.flock(staging, fcntl.LOCK_EX)
+        lock(staging, fcntl.LOCK_EX)
         yield
     finally:
         os.close(staging)
-
-
-def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
-    """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
-    try:
-        fd = files.open_dir_beneath(save_dir_fd, DERIVED_UNIVERSAL)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    try:
-        return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
-    finally:
-        os.close(fd)
-
-
-def source_of(save_dir_fd: int, folder: str) -> dict[str, str] | None:
-    """Fingerprints of what a universal folder was made from; None when it is absent or unreadable."""
-    head, _, name = folder.rpartition("/")
-    try:
-        fd = files.open_dir_beneath(save_dir_fd, head)
-    except (OSError, CkptdError):
-        return None
-    try:
-        return _sources(fd, name)
-    finally:
-        os.close(fd)
-
-
-def _sources(fd: int, name: str) -> dict[str, str] | None:
-    try:
-        data = files.read_beneath(fd, f"{name}/ckptd.json", limit_bytes=_DESCRIPTION_LIMIT_BYTES)
-        marks = json.loads(data)["source"]["fingerprints"]
-        return {str(path): str(mark) for path, mark in marks.items()}
-    except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
-        return None

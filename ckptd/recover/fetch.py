@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckptd import files
@@ -17,7 +18,7 @@ from ckptd.errors import CkptdError, DamagedError, RefusedError, from_os_error
 from ckptd.remote.checksums import crc64, to_hex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ckptd.core.manifest import ManifestFile
     from ckptd.recover.choose import Copy
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 64 << 20
 PARALLEL = 4
+AHEAD = 2
 
 
 class Fetcher:
@@ -182,17 +184,48 @@ def read_through(
         DamagedError: what lies there is a link or no object at all.
     """
     done = crc = 0
-    while done < file.bytes and not stop.is_set():
-        try:
-            data = store.read_at(file.key, done, min(BUFFER_BYTES, file.bytes - done))
-        except RefusedError as error:
-            raise DamagedError(error.message, hint="this copy cannot be restored") from error
-        if not data:
-            break
-        crc = crc64(data, crc)
-        done += len(data)
-        take(data, done)
+    try:
+        for wanted, data in _ranges(store, file, stop):
+            crc = crc64(data, crc)
+            done += len(data)
+            take(data, done)
+            if len(data) < wanted:
+                break
+    except RefusedError as error:
+        raise DamagedError(error.message, hint="this copy cannot be restored") from error
     return done, crc
+
+
+def _ranges(store: Store, file: ManifestFile, stop: threading.Event) -> Iterator[tuple[int, bytes]]:
+    """(bytes asked for, bytes) of each range in order, the next ones being read meanwhile.
+
+    One stream of an object store is slow and a checkpoint has few, big files; at most `AHEAD` buffers a file.
+    """
+
+    def read(offset: int) -> bytes:
+        return b"" if stop.is_set() else store.read_at(file.key, offset, length_at(offset))
+
+    def length_at(offset: int) -> int:
+        return min(BUFFER_BYTES, file.bytes - offset)
+
+    offsets = range(0, file.bytes, BUFFER_BYTES)
+    if len(offsets) < 2:
+        yield from ((length_at(offset), read(offset)) for offset in offsets)
+        return
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="range") as pool:
+        coming: deque[tuple[int, Future[bytes]]] = deque()
+        try:
+            for offset in offsets:
+                coming.append((length_at(offset), pool.submit(read, offset)))
+                if len(coming) == AHEAD:
+                    wanted, future = coming.popleft()
+                    yield wanted, future.result()
+            while coming:
+                wanted, future = coming.popleft()
+                yield wanted, future.result()
+        finally:
+            for _, future in coming:
+                future.cancel()
 
 
 def _prefixes(path: str) -> list[str]:

@@ -17,6 +17,7 @@ from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role
 from ckptd.errors import RefusedError, TargetExists
 from ckptd.recover.choose import ZERO
+from ckptd.recover.derived import DESCRIPTION
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL
 from ckptd.remote.checksums import crc64, to_hex
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ckptd.recover.choose import Copy
 
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
-DESCRIPTION = "ckptd.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

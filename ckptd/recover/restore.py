@@ -30,8 +30,9 @@ from ckptd.errors import (
 from ckptd.local.scan import has_open_writer
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
-from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time, source_of
-from ckptd.recover.held import DESCRIPTION, Held, look_into
+from ckptd.recover.derived import DESCRIPTION, source_of
+from ckptd.recover.execute import Execution, drop_leftovers, lock, one_at_a_time
+from ckptd.recover.held import Held, look_into
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
 from ckptd.recover.sources import Sources
@@ -184,7 +185,7 @@ class Restore:
             raise from_os_error(error, f"opening {self._dir}") from error
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 msg = f"{self._dir} is watched by a daemon"
                 raise LockHeld(

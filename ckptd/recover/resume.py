@@ -24,7 +24,8 @@ from ckptd.errors import (
 )
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import Candidate, Choice, Nodes, choose
-from ckptd.recover.execute import Execution, derived_universals, one_at_a_time
+from ckptd.recover.derived import derived_universals
+from ckptd.recover.execute import Execution, one_at_a_time
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, look_locally, orders_in_status
 from ckptd.recover.sources import Sources, named

@@ -55,7 +55,7 @@ def test_deepspeed_goes_on_from_a_restore(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.faults
 def test_killed_for_real_and_called_again(tmp_path: Path) -> None:
-    """SIGKILL at ten moments of a real process; whatever is named is whole, and the next call finishes."""
+    """SIGKILL at six moments of a real process; whatever is named is whole, and the next call finishes."""
     prepare([RECIPE])
     save_dir, nas, to = tmp_path / "nvme" / "run", tmp_path / "nas" / "run", tmp_path / "else"
     nas.parent.mkdir()
@@ -64,13 +64,13 @@ def test_killed_for_real_and_called_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptd", "restore", str(nas), "--to", str(to)]
     good = {p.name: p.read_bytes() for p in (save_dir / TAG).iterdir()}
     killed = 0
-    for number in range(10):
+    for number in range(6):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         staging = to / "_ckptd" / "staging"
         end = time.monotonic() + 20
         while process.poll() is None and time.monotonic() < end and not staging.exists():
             time.sleep(0.001)
-        time.sleep(number * 0.003)
+        time.sleep(number * 0.005)
         os.kill(process.pid, signal.SIGKILL)
         killed += process.wait() == -signal.SIGKILL
         if (to / TAG).exists():
@@ -82,7 +82,7 @@ def test_killed_for_real_and_called_again(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             assert {p.name: p.read_bytes() for p in (to / TAG).iterdir()} == good
             shutil.rmtree(to)
-    assert killed >= 5
+    assert killed >= 3
 
 
 @pytest.mark.timeout(120)

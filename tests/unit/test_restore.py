@@ -294,6 +294,46 @@ def test_no_room(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list((scene.dir / "_ckptd" / "staging").iterdir())
 
 
+def test_on_a_file_system_without_locks_and_exclusive_renames(
+    scene: RestoreScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS answers."""
+    import errno
+
+    from ckptd import files
+
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def no_lock(*arguments: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    scene.two()
+    monkeypatch.setattr(files, "rename_noreplace", refused)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    scene.restore()
+    scene.flip(scene.dir / TAG / OPTIM.format(1))
+    scene.restore()
+    assert scene.got(TAG) == scene.shards(TAG)
+    assert [p.name for p in (scene.dir / "_ckptd" / "aside").iterdir()] == [f"{TAG}.{OPTIM.format(1)}.1"]
+
+
+def test_a_file_of_many_ranges(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptd.recover import fetch
+
+    scene.two()
+    for buffer in (64, 101):
+        monkeypatch.setattr(fetch, "BUFFER_BYTES", buffer)
+        scene.restore(to=scene.root / f"in{buffer}")
+        for name, data in scene.shards(TAG).items():
+            assert (scene.root / f"in{buffer}" / TAG / name).read_bytes() == data
+    shard = scene.nas / TAG / OPTIM.format(1)
+    shard.write_bytes(shard.read_bytes()[:130])
+    with pytest.raises(DamagedError):
+        scene.restore(TAG)
+    assert "has 130 bytes" in "\n".join(scene.said)
+
+
 def test_not_there(scene: RestoreScene) -> None:
     with pytest.raises(RemoteUnreachable):
         scene.restore(where=where_of(f"file://{scene.nas}", {}))

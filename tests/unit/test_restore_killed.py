@@ -45,11 +45,13 @@ def _run(scene: RestoreScene, number: int, wish: dict[str, Any]) -> int:
     return process.exitcode or 0
 
 
-@pytest.mark.parametrize("wish", [{}, {"form": "universal"}], ids=["zero", "universal"])
+@pytest.mark.parametrize(
+    "wish", [{}, {"form": "universal"}, {"world_size": 3}], ids=["zero", "universal", "converted"]
+)
 def test_killed_at_every_change(scene: RestoreScene, wish: dict[str, Any]) -> None:
     scene.save(10)
     scene.commit(TAG, 10)
-    if wish:
+    if "form" in wish:
         scene.commit_universal(TAG, 10)
     good = scene.shards(TAG)
     number, deaths = 1, 0
@@ -70,8 +72,8 @@ def test_killed_at_every_change(scene: RestoreScene, wish: dict[str, Any]) -> No
         assert not list((scene.dir / "_ckptd" / "staging").iterdir())
         assert scene.restore(**wish).plan.steps == ()
         shutil.rmtree(scene.dir)
-        number += 1 if number < 20 else 9
-    assert deaths >= 10
+        number += 7 if "world_size" in wish else 1 if number < 20 else 9
+    assert deaths >= 3
 
 
 def test_a_killed_fetch_goes_on(scene: RestoreScene) -> None:
