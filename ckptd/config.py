@@ -150,6 +150,16 @@ def job_from_arguments(
     return job
 
 
+def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
+    """A remote that only a command line names, with `CKPTD_REMOTE_<KEY>` variables.
+
+    Raises:
+        ConfigError: a variable or the URL is wrong.
+    """
+    data = {"name": "remote"} | settings_from_environment(environ).remote | {"url": url}
+    return _validate(RemoteConfig, data, "arguments and environment")
+
+
 def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str, str]) -> LoadedConfig:
     """Judge job files one by one, then against each other; a conflict falls on the later file (H6, H31)."""
     good: list[JobConfig] = []

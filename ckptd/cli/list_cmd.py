@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
         job: str = typer.Argument(
             ..., metavar="JOB|URL", help="A job's name, file or save_dir; or a remote."
         ),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     ) -> None:
         import json
@@ -33,15 +34,19 @@ def register(app: typer.Typer) -> None:
         from ckptd.errors import CkptdError
         from ckptd.recover.listing import list_remote
         from ckptd.recover.sight import look_at_remote
+        from ckptd.recover.sources import where_of
+        from ckptd.remote.access import access_of
 
         listings: list[RemoteListing] = []
         failures: list[CkptdError] = []
-        for name, url, owner in _remotes(job, dict(os.environ)):
+        where = where_of(job, dict(os.environ), only=remote)
+        for one in where.remotes:
             try:
-                listings.append(list_remote(look_at_remote(name, url, owner), datetime.now(UTC)))
+                sight = look_at_remote(one.name, one.url, where.owner, access_of(one))
+                listings.append(list_remote(sight, datetime.now(UTC)))
             except CkptdError as error:
                 failures.append(error)
-                print(f"ckptd: {name}: {error}", file=sys.stderr)
+                print(f"ckptd: {one.name}: {error}", file=sys.stderr)
         if as_json:
             shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
             print(json.dumps(shown, indent=1))
@@ -53,25 +58,6 @@ def register(app: typer.Typer) -> None:
                     print(f"ckptd: {listing.name}: {problem}", file=sys.stderr)
         if failures:
             raise typer.Exit(failures[0].exit_code)
-
-
-def _remotes(job: str, environ: dict[str, str]) -> list[tuple[str, str, str | None]]:
-    """(name, url, whose it must be). A directory with `_ckptd/remote.json` is a URL."""
-    from pathlib import Path
-
-    from ckptd.config import resolve_job
-    from ckptd.errors import NotFoundError
-
-    if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
-        url = job if "://" in job else str(Path(job).absolute())
-        return [("remote", url, None)]
-    found = resolve_job(job, environ)
-    if not found.remotes:
-        if not found.save_dir.exists():
-            return [("remote", str(found.save_dir), None)]
-        msg = f"{found.save_dir} is neither a remote of ckptd nor the save_dir of a job that has one"
-        raise NotFoundError(msg, hint="name the job or the remote's directory")
-    return [(remote.name, remote.url, found.name) for remote in found.remotes]
 
 
 def _table(listing: RemoteListing) -> Table:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ckptd import __version__
+from ckptd.cli.text import printable
 from ckptd.errors import CkptdError, from_os_error
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ VERBS: tuple[str, ...] = (
     "inspect",
     "convert",
     "resume",
+    "restore",
     "list",
+    "verify",
     "pin",
     "unpin",
     "accept",
@@ -94,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _fail(error: CkptdError) -> None:
     if os.environ.get("CKPTD_DEBUG") == "1":
         raise error
-    print(f"ckptd: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"  → {error.hint}", file=sys.stderr)
+    # line breaks are ours; anything else that a terminal would obey came from a file or a remote
+    for text in (f"ckptd: {error.message}", f"  → {error.hint}" if error.hint else ""):
+        if text:
+            print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
     sys.exit(error.exit_code)

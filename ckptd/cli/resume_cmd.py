@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ckptd.config_model import JobConfig
@@ -29,13 +27,15 @@ def register(app: typer.Typer) -> None:
         world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
         nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
         config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
     ) -> None:
         import os
-        import sys
         from pathlib import Path
 
+        from ckptd.cli.progress import progress_bar
+        from ckptd.cli.text import say
         from ckptd.recover.choose import Nodes
         from ckptd.recover.resume import Resume, ResumeOptions
 
@@ -46,13 +46,11 @@ def register(app: typer.Typer) -> None:
             world_size=world_size,
             nodes=Nodes(count=nnodes, rank=node_rank),
             dry_run=dry_run,
+            remote=remote,
             state_dir=_state_dir(config, environ, directory),
         )
 
-        def say(line: str) -> None:
-            print(f"ckptd: {line}", file=sys.stderr, flush=True)
-
-        with _progress() as tell:
+        with progress_bar() as tell:
             done = Resume(config, options, say, tell).run()
         for line in done.advice:
             say(line)
@@ -86,26 +84,3 @@ def _state_dir(config: JobConfig, environ: dict[str, str], directory: Path | Non
         return state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
     except CkptdError:
         return None
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere: tells (what, bytes done, bytes total)."""
-    import sys
-
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done, total=total)
-
-        yield tell

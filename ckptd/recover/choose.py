@@ -15,7 +15,7 @@ from ckptd.core.manifest import ManifestFile
 from ckptd.core.order import next_order
 from ckptd.core.save import Order
 from ckptd.core.trainers import Trainer, layout_of
-from ckptd.errors import DamagedError, UsageError
+from ckptd.errors import DamagedError, NotFoundError, RemoteError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ckptd.recover.sight import LocalSight, RemoteSight
     from ckptd.remote.messages import CommitView
 
-ZERO = "zero"
-UNIVERSAL = "universal"
+ZERO, UNIVERSAL = "zero", "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +67,13 @@ class Candidate:
         """Whose folder it is, and where in it the shards lie."""
         if self.local is not None:
             return self.local.listing.trainer, self.local.listing.roots
-        return layout_of(self.tag, (file.path for file in self.copies[0].files))
+        whole = self.copies or self.universals
+        return layout_of(self.tag, (file.path for file in whole[0].files))
 
     @property
     def is_committed(self) -> bool:
         """On at least one remote."""
-        return bool(self.copies)
+        return bool(self.copies or self.universals)
 
     @property
     def saved_world_size(self) -> int:
@@ -83,7 +83,12 @@ class Candidate:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprint by path of the ZeRO form."""
-        return self.copies[0].fingerprints if self.copies else self.local.fingerprints if self.local else {}
+        if self.copies:
+            return self.copies[0].fingerprints
+        if self.local is not None:
+            return self.local.fingerprints
+        sources = [m.source for copy in self.universals[:1] for m in copy.manifests if m.source is not None]
+        return dict(sources[0].fingerprints) if sources else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,8 @@ class Choice:
 
     candidates: list[Candidate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lost: dict[str, RemoteError] = field(default_factory=dict)
+    """Remotes that stopped answering while their manifests were read."""
 
 
 def choose(
@@ -117,7 +124,7 @@ def choose(
 ) -> Choice:
     """All candidates, newest first; `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
     choice = Choice()
-    committed = _committed(remotes, nodes, damaged, choice.notes)
+    committed = committed_saves(remotes, nodes, damaged, choice)
     matched: set[str] = set()
     for index, candidate in enumerate(committed):
         here = next((sight for sight in local if sight.tag == candidate.tag), None)
@@ -136,22 +143,12 @@ def choose(
     return choice
 
 
-def _committed(
-    remotes: Sequence[RemoteSight], nodes: Nodes, damaged: frozenset[tuple[str, str]], notes: list[str]
+def committed_saves(
+    remotes: Sequence[RemoteSight], nodes: Nodes, damaged: frozenset[tuple[str, str]], choice: Choice
 ) -> list[Candidate]:
-    """One candidate per (tag, order), newest first, with every remote that holds it."""
+    """One candidate per (tag, order), newest first, with every remote that holds its ZeRO form."""
     found: dict[tuple[Order, str], Candidate] = {}
-    copies: list[Copy] = []
-    for remote in remotes:
-        for view in remote.commits:
-            if (remote.name, view.sha256) in damaged:
-                continue
-            try:
-                copies.append(_copy(remote, view, nodes))
-            except DamagedError as error:
-                notes.append(
-                    f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
-                )
+    copies = readable_copies(remotes, nodes, damaged, choice)
     for copy in copies:
         commit = copy.view.commit
         if commit.form == ZERO:
@@ -166,6 +163,32 @@ def _committed(
     return [found[key] for key in sorted(found, reverse=True)]
 
 
+def readable_copies(
+    remotes: Sequence[RemoteSight], nodes: Nodes, damaged: frozenset[tuple[str, str]], choice: Choice
+) -> list[Copy]:
+    """Every copy whose documents are as they should be, in the remotes' order; `choice` hears of the others.
+
+    Of several generations of one save only the newest counts: an older one is being superseded.
+    """
+    copies: list[Copy] = []
+    for remote in remotes:
+        newest: dict[tuple[str, str, Order], CommitView] = {}
+        for view in remote.commits:
+            newest[view.commit.tag, view.commit.form, order_of(view.commit)] = view
+        for view in newest.values():
+            if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
+                continue
+            try:
+                copies.append(_copy(remote, view, nodes))
+            except DamagedError as error:
+                choice.notes.append(
+                    f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
+                )
+            except RemoteError as error:
+                choice.lost[remote.name] = error
+    return copies
+
+
 def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
     """Whether a derived form on a remote was made from just this save (H15)."""
     sources = [m.source for m in universal.manifests if m.source is not None]
@@ -176,18 +199,31 @@ def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
 
 def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes) -> Copy:
     manifests = remote.manifests(view.commit)
+    return of_node(Copy(remote=remote, view=view, manifests=manifests, files=()), nodes)
+
+
+def of_node(copy: Copy, nodes: Nodes) -> Copy:
+    """What of a copy one node wants."""
     files: dict[str, ManifestFile] = {}
     extras: dict[str, ManifestFile] = {}
-    for manifest in _wanted(manifests, nodes):
-        for file in manifest:
+    for wanted in _wanted(copy.manifests, nodes):
+        for file in wanted:
             (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
-    return Copy(
-        remote=remote,
-        view=view,
-        manifests=manifests,
-        files=tuple(files.values()),
-        extras=tuple(extras.values()),
-    )
+    return replace(copy, files=tuple(files.values()), extras=tuple(extras.values()))
+
+
+def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
+    """The shards of some data-parallel ranks, and all that is nobody's alone.
+
+    Raises:
+        NotFoundError: a rank is not in the grid (66).
+    """
+    beyond = sorted(rank for rank in ranks if rank >= copy.view.commit.grid.dp)
+    if beyond:
+        commit = copy.view.commit
+        msg = f"{commit.tag} has data-parallel ranks 0-{commit.grid.dp - 1}, not {beyond[0]}"
+        raise NotFoundError(msg, hint="ranks are those in the names of its optimizer shards")
+    return replace(copy, files=tuple(f for f in copy.files if f.shard.d is None or f.shard.d in ranks))
 
 
 def _wanted(manifests: Sequence[NodeManifest], nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:

@@ -7,23 +7,35 @@ the launch scripts of all ranks of a node may call `resume` at the same time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.core.layouts import Role
 from ckptd.core.listing import OURS
-from ckptd.errors import CkptdError, LockHeld, StorageError, TargetExists, from_os_error
+from ckptd.errors import (
+    CkptdError,
+    LockHeld,
+    NoSpaceError,
+    StorageError,
+    TargetExists,
+    from_os_error,
+)
 from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
+from ckptd.local.state_dir import filesystem_type
 from ckptd.recover.fetch import Fetcher, read_whole
-from ckptd.recover.plan import (
+from ckptd.recover.steps import (
     DERIVED_UNIVERSAL,
     Convert,
     Fetch,
+    Mend,
     MoveAside,
     Place,
     Point,
@@ -38,7 +50,8 @@ if TYPE_CHECKING:
     from ckptd.recover.choose import Copy
 
 _OTHER_CONVERSION_SECONDS = 3600.0
-_DESCRIPTION_LIMIT_BYTES = 8 << 20
+_CLONING = ("xfs", "btrfs", "bcachefs")
+_FETCHED = "resume."
 
 
 class Execution:
@@ -58,6 +71,8 @@ class Execution:
         self._reserve_bytes = reserve_bytes
         self._memory_budget_bytes = memory_budget_bytes
         self._on_progress = on_progress
+        self.current: Step | None = None
+        """The step that is, or was last, being carried out."""
 
     def run(self, steps: Sequence[Step]) -> None:
         """All steps in order.
@@ -66,8 +81,10 @@ class Execution:
             DamagedError: a remote's copy is not what was committed; nothing of it was put in place.
             NoSpaceError, RemoteUnreachable, NotPermitted, RefusedError, StorageError: as they say.
         """
+        self._check_room(steps)
         times = self._times_of(steps)
         for step in steps:
+            self.current = step
             try:
                 self._one(step)
             except OSError as error:
@@ -86,6 +103,30 @@ class Execution:
                 found[name] = (status.st_atime_ns, status.st_mtime_ns)
         return found
 
+    def _check_room(self, steps: Sequence[Step]) -> None:
+        """P13, before the first byte: never leave less free than the next save and `min_free` need."""
+        needed = sum(self._missing_bytes(step) for step in steps if isinstance(step, Fetch))
+        converts = any(isinstance(step, Convert) for step in steps)
+        if converts and filesystem_type(self._save_dir) not in _CLONING:
+            shards = [f for s in steps if isinstance(s, Fetch) for f in s.copy.files if f.role is Role.OPTIM]
+            needed += sum(file.bytes for file in shards)
+        free = files.free_bytes(self._fd)
+        if needed and free - needed < self._reserve_bytes:
+            msg = f"{self._save_dir} needs {show_bytes(needed)} more; {show_bytes(free)} are free"
+            if self._reserve_bytes:
+                msg += f", {show_bytes(self._reserve_bytes)} of them kept for min_free and the next save"
+            raise NoSpaceError(msg, hint="free space, or lower min_free; nothing was deleted to make room")
+
+    def _missing_bytes(self, step: Fetch) -> int:
+        try:
+            staging = files.open_dir_beneath(self._fd, f"{STAGING}/{staging_name(step.form, step.copy)}")
+        except (FileNotFoundError, NotADirectoryError):
+            return step.copy.bytes
+        try:
+            return Fetcher(step.copy, staging).missing_bytes()
+        finally:
+            os.close(staging)
+
     def _one(self, step: Step) -> None:
         match step:
             case MoveAside():
@@ -94,6 +135,8 @@ class Execution:
                 self._fetch(step)
             case Place():
                 self._place(step)
+            case Mend():
+                self._mend(step)
             case Convert():
                 self._convert(step)
             case RestoreExtras():
@@ -116,7 +159,7 @@ class Execution:
             for number in range(1, 1_000_000):
                 target = f"{label}.{number}"
                 try:
-                    files.rename_noreplace(source, base, aside, target)
+                    _rename_new(source, base, aside, target)
                 except FileExistsError:
                     continue
                 except FileNotFoundError:
@@ -139,7 +182,7 @@ class Execution:
             fetcher = Fetcher(
                 step.copy, staging, (lambda done, total: tell(what, done, total)) if tell else None
             )
-            fetcher.check_room(self._reserve_bytes)
+            fetcher.drop_others()
             fetcher.run()
         except CkptdError as error:
             if error.exit_code == 65:
@@ -153,7 +196,7 @@ class Execution:
         staging = ensure_ours(self._fd, STAGING)
         parent = self._parent_of(head)
         try:
-            files.rename_noreplace(staging, staging_name(step.form, step.copy), parent, base)
+            _rename_new(staging, staging_name(step.form, step.copy), parent, base)
             files.fsync_dir(parent)
             files.fsync_dir(staging)
         except FileExistsError as error:
@@ -162,6 +205,30 @@ class Execution:
         finally:
             os.close(parent)
             os.close(staging)
+
+    def _mend(self, step: Mend) -> None:
+        name = staging_name(step.form, step.copy)
+        staging = files.open_dir_beneath(self._fd, f"{STAGING}/{name}")
+        target = files.open_dir_beneath(self._fd, step.target)
+        mode = stat.S_IMODE(os.fstat(target).st_mode) & 0o777
+        try:
+            for file in step.copy.files:
+                head, _, base = file.path.rpartition("/")
+                source = files.open_dir_beneath(staging, head) if head else os.dup(staging)
+                into = files.open_dir_beneath(target, head, create_mode=mode) if head else os.dup(target)
+                try:
+                    if files.stat_beneath(into, base) is not None:
+                        self.move_aside(f"{step.target}/{file.path}", f"{step.copy.view.commit.tag}.{base}")
+                    _rename_new(source, base, into, base)
+                    files.fsync_dir(into)
+                finally:
+                    os.close(source)
+                    os.close(into)
+            files.fsync_dir(target)
+        finally:
+            os.close(staging)
+            os.close(target)
+        remove_ours(self._fd, STAGING, name)
 
     def _parent_of(self, head: str) -> int:
         """The folder that something is put into: ours is made, a trainer's must be there."""
@@ -206,9 +273,43 @@ class Execution:
             files.create_exclusive(self._fd, name_of_extra(file), data, mode=file.mode & 0o777)
 
 
+def _rename_new(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
+    """Rename that never replaces, also where the file system has no such call (NFS, CIFS, some FUSE)."""
+    try:
+        files.rename_noreplace(src_dir_fd, src, dst_dir_fd, dst)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        # other recoveries wait for the lock, and a trainer's folder that appears now is not empty
+        if files.stat_beneath(dst_dir_fd, dst) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst) from error
+        os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+
+def lock(fd: int, how: int) -> None:
+    """flock; a file system that has none for directories (NFS: EBADF) goes without.
+
+    Raises:
+        BlockingIOError: with LOCK_NB, somebody else holds it.
+    """
+    try:
+        fcntl.flock(fd, how)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
 def staging_name(form: str, copy: Copy) -> str:
     """Where a fetch lies until it is whole: named by its COMMIT, so that a killed one goes on."""
-    return f"resume.{form}.{copy.view.sha256[:16]}"
+    return f"{_FETCHED}{form}.{copy.view.sha256[:16]}"
+
+
+def drop_leftovers(save_dir_fd: int) -> None:
+    """Remove what killed recoveries staged of other checkpoints; the caller holds `one_at_a_time`."""
+    with files.opened_dir(STAGING, save_dir_fd) as staging:
+        names = [name for name in os.listdir(staging) if name.startswith(_FETCHED)]
+    for name in names:
+        remove_ours(save_dir_fd, STAGING, name)
 
 
 @contextlib.contextmanager
@@ -216,28 +317,7 @@ def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
     """Hold the lock of recoveries in a save_dir; waits for another one."""
     staging = ensure_ours(save_dir_fd, STAGING)
     try:
-        fcntl.flock(staging, fcntl.LOCK_EX)
+        lock(staging, fcntl.LOCK_EX)
         yield
     finally:
         os.close(staging)
-
-
-def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
-    """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
-    try:
-        fd = files.open_dir_beneath(save_dir_fd, DERIVED_UNIVERSAL)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    try:
-        return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
-    finally:
-        os.close(fd)
-
-
-def _sources(fd: int, name: str) -> dict[str, str] | None:
-    try:
-        data = files.read_beneath(fd, f"{name}/ckptd.json", limit_bytes=_DESCRIPTION_LIMIT_BYTES)
-        marks = json.loads(data)["source"]["fingerprints"]
-        return {str(path): str(mark) for path, mark in marks.items()}
-    except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
-        return None

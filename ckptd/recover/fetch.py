@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.config_quantities import show_bytes
-from ckptd.errors import CkptdError, DamagedError, NoSpaceError, from_os_error
+from ckptd.errors import CkptdError, DamagedError, RefusedError, from_os_error
 from ckptd.remote.checksums import crc64, to_hex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ckptd.core.manifest import ManifestFile
     from ckptd.recover.choose import Copy
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 64 << 20
 PARALLEL = 4
+AHEAD = 2
 
 
 class Fetcher:
@@ -50,19 +51,18 @@ class Fetcher:
         """Bytes that are not staged yet."""
         return sum(file.bytes for file in self._copy.files if not self._is_staged(file))
 
-    def check_room(self, reserve_bytes: int) -> None:
-        """P13: never leave less free than the next save and `min_free` need.
+    def drop_others(self) -> None:
+        """Remove what an earlier attempt staged for other ranks: the folder is put in place as it is."""
+        self._drop_others(self._staging_fd, "", {file.path for file in self._copy.files})
 
-        Raises:
-            NoSpaceError: with the figures.
-        """
-        needed, free = self.missing_bytes(), files.free_bytes(self._staging_fd)
-        if needed and free - needed < reserve_bytes:
-            msg = (
-                f"{self._copy.view.commit.tag} needs {show_bytes(needed)} here; {show_bytes(free)} are free, "
-                f"{show_bytes(reserve_bytes)} of them kept for min_free and the next save"
-            )
-            raise NoSpaceError(msg, hint="free space, or lower min_free; nothing was deleted to make room")
+    def _drop_others(self, fd: int, head: str, wanted: set[str]) -> None:
+        for name in os.listdir(fd):
+            path = f"{head}{name}"
+            if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                with files.opened_dir(name, fd) as inner:
+                    self._drop_others(inner, f"{path}/", wanted)
+            elif path not in wanted:
+                files.remove_file(fd, name)
 
     def run(self) -> None:
         """Fetch everything that is missing, durable when it returns.
@@ -127,19 +127,18 @@ class Fetcher:
 
     def _copy_bytes(self, file: ManifestFile, out: int) -> None:
         store = self._copy.remote.store
-        done = crc = flushed = 0
-        while done < file.bytes and not self._stop.is_set():
-            data = store.read_at(file.key, done, min(BUFFER_BYTES, file.bytes - done))
-            if not data:
-                break
+        flushed = 0
+
+        def write(data: bytes, end: int) -> None:
+            nonlocal flushed
             files.write_all(out, data)
-            crc = crc64(data, crc)
-            done += len(data)
             self._count(len(data))
-            if done - flushed >= WINDOW_BYTES:
+            if end - flushed >= WINDOW_BYTES:
                 os.fdatasync(out)
-                files.drop_pages(out, flushed, done - flushed)
-                flushed = done
+                files.drop_pages(out, flushed, end - flushed)
+                flushed = end
+
+        done, crc = read_through(store, file, write, self._stop)
         held = store.stat(file.key) if done == file.bytes else None
         if done != file.bytes or held is None or held.bytes != file.bytes:
             found = held.bytes if held is not None else done
@@ -172,6 +171,61 @@ class Fetcher:
             finally:
                 os.close(fd)
         files.fsync_dir(self._staging_fd)
+
+
+def read_through(
+    store: Store, file: ManifestFile, take: Callable[[bytes, int], None], stop: threading.Event
+) -> tuple[int, int]:
+    """Read an object in buffers; `take(data, end)` each. Returns bytes read and their CRC64NVME.
+
+    Reads no further than the manifest says; ends early at the object's end or when `stop` is set.
+
+    Raises:
+        DamagedError: what lies there is a link or no object at all.
+    """
+    done = crc = 0
+    try:
+        for wanted, data in _ranges(store, file, stop):
+            crc = crc64(data, crc)
+            done += len(data)
+            take(data, done)
+            if len(data) < wanted:
+                break
+    except RefusedError as error:
+        raise DamagedError(error.message, hint="this copy cannot be restored") from error
+    return done, crc
+
+
+def _ranges(store: Store, file: ManifestFile, stop: threading.Event) -> Iterator[tuple[int, bytes]]:
+    """(bytes asked for, bytes) of each range in order, the next ones being read meanwhile.
+
+    One stream of an object store is slow and a checkpoint has few, big files; at most `AHEAD` buffers a file.
+    """
+
+    def read(offset: int) -> bytes:
+        return b"" if stop.is_set() else store.read_at(file.key, offset, length_at(offset))
+
+    def length_at(offset: int) -> int:
+        return min(BUFFER_BYTES, file.bytes - offset)
+
+    offsets = range(0, file.bytes, BUFFER_BYTES)
+    if len(offsets) < 2:
+        yield from ((length_at(offset), read(offset)) for offset in offsets)
+        return
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="range") as pool:
+        coming: deque[tuple[int, Future[bytes]]] = deque()
+        try:
+            for offset in offsets:
+                coming.append((length_at(offset), pool.submit(read, offset)))
+                if len(coming) == AHEAD:
+                    wanted, future = coming.popleft()
+                    yield wanted, future.result()
+            while coming:
+                wanted, future = coming.popleft()
+                yield wanted, future.result()
+        finally:
+            for _, future in coming:
+                future.cancel()
 
 
 def _prefixes(path: str) -> list[str]:

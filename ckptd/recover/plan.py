@@ -9,95 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptd.config_quantities import show_bytes
 from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import State
-from ckptd.core.listing import OURS
 from ckptd.core.trainers import Trainer, universal_name
 from ckptd.errors import RefusedError
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy
+from ckptd.recover.steps import (
+    DERIVED_UNIVERSAL,
+    Convert,
+    Fetch,
+    MoveAside,
+    Place,
+    Point,
+    RestoreExtras,
+    Step,
+    is_plain,
+    name_of_extra,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckptd.core.listing import SaveDirListing
-    from ckptd.core.manifest import ManifestFile
     from ckptd.recover.sight import LocalSight
-
-DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveAside:
-    """Rename a name below save_dir to `_ckptd/aside/<label>.<n>`."""
-
-    name: str
-    label: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"move {self.name} aside ({self.reason})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
-    """Bring a committed form into staging, every byte checked while it is read."""
-
-    form: str
-    copy: Copy
-
-    def __str__(self) -> str:
-        what = f"{self.copy.view.commit.tag} ({self.form}, {show_bytes(self.copy.bytes)})"
-        return f"fetch {what} from {self.copy.remote.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Rename what was fetched from staging to `target`; nothing is replaced."""
-
-    form: str
-    copy: Copy
-    target: str
-
-    def __str__(self) -> str:
-        return f"put it in place as {self.target}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
-    """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
-
-    tag: str
-    target: str
-    verify: bool
-
-    def __str__(self) -> str:
-        return f"convert {self.tag} to {self.target}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreExtras:
-    """Put files that travelled with the checkpoint back into save_dir where they are absent."""
-
-    copy: Copy
-    files: tuple[ManifestFile, ...]
-
-    def __str__(self) -> str:
-        return f"restore {', '.join(name_of_extra(f) for f in self.files)} from {self.copy.remote.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """Write a pointer file atomically."""
-
-    name: str
-    value: str
-
-    def __str__(self) -> str:
-        return f"write {self.name} = {self.value}"
-
-
-Step = MoveAside | Fetch | Place | Convert | RestoreExtras | Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +51,6 @@ class ResumePlan:
         return tuple(step for step in self.steps if isinstance(step, Fetch))
 
 
-def name_of_extra(file: ManifestFile) -> str:
-    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
-    return file.path.rpartition("/")[2]
-
-
 def make_plan(
     candidate: Candidate,
     local: Sequence[LocalSight],
@@ -138,19 +67,13 @@ def make_plan(
     Raises:
         RefusedError: no load on that many ranks is possible.
     """
-    is_universal = world_size is not None and world_size != candidate.saved_world_size
-    if is_universal and world_size is not None and world_size % candidate.grid.mm_count:
-        msg = (
-            f"{candidate.tag} has {candidate.grid.mm_count} model-parallel ranks, {world_size} is no multiple"
-        )
-        raise RefusedError(msg, hint="choose another --world-size")
+    is_universal = needs_universal(candidate, world_size)
     steps: list[Step] = [
         MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
         for sight in _in_the_way(candidate, local)
     ]
-    trainer, roots = candidate.layout
-    if trainer is not Trainer.DEEPSPEED:
-        steps += _beside(candidate, roots, listing, steps, is_universal=is_universal)
+    if candidate.layout[0] is not Trainer.DEEPSPEED:
+        steps += _beside(candidate, listing, steps, is_universal=is_universal)
         steps += _extras(candidate, listing)
         path = candidate.tag
     else:
@@ -164,6 +87,49 @@ def make_plan(
         steps=tuple(steps),
         notes=_notes(candidate, local, needs_commit=needs_commit),
     )
+
+
+def needs_universal(candidate: Candidate, world_size: int | None) -> bool:
+    """Whether so many ranks need the universal form.
+
+    Raises:
+        RefusedError: no load on that many ranks is possible.
+    """
+    if world_size is None or world_size == candidate.saved_world_size:
+        return False
+    if world_size % candidate.grid.mm_count:
+        count = candidate.grid.mm_count
+        msg = f"{candidate.tag} has {count} model-parallel ranks, {world_size} is no multiple"
+        raise RefusedError(msg, hint="choose another --world-size")
+    return True
+
+
+def the_root(candidate: Candidate) -> str:
+    """Where in a folder of another trainer the one engine's shards lie.
+
+    Raises:
+        RefusedError: there are several: no universal load by one call.
+    """
+    roots = candidate.layout[1]
+    if len(roots) > 1:
+        msg = f"{candidate.tag} holds two engines ({', '.join(roots)}): no universal load by one call"
+        raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")
+    return roots[0]
+
+
+def beside_shards(copy: Copy) -> Copy:
+    """What of a ZeRO form the Trainer reads with a universal load: all but the shards."""
+    return replace(copy, files=tuple(f for f in copy.files if f.role is Role.SIDE))
+
+
+def within(copy: Copy, name: str) -> Copy:
+    """A universal form as it lies in its own folder `name` beside the shards."""
+    inside = tuple(
+        f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
+        for f in copy.files
+        if f.path.startswith(f"{name}/")
+    )
+    return replace(copy, files=inside)
 
 
 def _plain(
@@ -199,7 +165,6 @@ def _bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Se
 
 def _beside(
     candidate: Candidate,
-    roots: tuple[str, ...],
     listing: SaveDirListing,
     before: Sequence[Step],
     *,
@@ -213,23 +178,13 @@ def _beside(
     tag = candidate.tag
     if not is_universal:
         return [] if candidate.local else _bring(candidate, candidate.copies[0], listing, before)
-    if len(roots) > 1:
-        msg = f"{tag} holds two engines ({', '.join(roots)}): no universal load by one call"
-        raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")
-    name = universal_name(roots[0])
+    root = the_root(candidate)
+    name = universal_name(root)
     target = f"{tag}/{name}"
     steps: list[Step] = []
     if candidate.local is None and candidate.universals:
-        copy = candidate.copies[0]
-        aside = tuple(f for f in copy.files if f.role is Role.SIDE)
-        steps += _bring(candidate, replace(copy, files=aside), listing, before)
-        universal = candidate.universals[0]
-        inside = tuple(
-            f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
-            for f in universal.files
-            if f.path.startswith(f"{name}/")
-        )
-        universal = replace(universal, files=inside)
+        steps += _bring(candidate, beside_shards(candidate.copies[0]), listing, before)
+        universal = within(candidate.universals[0], name)
         steps += [
             Fetch(form=UNIVERSAL, copy=universal),
             Place(form=UNIVERSAL, copy=universal, target=target),
@@ -238,7 +193,7 @@ def _beside(
         if candidate.local is None:
             steps += _bring(candidate, candidate.copies[0], listing, before)
         verify = not candidate.is_committed
-        steps.append(Convert(tag=f"{tag}/{roots[0]}", target=target, verify=verify))
+        steps.append(Convert(tag=f"{tag}/{root}", target=target, verify=verify))
     return [*steps, Point(name=f"{tag}/latest_universal", value=name)]
 
 
@@ -292,12 +247,8 @@ def _extras(candidate: Candidate, listing: SaveDirListing) -> list[Step]:
         return []
     copy = candidate.copies[0]
     here = {file.path for file in listing.extras} | set(listing.foreign) | {f.tag for f in listing.folders}
-    absent = tuple(f for f in copy.extras if name_of_extra(f) not in here and _is_plain(name_of_extra(f)))
+    absent = tuple(f for f in copy.extras if name_of_extra(f) not in here and is_plain(name_of_extra(f)))
     return [RestoreExtras(copy=copy, files=absent)] if absent else []
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and not name.startswith((OURS, ".ckptd", "latest")) and name not in (".", "..")
 
 
 def _pointers(

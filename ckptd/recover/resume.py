@@ -24,13 +24,15 @@ from ckptd.errors import (
 )
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import Candidate, Choice, Nodes, choose
-from ckptd.recover.execute import Execution, derived_universals, one_at_a_time
-from ckptd.recover.plan import Convert, MoveAside, ResumePlan, make_plan
-from ckptd.recover.sight import LocalSight, RemoteSight, look_at_remote, look_locally, orders_in_status
-from ckptd.remote.access import access_of
+from ckptd.recover.derived import derived_universals
+from ckptd.recover.execute import Execution, one_at_a_time
+from ckptd.recover.plan import ResumePlan, make_plan
+from ckptd.recover.sight import LocalSight, look_locally, orders_in_status
+from ckptd.recover.sources import Sources, named
+from ckptd.recover.steps import Convert, MoveAside, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckptd.config_model import JobConfig
     from ckptd.core.save import Order
@@ -47,6 +49,8 @@ class ResumeOptions:
     dry_run: bool = False
     state_dir: Path | None = None
     memory_budget_bytes: int = 512 << 20
+    remote: str | None = None
+    """Only this one of the job's remotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,13 @@ class _Seen:
     hints: dict[str, Order]
 
 
+def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:
+    """P13: what must stay free on the disk of `fd`: the next save × 1.1 and min_free."""
+    status = os.fstatvfs(fd)
+    next_save = int(max(sizes_bytes, default=0) * NEXT_SAVE_FACTOR)
+    return job.local.min_free.of(status.f_blocks * status.f_frsize) + next_save
+
+
 class Resume:
     """One call of `resume` for one job. `say(line)`: for stderr; `on_progress(what, done, total)`: bytes."""
 
@@ -80,10 +91,8 @@ class Resume:
         self._options = options
         self._say = say
         self._on_progress = on_progress
-        self._damaged: set[tuple[str, str]] = set()
         self._damaged_here: set[str] = set()
-        self._remotes: list[RemoteSight] = []
-        self._absent: list[CkptdError] = []
+        self._sources = Sources(say=say)
 
     def run(self) -> Resumed:
         """Do it.
@@ -96,7 +105,7 @@ class Resume:
             DamagedError, RefusedError, NoSpaceError, NotPermitted, ConfigError: as they say.
         """
         check_job_paths(self._job, "resume")
-        self._look_at_remotes()
+        self._sources.look(named(self._job.remotes, self._options.remote), self._job.name)
         fd = self._open()
         if fd is None:
             return self._resume(None)
@@ -110,23 +119,11 @@ class Resume:
 
     # --- looking ---------------------------------------------------------------------------------------
 
-    def _look_at_remotes(self) -> None:
-        for remote in self._job.remotes:
-            try:
-                sight = look_at_remote(remote.name, remote.url, self._job.name, access_of(remote))
-            except CkptdError as error:
-                self._absent.append(error)
-                self._say(f"remote {remote.name}: {error}")
-            else:
-                self._remotes.append(sight)
-                for text in sight.observation.damaged:
-                    self._say(f"remote {remote.name}: {text}")
-
     def _open(self) -> int | None:
         """Open save_dir, made where it is absent; None in a dry run without one."""
         path = self._job.save_dir
         try:
-            if not self._options.dry_run and any(remote.commits for remote in self._remotes):
+            if not self._options.dry_run and any(remote.commits for remote in self._sources.remotes):
                 path.mkdir(exist_ok=True)
             return os.open(path, files.DIR_FLAGS)
         except FileNotFoundError:
@@ -139,7 +136,7 @@ class Resume:
         hints = orders_in_status(state_dir, self._job.save_dir) if state_dir is not None else {}
         if fd is None:
             return _Seen(listing=SaveDirListing(device=0, folders=()), local=(), derived={}, hints=hints)
-        listing, local = look_locally(self._job.save_dir, fd, self._job, self._remotes)
+        listing, local = look_locally(self._job.save_dir, fd, self._job, self._sources.remotes)
         busy = next((sight for sight in local if sight.is_open), None)
         if busy is not None:
             msg = f"{self._job.save_dir}/{busy.tag} is being written right now"
@@ -156,8 +153,16 @@ class Resume:
         while True:
             seen = self._see(fd)
             choice = choose(
-                seen.local, self._remotes, seen.hints, self._options.nodes, damaged=frozenset(self._damaged)
+                seen.local,
+                self._sources.remotes,
+                seen.hints,
+                self._options.nodes,
+                damaged=frozenset(self._sources.damaged),
             )
+            for name, error in choice.lost.items():
+                self._sources.drop(name, error)
+            if choice.lost:
+                continue
             for note in choice.notes:
                 if note not in said:
                     self._say(note)
@@ -174,12 +179,12 @@ class Resume:
                 self._options.world_size,
                 needs_commit=self._options.nodes.count > 1,
             )
-            try:
-                return self._carry_out(fd, plan, seen, choice)
-            except DamagedError as error:
-                self._give_up_on(plan, error)
+            done = self._carry_out(fd, plan, seen, choice)
+            if done is not None:
+                return done
 
-    def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed:
+    def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
+        """None: something was left out, choose again."""
         for note in plan.notes:
             self._say(note)
         path = self._job.save_dir / plan.path
@@ -187,54 +192,50 @@ class Resume:
             self._say(f"{'would ' if self._options.dry_run else ''}{step}")
         if not self._options.dry_run:
             assert fd is not None
+            sizes = [sight.listing.total_bytes for sight in seen.local]
+            sizes += [copy.bytes for c in choice.candidates[:5] for copy in c.copies[:1]]
             execution = Execution(
                 self._job.save_dir,
                 fd,
-                reserve_bytes=self._reserve_bytes(fd, seen, choice),
+                reserve_bytes=reserve_bytes(fd, self._job, sizes),
                 memory_budget_bytes=self._options.memory_budget_bytes,
                 on_progress=self._on_progress,
             )
-            execution.run(plan.steps)
+            try:
+                execution.run(plan.steps)
+            except CkptdError as error:
+                self._give_up_on(plan, execution.current, error)
+                return None
         here = self._job.save_dir / plan.candidate.tag / plan.candidate.layout[1][0]
         facts = model_facts(path) or model_facts(here)
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
 
-    def _reserve_bytes(self, fd: int, seen: _Seen, choice: Choice) -> int:
-        """P13: the next save × 1.1 and min_free."""
-        status = os.fstatvfs(fd)
-        sizes = [sight.listing.total_bytes for sight in seen.local]
-        sizes += [copy.bytes for c in choice.candidates[:5] for copy in c.copies[:1]]
-        return self._job.local.min_free.of(status.f_blocks * status.f_frsize) + int(
-            max(sizes, default=0) * NEXT_SAVE_FACTOR
-        )
-
-    def _give_up_on(self, plan: ResumePlan, error: DamagedError) -> None:
-        """Exclude what was damaged: a remote's copy, else the folder here that could not be converted."""
-        self._say(f"{plan.candidate.tag}: {error.message}; the next best is taken")
-        fetches = plan.fetches
-        for fetch in fetches:
-            self._damaged.add((fetch.copy.remote.name, fetch.copy.view.sha256))
-        if not fetches and any(isinstance(step, Convert) for step in plan.steps):
+    def _give_up_on(self, plan: ResumePlan, step: Step | None, error: CkptdError) -> None:
+        """Exclude what was at fault: a copy, a remote, the folder here that could not be converted."""
+        is_local = isinstance(step, Convert) and not plan.fetches and isinstance(error, DamagedError)
+        if is_local:
             self._damaged_here.add(plan.candidate.tag)
-        elif not fetches:
+        elif not self._sources.give_up_on(step, plan.steps, error):
             raise error
+        if isinstance(error, DamagedError):
+            self._say(f"{plan.candidate.tag}: {error.message}; the next best is taken")
 
     def _is_surely_newest(self, candidate: Candidate, seen: _Seen) -> None:
         """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
-        if self._remotes or not self._job.remotes:
+        if self._sources.remotes or not self._job.remotes:
             return
         hint = seen.hints.get(candidate.tag)
         newest = max(seen.hints.values(), default=None)
         if self._options.nodes.count > 1 or hint is None or newest is None or candidate.order < newest:
-            raise self._absent[0]
+            raise self._sources.absent[0]
         self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")
 
     def _nothing(self, fd: int | None, seen: _Seen, choice: Choice) -> None:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
         job = self._job
-        if self._absent:
-            raise self._absent[0]
-        if self._damaged or self._damaged_here or choice.notes:
+        if self._sources.absent:
+            raise self._sources.absent[0]
+        if self._sources.damaged or self._damaged_here or choice.notes:
             msg = f"every checkpoint of {job.name} is damaged"
             raise DamagedError(msg, hint="see the lines above; nothing was deleted")
         if not job.remotes:
@@ -250,7 +251,7 @@ class Resume:
                 msg, hint="`ckptd accept` makes a suspect one usable; move it away to start fresh"
             )
         self._clear(fd, seen)
-        where = ", ".join(remote.url for remote in self._remotes)
+        where = ", ".join(remote.url for remote in self._sources.remotes)
         msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"
         raise NothingCommitted(msg)
 

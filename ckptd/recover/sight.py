@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
 from ckptd.core.save import Order
-from ckptd.errors import CkptdError, RemoteNotOurs
+from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
 from ckptd.local.scan import has_open_writer, scan
+from ckptd.recover.trust import distrust
 from ckptd.remote.access import Access
 from ckptd.remote.documents import IDENTITY_KEY
 from ckptd.remote.open import open_store
@@ -46,8 +47,16 @@ class RemoteSight:
     commits: tuple[CommitView, ...]
 
     def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
-        """The manifests of a COMMIT, digests checked; DamagedError when one is gone or another."""
-        return tuple(manifests_of(self.store, commit))
+        """The manifests of a COMMIT, digests checked.
+
+        Raises:
+            DamagedError: one is gone, another, or not to be believed (P15).
+        """
+        found = tuple(manifests_of(self.store, commit))
+        problem = distrust(self.observation.identity, commit, found)
+        if problem is not None:
+            raise DamagedError(problem, hint="it was changed in the remote; an older checkpoint is taken")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,23 @@ def assert_as_written(here: Node, notes: Path, tag: str) -> None:
         assert sha256(here.nas / tag / name) == left["sha256"], name
 
 
+def files_in(folder: Path) -> dict[str, str]:
+    """Name → SHA-256 of every file below a folder."""
+    return {str(p.relative_to(folder)): sha256(p) for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_restored_alike(here: Node, resumed: Path, to: Path, processes: int) -> None:
+    """`restore` puts elsewhere what `resume` puts into save_dir; a second call fetches nothing."""
+    command = ("restore", here.job_file, "--to", to, "--world-size", processes)
+    assert here.ckptd(*command).returncode == 0
+    done = here.ckptd(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(to / resumed.name)
+    assert "fetch" not in done.stderr, done.stderr
+    assert not (to / "latest").exists()
+    assert files_in(to / resumed.name) == files_in(resumed)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_live_run_that_rotates_by_itself(tmp_path: Path, stage: int) -> None:
     """Each checkpoint is committed once, as its trainer wrote it, while the trainer keeps only two."""
@@ -84,6 +101,8 @@ def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) 
             assert done.stdout.strip() == str(path)
             assert not (here.save_dir / "latest").exists()
             is_universal = processes != 2
+            if processes != 1:
+                assert_restored_alike(here, path, tmp_path / f"else{processes}", processes)
             assert (path / "latest_universal").exists() is is_universal
             assert ("load_universal" in done.stderr) is is_universal
             run = HfRun(
@@ -109,5 +128,10 @@ def test_universal_is_put_beside_the_shards_that_are_here(tmp_path: Path) -> Non
         assert "fetch" not in done.stderr
         assert folder.stat().st_mtime_ns == before
         assert (folder / "latest_universal").read_text() == "global_step2_universal"
+        proven = here.ckptd("verify", here.job_file, "--read-data")
+        assert (proven.returncode, proven.stderr) == (0, "")
+        # without a committed universal form it is converted in the other directory, beside the shards
+        (here.nas / "_ckptd" / "commits" / "checkpoint-2~g1~universal.json").unlink()
+        assert_restored_alike(here, folder, tmp_path / "else", 4)
         again = here.ckptd("resume", here.job_file, "--world-size", 4)
         assert (again.returncode, again.stdout) == (0, done.stdout), again.stderr

@@ -1,0 +1,97 @@
+"""`ckptd restore JOB|URL [TAG] --to DIR`: a committed checkpoint into another directory."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HELP = (
+    "Put a committed checkpoint into another directory, so that DeepSpeed loads it there; prints the path to "
+    "load from. Without TAG the newest; a damaged one is named, and the one before it is taken. Calling it "
+    "again checks what is there and fetches only what is missing or bad."
+)
+_RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
+_MOST_RANKS = 1 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def restore(
+        job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
+        tag: str = typer.Argument(None, metavar="[TAG]", help="Which one; default: the newest committed."),
+        to: str = typer.Option(
+            ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
+        ),
+        form: str = typer.Option(
+            None, metavar="zero|universal", help="Default: zero, universal for another --world-size."
+        ),
+        world_size: int = typer.Option(None, min=1, help="Ranks that will load it; another grid: universal."),
+        ranks: str | None = typer.Option(
+            None, metavar="0,2-3", help="Only the ZeRO shards of these data-parallel ranks."
+        ),
+        nnodes: int = typer.Option(1, min=1, help="Nodes that restore together, each its own shards."),
+        node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
+        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+    ) -> None:
+        import os
+        from pathlib import Path
+
+        from ckptd.cli.progress import progress_bar
+        from ckptd.cli.text import say
+        from ckptd.recover.choose import Nodes
+        from ckptd.recover.restore import Restore, RestoreOptions
+        from ckptd.recover.restore_plan import Wish
+        from ckptd.recover.sources import where_of
+
+        options = RestoreOptions(
+            tag=tag,
+            wish=Wish(
+                form=form,
+                world_size=world_size,
+                ranks=ranks_of(ranks) if ranks is not None else None,
+                nodes=Nodes(count=nnodes, rank=node_rank),
+            ),
+            dry_run=dry_run,
+        )
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+
+        with progress_bar() as tell:
+            done = Restore(where, Path(to), options, say, tell).run()
+        for line in done.advice:
+            say(line)
+        print(done.path)
+
+
+def ranks_of(text: str) -> frozenset[int]:
+    """`0,2-3` → {0, 2, 3}.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    from ckptd.errors import UsageError
+
+    found: set[int] = set()
+    for part in text.split(","):
+        if not _RANKS.match(part.strip()):
+            msg = f"--ranks {text!r}: {part!r} is no rank and no range of ranks"
+            raise UsageError(msg, hint="write numbers and ranges, e.g. --ranks 0,2-3")
+        first, last = _ends(part.strip().split("-"))
+        if last < first or last - first > _MOST_RANKS:
+            msg = f"--ranks {text!r}: {part!r} runs backwards or too far"
+            raise UsageError(msg, hint="write the lower rank first, e.g. --ranks 8-15")
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
+def _ends(numbers: Sequence[str]) -> tuple[int, int]:
+    return int(numbers[0]), int(numbers[-1])

@@ -1,0 +1,117 @@
+"""`ckptd verify JOB|URL [TAG]`: prove again, from the remote alone, what it claims to hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ckptd.recover.verify import VerifiedRemote
+
+_HELP = (
+    "Prove committed checkpoints again from the remote alone: documents, presence and size of every object; "
+    "with --read-data every byte. Exits 0 when all is as committed, 65 when something differs."
+)
+_SHOWN_UNLISTED = 5
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def verify(
+        job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
+        tag: str = typer.Argument(None, metavar="[TAG]", help="Only this one; default: every COMMIT."),
+        read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
+        part: str | None = typer.Option(
+            None, "--slice", metavar="N/T", help="Read the N-th of T slices: 1/7 on Mondays, 2/7 …"
+        ),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+    ) -> None:
+        import json
+        import os
+        import sys
+        from dataclasses import asdict
+        from pathlib import Path
+
+        from rich.console import Console
+
+        from ckptd.cli.progress import progress_bar
+        from ckptd.cli.text import say
+        from ckptd.errors import CkptdError
+        from ckptd.recover.sight import look_at_remote
+        from ckptd.recover.sources import where_of
+        from ckptd.recover.verify import Slice, Verifier, exit_code, slice_of
+        from ckptd.remote.access import access_of
+
+        read = slice_of(part) if part is not None else Slice() if read_data else None
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+        found: list[VerifiedRemote] = []
+        failures: list[CkptdError] = []
+        with progress_bar() as tell:
+            for one in where.remotes:
+                try:
+                    sight = look_at_remote(one.name, one.url, where.owner, access_of(one))
+                    found.append(Verifier(sight, read=read, on_progress=tell).run(tag))
+                except CkptdError as error:
+                    failures.append(error)
+                    say(f"{one.name}: {error}")
+        if as_json:
+            shown = {"schema_version": 1, "remotes": [asdict(remote_found) for remote_found in found]}
+            print(json.dumps(shown, indent=1))
+        else:
+            console = Console(width=None if sys.stdout.isatty() else 200)
+            for verified in found:
+                console.print(_table(verified))
+        for verified in found:
+            for line in _lines(verified):
+                say(f"{verified.name}: {line}")
+        code = exit_code(found) or (failures[0].exit_code if failures else 0)
+        if code:
+            raise typer.Exit(code)
+
+
+def _lines(verified: VerifiedRemote) -> list[str]:
+    """What is wrong, and what is only said."""
+    lines = list(verified.problems)
+    for row in verified.commits:
+        name = f"{row.tag} g{row.generation} {row.form}"
+        if row.verdict in ("disputed", "retired"):
+            lines.append(f"{name} is {row.verdict}: it does not count")
+        lines += [f"{name}: {difference}" for difference in row.differences]
+    if verified.unlisted:
+        some = ", ".join(repr(key) for key in verified.unlisted[:_SHOWN_UNLISTED])
+        more = ", …" if len(verified.unlisted) > _SHOWN_UNLISTED else ""
+        count = len(verified.unlisted)
+        lines.append(f"note: {count} unlisted objects ({verified.unlisted_bytes} bytes): {some}{more}")
+    return lines
+
+
+def _table(verified: VerifiedRemote) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ckptd.cli.text import printable
+    from ckptd.config_quantities import show_bytes
+
+    title = f"{verified.name}: {verified.url} (job {verified.job})"
+    table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in ("tag", "gen", "form", "files", "size", "read", "verdict"):
+        table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
+    for row in verified.commits:
+        table.add_row(
+            escape(printable(row.tag)),
+            str(row.generation),
+            escape(printable(row.form)),
+            str(row.files),
+            show_bytes(row.bytes),
+            show_bytes(row.read_bytes) if row.read_bytes else "",
+            row.verdict,
+        )
+    return table

@@ -1,0 +1,47 @@
+"""Universal forms that lie in a directory already, and what each was made from (H15)."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from ckptd import files
+from ckptd.errors import CkptdError
+from ckptd.recover.steps import DERIVED_UNIVERSAL
+
+DESCRIPTION = "ckptd.json"
+_DESCRIPTION_LIMIT_BYTES = 8 << 20
+
+
+def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
+    """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
+    try:
+        fd = files.open_dir_beneath(save_dir_fd, DERIVED_UNIVERSAL)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    try:
+        return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
+    finally:
+        os.close(fd)
+
+
+def source_of(save_dir_fd: int, folder: str) -> dict[str, str] | None:
+    """Fingerprints of what a universal folder was made from; None when it is absent or unreadable."""
+    head, _, name = folder.rpartition("/")
+    try:
+        fd = files.open_dir_beneath(save_dir_fd, head)
+    except (OSError, CkptdError):
+        return None
+    try:
+        return _sources(fd, name)
+    finally:
+        os.close(fd)
+
+
+def _sources(fd: int, name: str) -> dict[str, str] | None:
+    try:
+        data = files.read_beneath(fd, f"{name}/{DESCRIPTION}", limit_bytes=_DESCRIPTION_LIMIT_BYTES)
+        marks = json.loads(data)["source"]["fingerprints"]
+        return {str(path): str(mark) for path, mark in marks.items()}
+    except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
+        return None

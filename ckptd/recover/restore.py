@@ -1,0 +1,321 @@
+"""`ckptd restore`: a committed checkpoint into another directory, which DeepSpeed loads there (P3, P6, P18).
+
+Looks at the remotes alone, chooses, plans, executes as `resume` does, but in DIR; a copy whose bytes are bad
+or a remote that goes away is said and left out, and the choice is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core.coverage import order_of
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    LockHeld,
+    NotFoundError,
+    NothingCommitted,
+    RefusedError,
+    TargetExists,
+    UsageError,
+    from_os_error,
+)
+from ckptd.local.scan import has_open_writer
+from ckptd.recover.advice import advice, model_facts
+from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
+from ckptd.recover.derived import DESCRIPTION, source_of
+from ckptd.recover.execute import Execution, drop_leftovers, lock, one_at_a_time
+from ckptd.recover.held import Held, look_into
+from ckptd.recover.restore_plan import Wish, make_restore_plan
+from ckptd.recover.resume import Resumed, reserve_bytes
+from ckptd.recover.sources import Sources
+from ckptd.remote.open import directory_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptd.core.save import Order
+    from ckptd.recover.choose import Copy
+    from ckptd.recover.plan import ResumePlan
+    from ckptd.recover.sources import Where
+
+_NEAREST = 5
+_POINTER_LIMIT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """What the command line says beside JOB and DIR; sizes in bytes."""
+
+    tag: str | None = None
+    wish: Wish = field(default_factory=Wish)
+    dry_run: bool = False
+    memory_budget_bytes: int = 512 << 20
+
+    def __post_init__(self) -> None:
+        wish = self.wish
+        if wish.form not in (None, ZERO, UNIVERSAL):
+            msg = f"there is no form {wish.form!r} to restore"
+            raise UsageError(msg, hint="--form zero or --form universal")
+        if wish.ranks is not None and wish.form == UNIVERSAL:
+            msg = "--ranks picks ZeRO shards, the universal form has none"
+            raise UsageError(msg, hint="leave one of them out")
+        if wish.ranks is not None and wish.nodes.count > 1:
+            msg = "--ranks and --nnodes both say which shards are wanted"
+            raise UsageError(msg, hint="leave one of them out")
+
+
+class Directory:
+    """DIR as the plan sees it (`restore_plan.Ground`); `fd` None: it does not exist yet."""
+
+    def __init__(self, path: Path, fd: int | None) -> None:
+        self._path = path
+        self._fd = fd
+
+    def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
+        """What of a form is there already."""
+        if self._fd is None:
+            return Held(is_there=False, lacking=wanted.files)
+        return look_into(self._path, self._fd, target, whole, wanted)
+
+    def source_of(self, target: str) -> dict[str, str] | None:
+        """What a universal folder was made from."""
+        return None if self._fd is None else source_of(self._fd, target)
+
+    def has(self, name: str) -> bool:
+        """Whether a name is taken."""
+        return self._fd is not None and files.stat_beneath(self._fd, name) is not None
+
+    def pointer(self, name: str) -> str | None:
+        """Content of a pointer file; None when it is absent or no plain file."""
+        if self._fd is None:
+            return None
+        try:
+            data = files.read_beneath(self._fd, name, limit_bytes=_POINTER_LIMIT_BYTES)
+        except (OSError, RefusedError):
+            return None
+        return data.decode(errors="replace").strip()
+
+
+class Restore:
+    """One call of `restore`. `say(line)`: for stderr; `on_progress(what, done, total)`: bytes."""
+
+    def __init__(
+        self,
+        where: Where,
+        directory: Path,
+        options: RestoreOptions,
+        say: Callable[[str], None],
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._where = where
+        self._dir = Path(os.path.realpath(directory))
+        self._options = options
+        self._say = say
+        self._on_progress = on_progress
+        self._sources = Sources(say=say)
+        self._said: set[str] = set()
+
+    def run(self) -> Resumed:
+        """Do it.
+
+        Raises:
+            NothingCommitted: no remote holds a commit (4). NotFoundError: no such tag or rank (66).
+            DamagedError: the tag asked for, or everything, is damaged (65). TargetExists: DIR holds
+                another content under that tag (73). LockHeld: a daemon watches DIR (75).
+            RemoteUnreachable, RemoteNotOurs, RefusedError, NoSpaceError, NotPermitted: as they say.
+        """
+        self._check_directory()
+        self._sources.look(self._where.remotes, self._where.owner)
+        candidate = self._choose()
+        # a wish that cannot be had is refused before DIR is made
+        make_restore_plan(candidate, self._options.wish, Directory(self._dir, None))
+        with self._opened() as fd:
+            while True:
+                plan = make_restore_plan(candidate, self._options.wish, Directory(self._dir, fd))
+                done = self._carry_out(fd, plan)
+                if done is not None:
+                    return done
+                candidate = self._choose()
+
+    # --- where to --------------------------------------------------------------------------------------
+
+    def _check_directory(self) -> None:
+        """Refuse what is somebody's place: a job's save_dir, a remote, a path that cannot be a directory."""
+        job = self._where.job
+        if job is not None and Path(os.path.realpath(job.save_dir)) == self._dir:
+            msg = f"{self._dir} is the save_dir of job {job.name}"
+            raise RefusedError(msg, hint=f"`ckptd resume {job.name}` makes it resumable in place")
+        remotes = [directory_path(remote.url) for remote in self._where.remotes]
+        for root in (Path(os.path.realpath(path)) for path in remotes if path is not None):
+            if root == self._dir or root in self._dir.parents or self._dir in root.parents:
+                msg = f"{self._dir} and the remote {root} lie one inside the other"
+                raise RefusedError(msg, hint="choose a directory outside the remote")
+        if (self._dir / "_ckptd" / "remote.json").exists():
+            msg = f"{self._dir} is a remote of ckptd"
+            raise RefusedError(msg, hint="choose another directory")
+        if not self._dir.parent.is_dir():
+            msg = f"{self._dir.parent} does not exist"
+            raise NotFoundError(msg, hint="is the disk mounted? DIR itself is made, its parent must exist")
+        if self._dir.exists() and not self._dir.is_dir():
+            msg = f"{self._dir} is not a directory"
+            raise TargetExists(msg)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int | None]:
+        """DIR, made where it is absent, with a shared lock on it; None in a dry run without one.
+
+        The daemon of a save_dir holds that lock exclusively (P10), other restores may share it.
+        """
+        try:
+            if not self._options.dry_run:
+                self._dir.mkdir(exist_ok=True)
+            fd = os.open(self._dir, files.DIR_FLAGS)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as error:
+            raise from_os_error(error, f"opening {self._dir}") from error
+        try:
+            try:
+                lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                msg = f"{self._dir} is watched by a daemon"
+                raise LockHeld(
+                    msg, hint="choose another directory, or `ckptd resume` once it is stopped"
+                ) from error
+            if self._options.dry_run:
+                yield fd
+            else:
+                with one_at_a_time(fd):
+                    yield fd
+        finally:
+            os.close(fd)
+
+    # --- which -----------------------------------------------------------------------------------------
+
+    def _choose(self) -> Candidate:
+        """The newest candidate that is left; the remotes that stop answering meanwhile are left out."""
+        while True:
+            choice = Choice()
+            remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
+            found = committed_saves(remotes, Nodes(), damaged, choice)
+            found += self._universal_only(found, damaged, choice)
+            for name, error in choice.lost.items():
+                self._sources.drop(name, error)
+            if choice.lost:
+                continue
+            for note in choice.notes:
+                if note not in self._said:
+                    self._say(note)
+                    self._said.add(note)
+            wanted = self._newest_of_tag()
+            tag = self._options.tag
+            fit = [c for c in found if tag is None or (c.tag == tag and c.order == wanted)]
+            if not fit:
+                raise self._nothing(wanted)
+            return max(fit, key=lambda c: c.order)
+
+    def _universal_only(
+        self, found: list[Candidate], damaged: frozenset[tuple[str, str]], choice: Choice
+    ) -> list[Candidate]:
+        """Saves whose ZeRO form no remote holds (any more): for plain DeepSpeed the form is enough."""
+        if self._options.wish.form != UNIVERSAL:
+            return []
+        known = {(c.tag, c.order) for c in found}
+        copies = readable_copies(self._sources.remotes, Nodes(), damaged, Choice(lost=choice.lost))
+        return [
+            Candidate(
+                tag=copy.view.commit.tag,
+                order=order_of(copy.view.commit),
+                grid=copy.view.commit.grid,
+                universals=(copy,),
+            )
+            for copy in copies
+            if copy.view.commit.form == UNIVERSAL
+            and (copy.view.commit.tag, order_of(copy.view.commit)) not in known
+            and any(file.path == DESCRIPTION for file in copy.files)
+        ]
+
+    def _newest_of_tag(self) -> Order | None:
+        """Order of the newest generation of the tag asked for, damaged or not; None: there is none."""
+        return max(
+            (
+                order_of(view.commit)
+                for remote in self._sources.remotes
+                for view in remote.commits
+                if view.commit.tag == self._options.tag and self._is_wanted_form(view.commit.form)
+            ),
+            default=None,
+        )
+
+    def _is_wanted_form(self, form: str) -> bool:
+        return form == ZERO or (form == UNIVERSAL and self._options.wish.form == UNIVERSAL)
+
+    def _nothing(self, wanted: Order | None) -> CkptdError:
+        """Why there is nothing to restore."""
+        tag, sources = self._options.tag, self._sources
+        there = {
+            v.commit.tag for r in sources.remotes for v in r.commits if self._is_wanted_form(v.commit.form)
+        }
+        if tag is not None and wanted is not None:
+            msg = f"{tag} is damaged in every remote that answers"
+            return DamagedError(msg, hint="see the lines above; without TAG the newest good one is taken")
+        if sources.absent:
+            return sources.absent[0]
+        where = ", ".join(remote.url for remote in sources.remotes)
+        if tag is not None and there:
+            near = difflib.get_close_matches(tag, sorted(there), n=_NEAREST, cutoff=0.0)
+            msg = f"{where} holds no committed checkpoint {tag!r}"
+            return NotFoundError(msg, hint=f"nearest: {', '.join(near)}; `ckptd list` shows all")
+        if there or any(remote.observation.damaged for remote in sources.remotes):
+            msg = f"every checkpoint in {where} is damaged"
+            return DamagedError(msg, hint="see the lines above, and `ckptd verify`")
+        msg = f"{where} holds no committed checkpoint"
+        return NothingCommitted(msg)
+
+    # --- doing -----------------------------------------------------------------------------------------
+
+    def _carry_out(self, fd: int | None, plan: ResumePlan) -> Resumed | None:
+        """None: a copy or a remote was left out, choose again."""
+        dry, tag = self._options.dry_run, plan.candidate.tag
+        for line in (*plan.notes, *(f"{'would ' if dry else ''}{step}" for step in plan.steps)):
+            self._say(line)
+        path = self._dir / plan.path
+        if fd is not None and not dry:
+            if has_open_writer(str(self._dir), tag):
+                msg = f"{path} is being written right now"
+                raise RefusedError(msg, hint="is a trainer running there? choose another directory")
+            execution = Execution(
+                self._dir,
+                fd,
+                reserve_bytes=self._reserve_bytes(fd, plan),
+                memory_budget_bytes=self._options.memory_budget_bytes,
+                on_progress=self._on_progress,
+            )
+            try:
+                execution.run(plan.steps)
+            except CkptdError as error:
+                if not self._sources.give_up_on(execution.current, plan.steps, error):
+                    raise
+                if isinstance(error, DamagedError):
+                    self._say(f"{tag}: {error.message}; the next best is taken")
+                return None
+            drop_leftovers(fd)
+        here = self._dir / tag / plan.candidate.layout[1][0]
+        facts = model_facts(path) or model_facts(here)
+        return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
+
+    def _reserve_bytes(self, fd: int, plan: ResumePlan) -> int:
+        """P13 where DIR shares its disk with the job's save_dir; elsewhere all room may be used."""
+        job = self._where.job
+        if job is None or not job.save_dir.exists() or os.stat(job.save_dir).st_dev != os.fstat(fd).st_dev:
+            return 0
+        return reserve_bytes(fd, job, [copy.bytes for copy in plan.candidate.copies])

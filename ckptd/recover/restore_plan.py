@@ -1,0 +1,201 @@
+"""What `restore` will do in another directory, as data (docs/adr/0060).
+
+The layout is the one that `resume` makes in save_dir, so that DeepSpeed, Hugging Face and a later
+`resume` find what they expect; nothing that lies there already is replaced but bad files of this very save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ckptd.core.trainers import Trainer, universal_name
+from ckptd.errors import RefusedError, TargetExists
+from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes, of_node, of_ranks
+from ckptd.recover.plan import ResumePlan, beside_shards, needs_universal, the_root, within
+from ckptd.recover.steps import (
+    DERIVED_UNIVERSAL,
+    Convert,
+    Fetch,
+    Mend,
+    Place,
+    Point,
+    RestoreExtras,
+    Step,
+    is_plain,
+    name_of_extra,
+)
+
+if TYPE_CHECKING:
+    from ckptd.recover.held import Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is wanted of a checkpoint. `ranks`: data-parallel ranks as in file names; None: all."""
+
+    form: str | None = None
+    world_size: int | None = None
+    ranks: frozenset[int] | None = None
+    nodes: Nodes = field(default_factory=Nodes)
+
+
+class Ground(Protocol):
+    """The directory as it is now."""
+
+    def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
+        """What of a form lies in `target`; TargetExists when it is another content."""
+        ...
+
+    def source_of(self, target: str) -> dict[str, str] | None:
+        """Fingerprints of what the universal folder `target` was made from."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether a name is taken."""
+        ...
+
+    def pointer(self, name: str) -> str | None:
+        """Content of a pointer file."""
+        ...
+
+
+def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> ResumePlan:
+    """Plan for one committed candidate.
+
+    Raises:
+        RefusedError: the form or the number of ranks cannot be had.
+        NotFoundError: ranks beyond the grid. TargetExists: another content under the tag (73).
+    """
+    is_universal = _wants_universal(candidate, wish)
+    if is_universal and wish.ranks is not None:
+        msg = f"{candidate.tag} is wanted in universal form, which has no ranks"
+        raise RefusedError(msg, hint="leave --ranks out, or ask for --form zero without another --world-size")
+    plain = candidate.layout[0] is Trainer.DEEPSPEED
+    if is_universal:
+        steps = _universal(candidate, place) if plain else _universal_beside(candidate, place)
+    else:
+        whole = candidate.copies[0]
+        steps = _bring(ZERO, whole, _share(whole, wish), candidate.tag, place)
+        steps += [] if not plain else _point(place, "latest", candidate.tag)
+    extras = _extras(candidate, place)
+    first_pointer = next((i for i, s in enumerate(steps) if isinstance(s, Point)), len(steps))
+    steps[first_pointer:first_pointer] = extras
+    return ResumePlan(
+        candidate=candidate,
+        form=UNIVERSAL if is_universal else ZERO,
+        path=f"{DERIVED_UNIVERSAL}/{candidate.tag}" if plain and is_universal else candidate.tag,
+        world_size=wish.world_size,
+        steps=tuple(steps),
+        notes=_notes(candidate, wish, is_universal=is_universal),
+    )
+
+
+def _wants_universal(candidate: Candidate, wish: Wish) -> bool:
+    differs = needs_universal(candidate, wish.world_size)
+    if wish.form == ZERO and differs:
+        msg = (
+            f"{candidate.tag} was saved by {candidate.saved_world_size} ranks: in ZeRO form no others load it"
+        )
+        raise RefusedError(msg, hint="leave --form out, or ask for --form universal")
+    if wish.form != UNIVERSAL and not differs and not candidate.copies:
+        msg = f"only the universal form of {candidate.tag} is committed"
+        raise RefusedError(msg, hint="ask for --form universal")
+    return differs or wish.form == UNIVERSAL
+
+
+def _share(whole: Copy, wish: Wish) -> Copy:
+    if wish.ranks is not None:
+        return of_ranks(whole, wish.ranks)
+    return of_node(whole, wish.nodes)
+
+
+def _bring(form: str, whole: Copy, wanted: Copy, target: str, place: Ground) -> list[Step]:
+    held = place.held(target, whole, wanted)
+    if not held.is_there:
+        return [Fetch(form=form, copy=wanted), Place(form=form, copy=wanted, target=target)]
+    if not held.lacking:
+        return []
+    part = replace(wanted, files=held.lacking)
+    return [Fetch(form=form, copy=part), Mend(form=form, copy=part, target=target)]
+
+
+def _universal(candidate: Candidate, place: Ground) -> list[Step]:
+    """Plain DeepSpeed: `_ckptd/derived/universal/<tag>` and the pointer to it."""
+    target = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
+    steps = _made_or_fetched(candidate, "", target, place)
+    if any(isinstance(step, Convert) for step in steps):
+        steps += _point(place, "latest", candidate.tag)
+    return [*steps, *_point(place, "latest_universal", target)]
+
+
+def _universal_beside(candidate: Candidate, place: Ground) -> list[Step]:
+    """Hugging Face, Accelerate: beside the shards, or beside what else the Trainer reads (P11)."""
+    root = the_root(candidate)
+    name = universal_name(root)
+    target = f"{candidate.tag}/{name}"
+    steps: list[Step] = []
+    if candidate.universals:
+        whole = candidate.copies[0]
+        steps = _bring(ZERO, whole, beside_shards(whole), candidate.tag, place)
+        inside = replace(candidate, universals=(within(candidate.universals[0], name),))
+        steps += _made_or_fetched(inside, root, target, place)
+    else:
+        steps = _made_or_fetched(candidate, root, target, place)
+    return [*steps, *_point(place, f"{candidate.tag}/latest_universal", name)]
+
+
+def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground) -> list[Step]:
+    """The universal form in `target`: there already, else fetched, else converted from the ZeRO form here."""
+    prefix = f"{root}/" if root else ""
+    sources, ours = place.source_of(target), candidate.fingerprints
+    is_made = bool(sources) and all(
+        ours.get(f"{prefix}{path}", ours.get(path)) == mark for path, mark in (sources or {}).items()
+    )
+    if candidate.universals:
+        copy = candidate.universals[0]
+        try:
+            return _bring(UNIVERSAL, copy, copy, target, place)
+        except TargetExists:
+            if is_made:
+                return []  # an earlier restore converted it here: same content, other bytes
+            raise
+    if is_made:
+        return []
+    if place.has(target):
+        msg = f"{target} is there and was not made from the save of {candidate.tag} that was committed"
+        raise TargetExists(msg)
+    whole = candidate.copies[0]
+    source = f"{candidate.tag}/{root}" if root else candidate.tag
+    brought = _bring(ZERO, whole, whole, candidate.tag, place)
+    return [*brought, Convert(tag=source, target=target, verify=False)]
+
+
+def _extras(candidate: Candidate, place: Ground) -> list[Step]:
+    """Files of save_dir that travelled along, where DIR has none of that name."""
+    copy = (candidate.copies or candidate.universals)[0]
+    names = {name_of_extra(file): file for file in copy.extras}
+    absent = tuple(file for name, file in names.items() if is_plain(name) and not place.has(name))
+    return [RestoreExtras(copy=copy, files=absent)] if absent else []
+
+
+def _point(place: Ground, name: str, value: str) -> list[Step]:
+    return [] if place.pointer(name) == value else [Point(name=name, value=value)]
+
+
+def _notes(candidate: Candidate, wish: Wish, *, is_universal: bool) -> tuple[str, ...]:
+    if is_universal or (wish.ranks is None and wish.nodes.count == 1):
+        return ()
+    whose = f"ranks {show_ranks(wish.ranks)}" if wish.ranks is not None else f"node {wish.nodes.rank}"
+    return (f"only the shards of {whose} of {candidate.tag} are wanted here: no other rank can load from it",)
+
+
+def show_ranks(ranks: frozenset[int]) -> str:
+    """`0,2-3`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

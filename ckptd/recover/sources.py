@@ -1,0 +1,118 @@
+"""Where a command reads: the remotes of a job or one URL, which of them answer, which copies are bad.
+
+`list`, `verify`, `restore` and `resume` mean the same by JOB, URL and --remote; a remote that fails
+half-way is left out and the next one is asked (P18).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd.config import remote_from_arguments, resolve_job
+from ckptd.errors import CkptdError, DamagedError, NotFoundError, RemoteError
+from ckptd.recover.sight import look_at_remote
+from ckptd.recover.steps import Convert, Fetch, RestoreExtras
+from ckptd.remote.access import access_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ckptd.config_model import JobConfig, RemoteConfig
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.recover.steps import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What JOB|URL names: remotes, whose they must be (None: anybody's), and the job where there is one."""
+
+    remotes: tuple[RemoteConfig, ...]
+    owner: str | None
+    job: JobConfig | None = None
+
+
+def where_of(
+    job: str, environ: Mapping[str, str], *, only: str | None = None, config_dir: Path | None = None
+) -> Where:
+    """A URL, a directory with `_ckptd/remote.json`, or a job; `only`: one remote of it by name.
+
+    Raises:
+        NotFoundError: no such job, it has no remote, or none of that name (66).
+    """
+    if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
+        url = job if "://" in job else str(Path(job).absolute())
+        return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)
+    found = resolve_job(job, environ, config_dir=config_dir)
+    if found.remotes:
+        return Where(remotes=named(found.remotes, only), owner=found.name, job=found)
+    if not found.save_dir.exists():
+        remote = remote_from_arguments(str(found.save_dir), environ)
+        return Where(remotes=named((remote,), only), owner=None)
+    msg = f"{found.save_dir} is neither a remote of ckptd nor the save_dir of a job that has one"
+    raise NotFoundError(msg, hint="name the job or the remote's directory")
+
+
+def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
+    """All remotes, or the one called `only`.
+
+    Raises:
+        NotFoundError: none is called so.
+    """
+    chosen = tuple(remote for remote in remotes if only in (None, remote.name))
+    if not chosen and only is not None:
+        names = ", ".join(remote.name for remote in remotes) or "none"
+        msg = f"there is no remote {only!r} (known: {names})"
+        raise NotFoundError(msg, hint="--remote takes a name of the job file")
+    return chosen
+
+
+@dataclass(slots=True, kw_only=True)
+class Sources:
+    """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies."""
+
+    say: Callable[[str], None]
+    remotes: list[RemoteSight] = field(default_factory=list)
+    absent: list[CkptdError] = field(default_factory=list)
+    damaged: set[tuple[str, str]] = field(default_factory=set)
+
+    def look(self, remotes: Sequence[RemoteConfig], owner: str | None) -> None:
+        """Read each remote; one that is not there is said and left out."""
+        for remote in remotes:
+            try:
+                sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+            except CkptdError as error:
+                self.absent.append(error)
+                self.say(f"remote {remote.name}: {error}")
+            else:
+                self.remotes.append(sight)
+                for text in sight.observation.damaged:
+                    self.say(f"remote {remote.name}: {text}")
+
+    def drop(self, name: str, error: CkptdError) -> None:
+        """A remote failed half-way: it is asked no more."""
+        self.remotes = [remote for remote in self.remotes if remote.name != name]
+        self.absent.append(error)
+        others = ", ".join(remote.name for remote in self.remotes)
+        self.say(
+            f"remote {name}: {error.message}; {f'going on with {others}' if others else 'no other is left'}"
+        )
+
+    def give_up_on(self, step: Step | None, steps: Sequence[Step], error: CkptdError) -> bool:
+        """Leave out the copy or the remote that made `step` fail; False when that is not its fault.
+
+        A conversion that fails on bytes just fetched is the fault of what was fetched.
+        """
+        if isinstance(step, Fetch | RestoreExtras):
+            if isinstance(error, DamagedError):
+                self.damaged.add((step.copy.remote.name, step.copy.view.sha256))
+                return True
+            if isinstance(error, RemoteError):
+                self.drop(step.copy.remote.name, error)
+                return True
+        fetched = [s for s in steps if isinstance(s, Fetch)]
+        if isinstance(step, Convert) and isinstance(error, DamagedError) and fetched:
+            self.damaged |= {(s.copy.remote.name, s.copy.view.sha256) for s in fetched}
+            return True
+        return False

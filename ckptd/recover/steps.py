@@ -1,0 +1,115 @@
+"""The steps of a recovery, as data: printed by --dry-run, carried out once by `execute` (H54).
+
+Each is idempotent. What is in the way is renamed into `_ckptd/aside/`, and pointers come last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.config_quantities import show_bytes
+from ckptd.core.listing import OURS
+from ckptd.recover.choose import UNIVERSAL
+
+if TYPE_CHECKING:
+    from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.choose import Copy
+
+DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveAside:
+    """Rename a name below save_dir to `_ckptd/aside/<label>.<n>`."""
+
+    name: str
+    label: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"move {self.name} aside ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Bring a committed form into staging, every byte checked while it is read."""
+
+    form: str
+    copy: Copy
+
+    def __str__(self) -> str:
+        what = f"{self.copy.view.commit.tag} ({self.form}, {show_bytes(self.copy.bytes)})"
+        return f"fetch {what} from {self.copy.remote.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rename what was fetched from staging to `target`; nothing is replaced."""
+
+    form: str
+    copy: Copy
+    target: str
+
+    def __str__(self) -> str:
+        return f"put it in place as {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
+
+    tag: str
+    target: str
+    verify: bool
+
+    def __str__(self) -> str:
+        return f"convert {self.tag} to {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreExtras:
+    """Put files that travelled with the checkpoint back into save_dir where they are absent."""
+
+    copy: Copy
+    files: tuple[ManifestFile, ...]
+
+    def __str__(self) -> str:
+        return f"restore {', '.join(name_of_extra(f) for f in self.files)} from {self.copy.remote.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Write a pointer file atomically."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"write {self.name} = {self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mend:
+    """Put fetched files into a folder that holds the rest; a bad one goes to `_ckptd/aside/` first."""
+
+    form: str
+    copy: Copy
+    """Its `files` are those that were fetched."""
+    target: str
+
+    def __str__(self) -> str:
+        return f"put {len(self.copy.files)} files into {self.target}"
+
+
+Step = MoveAside | Fetch | Place | Mend | Convert | RestoreExtras | Point
+
+
+def name_of_extra(file: ManifestFile) -> str:
+    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
+    return file.path.rpartition("/")[2]
+
+
+def is_plain(name: str) -> bool:
+    """Whether a file that travelled along may be put into save_dir under its own name."""
+    return bool(name) and not name.startswith((OURS, ".ckptd", "latest")) and name not in (".", "..")

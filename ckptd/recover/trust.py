@@ -1,0 +1,72 @@
+"""Whether the documents behind a COMMIT may be believed before a byte or a name of them is used (P2, P15).
+
+A remote is written by others: a COMMIT copied from another job, a manifest with `../` or a control character
+in a path is damage like a flipped bit; the checkpoint is named and not offered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.manifest import ROOT, tag_problem
+from ckptd.errors import RefusedError
+from ckptd.files import TEMPORARY_PREFIX, check_relative
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptd.core.manifest import Commit, ManifestFile, NodeManifest, RemoteIdentity
+
+_NAME_LIMIT_BYTES = 255
+_POINTERS = ("latest", "latest_universal")
+_INT64 = 1 << 63
+
+
+def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeManifest]) -> str | None:
+    """Why a COMMIT and its manifests cannot be this remote's own; None when nothing speaks against them."""
+    if commit.job_id != identity.job_id:
+        return f"the COMMIT is of job {commit.job_id!r}, this remote is {identity.job_id!r}'s"
+    problem = tag_problem(commit.tag) or name_problem(commit.tag)
+    if problem is not None or commit.tag in _POINTERS:
+        return f"tag {commit.tag!r} {problem or 'is the name of a pointer'}"
+    for manifest in manifests:
+        if manifest.job_id != commit.job_id:
+            return f"the manifest of {manifest.node!r} is of job {manifest.job_id!r}"
+        theirs = (manifest.tag, manifest.generation, manifest.form)
+        if theirs != (commit.tag, commit.generation, commit.form):
+            return f"the manifest of {manifest.node!r} speaks of {theirs[0]!r} ({theirs[2]}, g{theirs[1]})"
+        for file in manifest.files:
+            problem = _file_problem(file)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _file_problem(file: ManifestFile) -> str | None:
+    for what, name in (("path", file.path), ("key", file.key)):
+        problem = name_problem(name)
+        if problem is not None:
+            return f"{what} {name!r} {problem}"
+    if file.key.split("/")[0] == ROOT:
+        return f"key {file.key!r} lies among the documents of ckptd"
+    if not (0 <= file.bytes < _INT64 and 0 <= file.mtime_ns < _INT64):
+        return f"size or time of {file.path!r} cannot be"
+    return None
+
+
+def name_problem(name: str) -> str | None:
+    """Why a relative name may not be used as a path; None when it may."""
+    try:
+        parts = check_relative(name)
+        encoded = [part.encode() for part in parts]
+    except RefusedError:
+        return "leads out of its folder"
+    except UnicodeEncodeError:
+        return "is no text"
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+        return "holds a control character"
+    if any(len(part) > _NAME_LIMIT_BYTES for part in encoded):
+        return "is too long"
+    if any(part.startswith(TEMPORARY_PREFIX) for part in parts):
+        return "is the name of a temporary file of ckptd"
+    return None

@@ -1,0 +1,288 @@
+"""`ckptd verify`: what a remote claims, proven again from the remote alone (P2, P18).
+
+COMMIT → digests of its manifests → every object's presence and size, and on demand its bytes. Nothing
+local is asked: neither the daemon nor its journal nor save_dir.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.coverage import missing, objects_of, order_of
+from ckptd.core.manifest import ROOT, commit_key
+from ckptd.errors import DamagedError, NotFoundError, NothingCommitted, RefusedError, UsageError
+from ckptd.recover.fetch import PARALLEL, read_through
+from ckptd.recover.trust import distrust
+from ckptd.remote.checksums import to_hex
+from ckptd.remote.documents import manifests_of_commit, read_generation, stem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.remote.messages import CommitView
+
+_POINTERS = ("latest", "latest_universal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """The `number`-th (from 1) of `of` slices of all objects, by a hash of their keys."""
+
+    number: int = 1
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.of:
+            msg = f"--slice {self.number}/{self.of} is not one of {self.of} slices"
+            raise UsageError(msg, hint="slices count from 1: --slice 1/7 … --slice 7/7")
+
+    def has(self, key: str) -> bool:
+        """Whether an object belongs to the slice: the same one on every machine."""
+        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        return int.from_bytes(digest[:8], "big") % self.of == self.number - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is not as it was committed."""
+
+    key: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedCommit:
+    """One COMMIT. `verdict`: good, damaged, disputed or retired (the last two do not count for anybody)."""
+
+    tag: str
+    generation: int
+    form: str
+    branch: int
+    step: int
+    files: int
+    bytes: int
+    read_bytes: int
+    commit_sha256: str
+    verdict: str
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedRemote:
+    """One remote; oldest checkpoint first. `unlisted`: objects that no manifest lists."""
+
+    name: str
+    url: str
+    job: str
+    commits: tuple[VerifiedCommit, ...]
+    unlisted: tuple[str, ...]
+    unlisted_bytes: int
+    problems: tuple[str, ...]
+    """Documents that could not be read."""
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing that counts differs."""
+        return not self.problems and all(row.verdict != "damaged" for row in self.commits)
+
+
+class Verifier:
+    """Verifies one remote. `read`: read the bytes of that slice; `on_progress(what, done, total)`: bytes."""
+
+    def __init__(
+        self,
+        remote: RemoteSight,
+        *,
+        read: Slice | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._remote = remote
+        self._read = read
+        self._on_progress = on_progress
+        self._sizes: dict[str, int] = {}
+        self._checked: dict[tuple[str, int, str], Difference | None] = {}
+        self._listed: set[str] = set()
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+
+    def run(self, tag: str | None = None) -> VerifiedRemote:
+        """Prove every COMMIT, or those of one tag.
+
+        Raises:
+            NothingCommitted: there is none (4). NotFoundError: none of that tag (66).
+            RemoteUnreachable: the remote went away.
+        """
+        seen = self._remote.observation
+        views = [view for view in seen.commits if tag in (None, view.commit.tag)]
+        views.sort(
+            key=lambda v: (order_of(v.commit), v.commit.tag, v.commit.generation, v.commit.form != "zero")
+        )
+        retired = {stem_of(stone) for stone in seen.retired}
+        damaged = () if tag is not None and views else seen.damaged
+        if tag is not None and not views and seen.commits:
+            known = ", ".join(dict.fromkeys(view.commit.tag for view in seen.commits))
+            msg = f"{self._remote.url} holds no committed checkpoint {tag!r}"
+            raise NotFoundError(msg, hint=f"there are {known}")
+        counting = [v for v in views if not v.disputed and stem_of(v.commit) not in retired]
+        if not counting and not damaged:
+            msg = f"{self._remote.url} holds no committed checkpoint"
+            raise NothingCommitted(msg, hint="disputed and retired ones do not count" if views else "")
+        self._list(None if tag is None else {view.commit.folder for view in views})
+        rows = [self._one(view, stem_of(view.commit) in retired) for view in views]
+        self._collect_uncommitted()
+        unlisted = sorted(set(self._sizes) - self._listed) if tag is None else []
+        return VerifiedRemote(
+            name=self._remote.name,
+            url=self._remote.url,
+            job=seen.identity.job,
+            commits=tuple(rows),
+            unlisted=tuple(unlisted),
+            unlisted_bytes=sum(self._sizes[key] for key in unlisted),
+            problems=tuple(damaged),
+        )
+
+    def _list(self, folders: set[str] | None) -> None:
+        """Sizes of all objects by one listing: thousands of single questions would cost minutes on S3."""
+        prefixes = (
+            [""] if folders is None else [f"{folder.rstrip('/')}/" for folder in sorted(folders) if folder]
+        )
+        for prefix in prefixes:
+            for info in self._remote.store.list(prefix):
+                if not info.key.startswith(f"{ROOT}/") and info.key not in _POINTERS:
+                    self._sizes[info.key] = info.bytes
+
+    def _one(self, view: CommitView, is_retired: bool) -> VerifiedCommit:
+        commit = view.commit
+        differences: list[Difference] = []
+        files: Mapping[str, ManifestFile] = {}
+        try:
+            files = self._documents(view, differences)
+        except (DamagedError, RefusedError) as error:
+            differences.append(Difference(key=view.key, expected="its manifests", found=error.message))
+        before = self._done_bytes
+        differences += self._objects(commit.tag, files.values())
+        verdict = "damaged" if differences else "good"
+        if view.disputed or is_retired:
+            verdict = "disputed" if view.disputed else "retired"
+        return VerifiedCommit(
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            branch=commit.branch,
+            step=commit.step,
+            files=commit.files,
+            bytes=commit.bytes,
+            read_bytes=self._done_bytes - before,
+            commit_sha256=view.sha256,
+            verdict=verdict,
+            differences=tuple(differences),
+        )
+
+    def _documents(self, view: CommitView, differences: list[Difference]) -> Mapping[str, ManifestFile]:
+        """The objects that a COMMIT promises; what does not agree among its documents is added."""
+        commit, identity = view.commit, self._remote.observation.identity
+        own = commit_key(commit.tag, commit.generation, commit.form)
+        if own != view.key:
+            differences.append(Difference(key=view.key, expected=f"the COMMIT {own}", found="another name"))
+        known = manifests_of_commit(self._remote.store, commit)
+        problem = distrust(identity, commit, [one.manifest for one in known])
+        if problem is not None:
+            differences.append(Difference(key=view.key, expected="a COMMIT of this job", found=problem))
+            return {}
+        objects = objects_of(one.manifest for one in known)
+        self._listed |= set(objects)
+        total = sum(file.bytes for file in objects.values())
+        if (len(objects), total) != (commit.files, commit.bytes):
+            expected = f"{commit.files} files of {commit.bytes} bytes"
+            found = f"{len(objects)} of {total} in its manifests"
+            differences.append(Difference(key=view.key, expected=expected, found=found))
+        lacking = missing(known, commit.form)
+        differences += [Difference(key=view.key, expected=what, found="in no manifest") for what in lacking]
+        return objects
+
+    def _objects(self, tag: str, wanted: Iterable[ManifestFile]) -> list[Difference]:
+        listed = list(wanted)
+        total = sum(f.bytes for f in listed if self._read is not None and self._read.has(f.key))
+        start = self._done_bytes
+
+        def told(count: int) -> None:
+            with self._lock:
+                self._done_bytes += count
+                if self._on_progress is not None:
+                    self._on_progress(f"{self._remote.name}: {tag}", self._done_bytes - start, total)
+
+        stop = threading.Event()
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="verify") as pool:
+            futures = [pool.submit(self._object, file, told, stop) for file in listed]
+            try:
+                found = [future.result() for future in futures]
+            except BaseException:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return [difference for difference in found if difference is not None]
+
+    def _object(
+        self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
+    ) -> Difference | None:
+        """One object; a replica that several COMMITs list is read once."""
+        mark = (file.key, file.bytes, file.checksums.crc64nvme)
+        if mark not in self._checked:
+            self._checked[mark] = self._compare(file, told, stop)
+        return self._checked[mark]
+
+    def _compare(
+        self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
+    ) -> Difference | None:
+        size = self._sizes.get(file.key)
+        if size is None:
+            held = self._remote.store.stat(file.key)
+            size = None if held is None else held.bytes
+        if size != file.bytes:
+            found = "nothing" if size is None else f"{size} bytes"
+            return Difference(key=file.key, expected=f"{file.bytes} bytes", found=found)
+        if self._read is None or not self._read.has(file.key):
+            return None
+        try:
+            done, crc = read_through(self._remote.store, file, lambda data, _: told(len(data)), stop)
+        except (FileNotFoundError, DamagedError) as error:
+            return Difference(key=file.key, expected=f"{file.bytes} bytes", found=str(error))
+        if done == file.bytes and to_hex(crc) == file.checksums.crc64nvme:
+            return None
+        expected = f"CRC64 {file.checksums.crc64nvme}"
+        return Difference(key=file.key, expected=expected, found=f"CRC64 {to_hex(crc)} over {done} bytes")
+
+    def _collect_uncommitted(self) -> None:
+        """What a shipment under way has put there already is listed by its manifests, if it has any yet."""
+        seen = self._remote.observation
+        for where in {*seen.uncommitted, *seen.retiring}:
+            for known in read_generation(self._remote.store, where):
+                self._listed |= {file.key for file in known.manifest.files}
+
+
+def slice_of(text: str) -> Slice:
+    """`2/7` → the second of seven slices.
+
+    Raises:
+        UsageError: it is none.
+    """
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and len(number) < 10 and len(of) < 10):
+        msg = f"--slice {text!r} is not N/T"
+        raise UsageError(msg, hint="--slice 1/7 reads the first of seven slices")
+    return Slice(number=int(number), of=int(of))
+
+
+def exit_code(verified: Sequence[VerifiedRemote]) -> int:
+    """0: all as committed; 65: something differs."""
+    return 0 if all(remote.is_good for remote in verified) else DamagedError.exit_code
