@@ -19,10 +19,14 @@ from ckptd.convert.supervise import ConvertOptions, convert
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, LockHeld, StorageError, TargetExists, from_os_error
 from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
+from ckptd.place import path_of
 from ckptd.recover.fetch import Fetcher, read_whole
-from ckptd.recover.plan import (
+from ckptd.recover.steps import (
+    DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
     Convert,
+    CopyBeside,
+    Drop,
     Fetch,
     MoveAside,
     Place,
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from ckptd.recover.choose import Copy
 
 _OTHER_CONVERSION_SECONDS = 3600.0
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 
@@ -98,6 +103,10 @@ class Execution:
                 self._convert(step)
             case RestoreExtras():
                 self._restore(step)
+            case CopyBeside():
+                self._copy_beside(step)
+            case Drop():
+                remove_ours(self._fd, step.folder, step.name)
             case Point():
                 head, _, base = step.name.rpartition("/")
                 with files.opened_dir(head or ".", self._fd) as folder:
@@ -185,10 +194,10 @@ class Execution:
             try:
                 convert(
                     self._save_dir / step.tag,
-                    self._save_dir / step.target,
+                    path_of(self._save_dir, step.target),
                     options,
                     on_progress=(lambda p: tell(str(step), p.bytes_done, p.bytes_total)) if tell else None,
-                    work_dir=self._save_dir / STAGING,
+                    work_dir=path_of(self._save_dir, STAGING),
                 )
             except TargetExists:
                 return
@@ -199,6 +208,26 @@ class Execution:
                 time.sleep(0.5)
             else:
                 return
+
+    def _copy_beside(self, step: CopyBeside) -> None:
+        """May be cut short: without the universal form, which comes after it, nothing loads this folder."""
+        mode = os.fstat(self._fd).st_mode & 0o777
+        with contextlib.ExitStack() as closing:
+            source = files.open_dir_beneath(self._fd, step.tag)
+            closing.callback(os.close, source)
+            target = ensure_ours(self._fd, step.target)
+            closing.callback(os.close, target)
+            for path in step.paths:
+                head, _, base = path.rpartition("/")
+                parent = files.open_dir_beneath(target, head, create_mode=mode) if head else os.dup(target)
+                closing.callback(os.close, parent)
+                with files.reading(source, path) as fd:
+                    status = os.fstat(fd)
+                    out = os.open(base, _NEW_FILE, status.st_mode & 0o777, dir_fd=parent)
+                    closing.callback(os.close, out)
+                    files.copy_range(fd, 0, out, 0, status.st_size)
+                    os.fsync(out)
+            files.fsync_dir(target)
 
     def _restore(self, step: RestoreExtras) -> None:
         for file in step.files:
@@ -224,19 +253,29 @@ def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
 
 def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
     """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
+    return _derived(save_dir_fd, DERIVED_UNIVERSAL, "")
+
+
+def derived_accelerate(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
+    """The same of `_ckptd/derived/accelerate`, where the form lies one level deeper."""
+    return _derived(save_dir_fd, DERIVED_ACCELERATE, "pytorch_model/")
+
+
+def _derived(save_dir_fd: int, place: str, inner: str) -> dict[str, dict[str, str] | None]:
     try:
-        fd = files.open_dir_beneath(save_dir_fd, DERIVED_UNIVERSAL)
+        fd = files.open_dir_beneath(save_dir_fd, place)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     try:
-        return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
+        names = [name for name in sorted(os.listdir(fd)) if not name.startswith(".")]
+        return {name: _sources(fd, f"{name}/{inner}ckptd.json") for name in names}
     finally:
         os.close(fd)
 
 
-def _sources(fd: int, name: str) -> dict[str, str] | None:
+def _sources(fd: int, path: str) -> dict[str, str] | None:
     try:
-        data = files.read_beneath(fd, f"{name}/ckptd.json", limit_bytes=_DESCRIPTION_LIMIT_BYTES)
+        data = files.read_beneath(fd, path, limit_bytes=_DESCRIPTION_LIMIT_BYTES)
         marks = json.loads(data)["source"]["fingerprints"]
         return {str(path): str(mark) for path, mark in marks.items()}
     except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):

@@ -6,98 +6,32 @@ pointers come last, so that a resume that is killed half-way leaves nothing that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.config_quantities import show_bytes
-from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import State
 from ckptd.core.listing import OURS
-from ckptd.core.trainers import Trainer, universal_name
+from ckptd.core.trainers import Trainer
 from ckptd.errors import RefusedError
-from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy
+from ckptd.recover.beside import beside, bring
+from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate
+from ckptd.recover.steps import (
+    DERIVED_UNIVERSAL,
+    Convert,
+    Fetch,
+    MoveAside,
+    Place,
+    Point,
+    RestoreExtras,
+    Step,
+    name_of_extra,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckptd.core.listing import SaveDirListing
-    from ckptd.core.manifest import ManifestFile
     from ckptd.recover.sight import LocalSight
-
-DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveAside:
-    """Rename a name below save_dir to `_ckptd/aside/<label>.<n>`."""
-
-    name: str
-    label: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"move {self.name} aside ({self.reason})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
-    """Bring a committed form into staging, every byte checked while it is read."""
-
-    form: str
-    copy: Copy
-
-    def __str__(self) -> str:
-        what = f"{self.copy.view.commit.tag} ({self.form}, {show_bytes(self.copy.bytes)})"
-        return f"fetch {what} from {self.copy.remote.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Rename what was fetched from staging to `target`; nothing is replaced."""
-
-    form: str
-    copy: Copy
-    target: str
-
-    def __str__(self) -> str:
-        return f"put it in place as {self.target}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
-    """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
-
-    tag: str
-    target: str
-    verify: bool
-
-    def __str__(self) -> str:
-        return f"convert {self.tag} to {self.target}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreExtras:
-    """Put files that travelled with the checkpoint back into save_dir where they are absent."""
-
-    copy: Copy
-    files: tuple[ManifestFile, ...]
-
-    def __str__(self) -> str:
-        return f"restore {', '.join(name_of_extra(f) for f in self.files)} from {self.copy.remote.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """Write a pointer file atomically."""
-
-    name: str
-    value: str
-
-    def __str__(self) -> str:
-        return f"write {self.name} = {self.value}"
-
-
-Step = MoveAside | Fetch | Place | Convert | RestoreExtras | Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +51,6 @@ class ResumePlan:
         return tuple(step for step in self.steps if isinstance(step, Fetch))
 
 
-def name_of_extra(file: ManifestFile) -> str:
-    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
-    return file.path.rpartition("/")[2]
-
-
 def make_plan(
     candidate: Candidate,
     local: Sequence[LocalSight],
@@ -129,11 +58,13 @@ def make_plan(
     derived: Mapping[str, Mapping[str, str] | None],
     world_size: int | None,
     *,
+    loadable: Mapping[str, Mapping[str, str] | None] | None = None,
     needs_commit: bool = False,
 ) -> ResumePlan:
     """Plan for one candidate.
 
-    `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable.
+    `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable;
+    `loadable`: the same of `_ckptd/derived/accelerate`.
 
     Raises:
         RefusedError: no load on that many ranks is possible.
@@ -148,11 +79,9 @@ def make_plan(
         MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
         for sight in _in_the_way(candidate, local)
     ]
-    trainer, roots = candidate.layout
-    if trainer is not Trainer.DEEPSPEED:
-        steps += _beside(candidate, roots, listing, steps, is_universal=is_universal)
-        steps += _extras(candidate, listing)
-        path = candidate.tag
+    if candidate.layout[0] is not Trainer.DEEPSPEED:
+        path, more = beside(candidate, listing, loadable or {}, steps, is_universal=is_universal)
+        steps += [*more, *_extras(candidate, listing)]
     else:
         steps += _plain(candidate, listing, derived, steps, is_universal=is_universal)
         path = f"{DERIVED_UNIVERSAL}/{candidate.tag}" if is_universal else candidate.tag
@@ -181,65 +110,12 @@ def _plain(
     if is_universal:
         made = _universal(candidate, derived)
     if not has_zero and (not is_universal or any(isinstance(step, Convert) for step in made)):
-        steps += _bring(candidate, candidate.copies[0], listing, before)
+        steps += bring(candidate, candidate.copies[0], listing, before)
         has_zero = True
     steps += made
     steps += _extras(candidate, listing)
     every = [*before, *steps]
     return steps + _pointers(candidate, listing, every, has_zero=has_zero, is_universal=is_universal)
-
-
-def _bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Sequence[Step]) -> list[Step]:
-    return [
-        Fetch(form=ZERO, copy=copy),
-        *_place_for(candidate.tag, listing, before),
-        Place(form=ZERO, copy=copy, target=candidate.tag),
-    ]
-
-
-def _beside(
-    candidate: Candidate,
-    roots: tuple[str, ...],
-    listing: SaveDirListing,
-    before: Sequence[Step],
-    *,
-    is_universal: bool,
-) -> list[Step]:
-    """Hugging Face, Accelerate: no pointer in save_dir; the universal form beside the shards (P11).
-
-    Measured: the Trainer wants some `global_step*` folder and follows `latest_universal`; the raw shards may
-    be absent (docs/formats.md §1.2), so only what lies beside them is fetched with a committed universal.
-    """
-    tag = candidate.tag
-    if not is_universal:
-        return [] if candidate.local else _bring(candidate, candidate.copies[0], listing, before)
-    if len(roots) > 1:
-        msg = f"{tag} holds two engines ({', '.join(roots)}): no universal load by one call"
-        raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")
-    name = universal_name(roots[0])
-    target = f"{tag}/{name}"
-    steps: list[Step] = []
-    if candidate.local is None and candidate.universals:
-        copy = candidate.copies[0]
-        aside = tuple(f for f in copy.files if f.role is Role.SIDE)
-        steps += _bring(candidate, replace(copy, files=aside), listing, before)
-        universal = candidate.universals[0]
-        inside = tuple(
-            f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
-            for f in universal.files
-            if f.path.startswith(f"{name}/")
-        )
-        universal = replace(universal, files=inside)
-        steps += [
-            Fetch(form=UNIVERSAL, copy=universal),
-            Place(form=UNIVERSAL, copy=universal, target=target),
-        ]
-    else:
-        if candidate.local is None:
-            steps += _bring(candidate, candidate.copies[0], listing, before)
-        verify = not candidate.is_committed
-        steps.append(Convert(tag=f"{tag}/{roots[0]}", target=target, verify=verify))
-    return [*steps, Point(name=f"{tag}/latest_universal", value=name)]
 
 
 def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[LocalSight]:
@@ -257,14 +133,6 @@ def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[Local
 def _why(sight: LocalSight) -> str:
     reason = sight.verdict.reason or "not whole"
     return f"{sight.verdict.state.value}: {reason}"
-
-
-def _place_for(tag: str, listing: SaveDirListing, steps: Sequence[Step]) -> list[Step]:
-    """Move aside what bears the tag's name: another save, or something that is no checkpoint at all."""
-    taken = {folder.tag for folder in listing.folders} | set(listing.foreign)
-    if tag not in taken or any(isinstance(s, MoveAside) and s.name == tag for s in steps):
-        return []
-    return [MoveAside(name=tag, label=tag, reason="another save under the name of the one to resume from")]
 
 
 def _universal(candidate: Candidate, derived: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
@@ -329,6 +197,8 @@ def _notes(candidate: Candidate, local: Sequence[LocalSight], *, needs_commit: b
     for sight in local:
         if sight.verdict.state is State.SUSPECT:
             notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; `ckptd accept` makes it usable")
+        elif sight.is_complete and sight.listing.is_model_only:
+            notes.append(f"{sight.tag} is only a model: nothing to resume from")
         elif needs_commit and sight.is_complete and sight.tag != candidate.tag:
             notes.append(f"{sight.tag} is whole here but not committed: other nodes could not choose it")
     return tuple(notes)

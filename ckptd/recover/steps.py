@@ -1,0 +1,119 @@
+"""The steps that a resume is made of: plain data, printed by --dry-run, carried out by `execute` (H54)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.config_quantities import show_bytes
+from ckptd.core.listing import OURS
+from ckptd.recover.choose import UNIVERSAL
+
+if TYPE_CHECKING:
+    from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.choose import Copy
+
+DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
+DERIVED_ACCELERATE = f"{OURS}/derived/accelerate"
+"""Folders as `accelerator.load_state` wants them: the universal form under the engine's own name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveAside:
+    """Rename a name below save_dir to `_ckptd/aside/<label>.<n>`."""
+
+    name: str
+    label: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"move {self.name} aside ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Bring a committed form into staging, every byte checked while it is read."""
+
+    form: str
+    copy: Copy
+
+    def __str__(self) -> str:
+        what = f"{self.copy.view.commit.tag} ({self.form}, {show_bytes(self.copy.bytes)})"
+        return f"fetch {what} from {self.copy.remote.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rename what was fetched from staging to `target`; nothing is replaced."""
+
+    form: str
+    copy: Copy
+    target: str
+
+    def __str__(self) -> str:
+        return f"put it in place as {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
+
+    tag: str
+    target: str
+    verify: bool
+
+    def __str__(self) -> str:
+        return f"convert {self.tag} to {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreExtras:
+    """Put files that travelled with the checkpoint back into save_dir where they are absent."""
+
+    copy: Copy
+    files: tuple[ManifestFile, ...]
+
+    def __str__(self) -> str:
+        return f"restore {', '.join(name_of_extra(f) for f in self.files)} from {self.copy.remote.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Write a pointer file atomically."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"write {self.name} = {self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBeside:
+    """Copy what lies beside the shards of `tag` (random states, sampler …) into `target`."""
+
+    tag: str
+    target: str
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"copy what lies beside the shards of {self.tag} to {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Remove a derived form of ours that was made from another save; it can be made again."""
+
+    folder: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"drop {self.folder}/{self.name} (made from another save)"
+
+
+Step = MoveAside | Fetch | Place | Convert | RestoreExtras | Point | CopyBeside | Drop
+
+
+def name_of_extra(file: ManifestFile) -> str:
+    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
+    return file.path.rpartition("/")[2]
