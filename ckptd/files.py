@@ -16,6 +16,7 @@ import secrets
 import stat
 from typing import TYPE_CHECKING
 
+from ckptd import place
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.pages import cached_bytes as cached_bytes
 from ckptd.pages import clone_file as clone_file
@@ -81,16 +82,22 @@ def opened_dir(path: str | os.PathLike[str], dir_fd: int | None = None) -> Itera
 def open_dir_beneath(dir_fd: int, relative: str, *, create_mode: int | None = None) -> int:
     """Open the directory `relative` below `dir_fd`, component by component, on the same device.
 
-    With `create_mode` missing components are made. The caller closes the result.
+    With `create_mode` missing components are made. `_ckptd` may lie beside `dir_fd` (ckptd/place.py). The
+    caller closes the result.
 
     Raises:
         RefusedError: a component is a symlink or lies on another device.
         OSError: as the kernel says.
     """
-    current = os.dup(dir_fd)
+    parts = check_relative(relative)
+    beside = place.open_beside(dir_fd) if parts[0] == place.OURS else None
+    current = os.dup(dir_fd) if beside is None else beside
     device = os.fstat(dir_fd).st_dev
     try:
-        for part in check_relative(relative):
+        if os.fstat(current).st_dev != device:
+            msg = f"{relative} lies beside its save_dir, on another file system"
+            raise RefusedError(msg, hint="mount the file system one level higher")
+        for part in parts if beside is None else parts[1:]:
             if create_mode is not None:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, create_mode, dir_fd=current)

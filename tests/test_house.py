@@ -26,6 +26,7 @@ RANK = {
     "torchfile": 3,
     "zero": 4,
     "pages": 4,
+    "place": 4,
     "files": 5,
     "convert": 6,
     "local": 6,

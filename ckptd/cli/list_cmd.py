@@ -75,6 +75,7 @@ def _table(listing: RemoteListing) -> Table:
     for row in listing.checkpoints:
         for index, form in enumerate(row.forms):
             marks = [f"← {name}" for name in form.pointers] + ["pinned"] * (row.pinned and index == 0)
+            marks += ["only a model"] * (row.kind == "model-only" and index == 0)
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
             table.add_row(
                 escape(row.tag) if index == 0 else "",

@@ -96,9 +96,11 @@ def _places(job: str | None) -> list[Path]:
 def _state_dirs(save_dir: Path) -> list[Path]:
     import hashlib
 
+    from ckptd.place import path_of
+
     digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
     return [
-        save_dir / "_ckptd" / "state",
+        path_of(save_dir, "_ckptd/state"),
         Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest,  # noqa: S108 — read only
     ]
 
@@ -224,6 +226,8 @@ def _table(job: dict[str, Any], retention: bool) -> Any:
         here += " +hold" if local["held"] else ""
         cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
         note = "; ".join(checkpoint["keep"]) if retention else (checkpoint["reason"] or "")
+        if checkpoint.get("kind") == "model-only":
+            note = f"only a model: nothing to resume from {note}".strip()
         if checkpoint["pinned"] and not retention:
             note = f"pinned {note}".strip()
         step = f"{checkpoint['step']}" if checkpoint["step"] is not None else "?"

@@ -161,6 +161,8 @@ def choose_pointers(commits: Iterable[Commit]) -> Pointers:
     """What the pointers name, given the COMMITs that count: neither disputed nor being retired (P6)."""
     newest: dict[str, Commit] = {}
     for commit in commits:
+        if commit.grid.is_model_only:
+            continue
         held = newest.get(commit.form)
         if held is None or (order_of(held), held.generation) < (order_of(commit), commit.generation):
             newest[commit.form] = commit

@@ -92,6 +92,14 @@ class Grid(Model):
     experts: tuple[int, ...] = ()
     proof: str = ""
 
+    @property
+    def is_model_only(self) -> bool:
+        """No rank saved anything: weights alone, committed and kept, never resumed from (ADR 0050)."""
+        return self.dp == 0
+
+
+MODEL_ONLY = Grid(dp=0, mm_count=0, zero_stage=0, proof="only a model (save_only_model)")
+
 
 def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...]:
     """Name the shards that `grid` demands and `present` lacks, in file-name words, sorted by rank."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.grids import known, named, prove_grid
-from ckptd.core.layouts import Grid, missing_shards
+from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_name
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
 from ckptd.core.marks import judge_marks
+from ckptd.core.trainers import Trainer, missing_weights, step_of_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +37,8 @@ class State(StrEnum):
     RESAVING = "resaving"
     TORN_RESAVE = "torn re-save"
     SUSPECT = "suspect"
+    LEFTOVER = "leftover"
+    """Sealed before, and files of it are gone while none is new: somebody is removing it, or was."""
     REFUSED = "refused"
     COMPLETE = "complete"
 
@@ -92,15 +95,20 @@ def judge(
     problem = tag_problem(listing.tag)
     if problem:
         return Verdict(state=State.REFUSED, reason=f"tag {listing.tag!r} {problem}; rename it to ship it")
+    gone = _gone(listing, memory)
+    if gone:
+        return Verdict(state=State.LEFTOVER, reason=f"being removed: {gone} is gone, nothing is new")
     if context.quiet_seconds < context.settle_seconds:
         return Verdict(state=_moving(listing, memory), reason="files are still changing")
-    needs = tuple(f.path for f in listing.files if f.path not in facts)
+    needs = tuple(f.path for f in listing.own if f.path not in facts)
     if needs:
         return Verdict(state=State.UNKNOWN, needs=needs)
     shards = {f.path: facts[f.path] for f in listing.shards}
     torn = _torn(shards)
     if torn:
         return _not_yet(listing, memory, context, torn)
+    if listing.is_model_only:
+        return _only_a_model(listing, facts, memory, context)
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
     for root in listing.roots:
@@ -116,6 +124,29 @@ def judge(
             return Verdict(state=_moving(listing, memory), reason=marks.waits_for)
         return _not_yet(listing, memory, context, marks.waits_for)
     return _whole(listing, current, grids[0], memory, context, marks.notes)
+
+
+def _only_a_model(
+    listing: FolderListing, facts: Mapping[str, FileFacts], memory: Memory | None, context: Context
+) -> Verdict:
+    """save_only_model without shards: every weights file and trainer_state.json of that step."""
+    marks = judge_marks(listing, facts, 0, context.quiet_seconds)
+    absent = missing_weights(f.path for f in listing.files)
+    reason = f"missing: {absent}" if absent else marks.waits_for
+    if reason is not None:
+        return _not_yet(listing, memory, context, reason)
+    renewed, kept = _renewal(listing, memory)
+    if renewed and kept:
+        return _not_yet(listing, memory, context, f"{renewed[0]} was saved again, {kept[0]} was not")
+    weights = {f.path: facts[f.path] for f in listing.shards}
+    return Verdict(
+        state=State.COMPLETE,
+        grid=MODEL_ONLY,
+        step=step_of_folder(listing.tag),
+        writer=Writer(trainer=listing.trainer.value),
+        window=_window(listing, weights),
+        notes=("only a model: nothing to resume from",),
+    )
 
 
 def _root(
@@ -224,6 +255,20 @@ def _renewal(
     kept = [p for p, identity in now.items() if memory.shards.get(p) == identity]
     renewed = [p for p in now if p not in kept]
     return renewed, kept
+
+
+def _gone(listing: FolderListing, memory: Memory | None) -> str | None:
+    """A file that a rotation took: trainers remove a checkpoint file by file. Never a torn save (H25).
+
+    Of DeepSpeed's own layout only shards count: there, people tidy what lies beside them.
+    """
+    if memory is None or _renewal(listing, memory)[0]:
+        return None
+    here = {f.path for f in listing.files}
+    gone = sorted(path for path in memory.shards if path not in here)
+    if listing.trainer is Trainer.DEEPSPEED:
+        gone = [path for path in gone if parse_shard_name(path.rpartition("/")[2])]
+    return gone[0] if gone else None
 
 
 def _moving(listing: FolderListing, memory: Memory | None) -> State:

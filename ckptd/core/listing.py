@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import parse_shard_name
-from ckptd.core.trainers import Trainer
+from ckptd.core.trainers import Trainer, added_by_us, is_weights
 
 OURS = "_ckptd"
 POINTERS = frozenset({"latest", "latest_universal"})
@@ -42,6 +42,11 @@ class FolderListing:
     roots: tuple[str, ...] = ("",)
     """Folders below this one that hold the shards; "" is this one."""
 
+    @property
+    def is_model_only(self) -> bool:
+        """Hugging Face with save_only_model: nothing to resume from (ADR 0050)."""
+        return not self.roots
+
     @cached_property
     def digest(self) -> str:
         """Changes when any file appears, goes or changes identity."""
@@ -53,10 +58,23 @@ class FolderListing:
 
     @cached_property
     def shards(self) -> tuple[ListedFile, ...]:
-        """Files directly in the shard roots whose names are shards'."""
+        """Files directly in the shard roots whose names are shards'; of a model alone its weights."""
+        if self.is_model_only:
+            return tuple(f for f in self.files if is_weights(f.path))
         return tuple(
             f for f in self.files if f.path.rpartition("/")[0] in self.roots and parse_shard_name(f.name)
         )
+
+    @cached_property
+    def added(self) -> tuple[ListedFile, ...]:
+        """What our `resume` put in: derived, so no part of the save, and removed with it."""
+        ours = added_by_us((f.path for f in self.files), self.roots)
+        return tuple(f for f in self.files if f.path in ours)
+
+    @cached_property
+    def own(self) -> tuple[ListedFile, ...]:
+        """The save's files: all but what we put in."""
+        return tuple(f for f in self.files if f not in self.added) if self.added else self.files
 
     @cached_property
     def total_bytes(self) -> int:

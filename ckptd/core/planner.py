@@ -24,11 +24,11 @@ from ckptd.core.actions import (
 from ckptd.core.deriving import keep_derived
 from ckptd.core.permit import CommitRef, DeletePermit
 from ckptd.core.retention import Item, keep_reasons
-from ckptd.core.save import Order
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
+    from ckptd.core.save import Order
+    from ckptd.core.view import JobView, RemoteView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
@@ -51,9 +51,10 @@ def plan(view: JobView) -> Plan:
     return Plan(actions=tuple(actions), local_keeps=local_keeps, remote_keeps=remote_keeps)
 
 
-def newest(view: JobView) -> SaveView | None:
-    """The newest intact save in (branch, step, save_seq)."""
-    return max((s for s in view.saves if s.is_intact), key=lambda s: s.save.order, default=None)
+def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
+    """The newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
+    known = (s for s in view.saves if s.is_intact and s.is_model_only == is_model_only)
+    return max(known, key=lambda s: s.save.order, default=None)
 
 
 def is_committed(view: JobView, save: SaveView) -> bool:
@@ -64,21 +65,23 @@ def is_committed(view: JobView, save: SaveView) -> bool:
 
 def keep_local(view: JobView) -> dict[int, tuple[str, ...]]:
     """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
-    present = [s for s in view.saves if s.is_present]
-    committed = [s for s in present if is_committed(view, s) and s.is_intact]
-    by_policy = keep_reasons(
-        [Item(key=str(s.id), order=s.save.order, pinned=s.is_pinned) for s in committed], view.local_retention
-    )
-    ground = _Ground(
-        top=newest(view),
-        newest_committed=max((s.save.order for s in committed), default=None),
-        latest=view.latest,
-        best=best_tag(view),
-    )
-    return {
-        s.id: by_policy.get(str(s.id), ()) + _protection(s, ground, is_committed=is_committed(view, s))
-        for s in present
-    }
+    kept: dict[int, tuple[str, ...]] = {}
+    for is_model_only in (False, True):
+        present = [s for s in view.saves if s.is_present and s.is_model_only == is_model_only]
+        committed = [s for s in present if is_committed(view, s) and s.is_intact]
+        items = [Item(key=str(s.id), order=s.save.order, pinned=s.is_pinned) for s in committed]
+        by_policy = keep_reasons(items, view.local_retention)
+        ground = _Ground(
+            top=newest(view, is_model_only=is_model_only),
+            newest_committed=max((s.save.order for s in committed), default=None),
+            latest=view.latest,
+            best=best_tag(view),
+        )
+        kept |= {
+            s.id: by_policy.get(str(s.id), ()) + _protection(s, ground, is_committed=is_committed(view, s))
+            for s in present
+        }
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +130,19 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
     best = best_tag(view)
     for remote in view.remotes:
         commits = [c for c in remote.commits if c.form == ZERO]
-        items = [Item(key=c.key, order=order_of(c), pinned=c.tag in pinned) for c in commits]
-        by_policy = keep_reasons(items, remote.retention)
-        for commit, item in zip(commits, items, strict=True):
-            kept = by_policy[item.key]
-            if (commit.tag, item.order) in here and remote.retention.deletes:
+        by_policy: dict[str, tuple[str, ...]] = {}
+        for is_model_only in (False, True):
+            mine = [c for c in commits if c.is_model_only == is_model_only]
+            items = [Item(key=c.key, order=c.order, pinned=c.tag in pinned) for c in mine]
+            by_policy |= keep_reasons(items, remote.retention)
+        for commit in commits:
+            kept = by_policy[commit.key]
+            if (commit.tag, commit.order) in here and remote.retention.deletes:
                 kept += ("still on this node",)
             if commit.tag == best:
                 kept += ("best_model_checkpoint",)
             reasons[remote.name, commit.key] = kept
     return reasons
-
-
-def order_of(commit: RemoteCommit) -> Order:
-    """(branch, step, save_seq) of a COMMIT."""
-    return Order(commit.branch, commit.step, commit.save_seq)
 
 
 def _holds(view: JobView) -> list[Action]:
@@ -177,7 +178,7 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
         return True
     if view.backfill == "none":
         return False
-    found = [s.save.order for s in view.saves if s.was_found_first]
+    found = [s.save.order for s in view.saves if s.was_found_first and s.is_model_only == save.is_model_only]
     return save.save.order == max(found)
 
 
@@ -234,7 +235,8 @@ def _convert(view: JobView) -> list[Action]:
     """One at a time, newest first; every save where extents clone, else only the newest (contract)."""
     if view.is_converting or not wants_universal(view) or view.is_save_in_flight:
         return []
-    candidates = sorted((s for s in view.saves if s.is_intact), key=lambda s: s.save.order, reverse=True)
+    whole = (s for s in view.saves if s.is_intact and not s.is_model_only)
+    candidates = sorted(whole, key=lambda s: s.save.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     for save in candidates if view.disk.can_clone else candidates[:1]:
         state = save.universal.state
@@ -273,7 +275,7 @@ def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Actio
             tag=save.save.tag,
             generation=max(r.generation or 1 for r in save.ships.values() if r.form == ZERO),
             folder=save.save.folder,
-            files=save.save.files,
+            files=save.save.files + save.added,
             commits=commits,
             issued_at_seconds=view.now_seconds,
             reason=f"save_total_limit {limit}" if limit is not None else "no retention key keeps it",

@@ -46,7 +46,7 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
 
 def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:
     """The same save with new ctimes, when nothing but ctimes changed; None when it is another save (H50)."""
-    now = {f.path: f for f in folder.files}
+    now = {f.path: f for f in folder.own}
     if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
         return None
     for file in save.files:
@@ -57,14 +57,15 @@ def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileF
     return save.model_copy(update={"files": files})
 
 
-def sealed_file(file: ListedFile, facts: FileFacts) -> SealedFile:
-    """A file of the checkpoint folder, as inspected."""
+def sealed_file(file: ListedFile, facts: FileFacts, folder: FolderListing) -> SealedFile:
+    """A file of the checkpoint folder, as inspected; of a model alone the weights are what identifies it."""
+    is_weights = folder.is_model_only and file in folder.shards
     return SealedFile(
         path=file.path,
         identity=file.identity,
         fingerprint=facts.fingerprint,
         tensor_fingerprint=facts.tensor_fingerprint,
-        role=facts.role,
+        role=Role.WEIGHTS if is_weights else facts.role,
         shard=facts.shard,
         mode=file.mode,
     )

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 TRAINER_STATE = "trainer_state.json"
+LATEST_UNIVERSAL = "latest_universal"
 _HF_TAG = re.compile(r"^checkpoint-(\d+)$")
 _HF_ROOT = re.compile(r"^global_step(\d+)$")
+_WEIGHTS = re.compile(
+    r"^(?P<stem>model|adapter_model|pytorch_model)(-\d{5}-of-(?P<of>\d{5}))?\.(?P<end>safetensors|bin)$"
+)
 _ACCELERATE_ROOT = re.compile(r"^pytorch_model(_\d+)?$")
 
 
@@ -32,8 +36,10 @@ class Trainer(StrEnum):
 def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
     """The trainer that a folder's names suggest, and its shard roots ("" = the folder itself).
 
-    Of several `global_step*` in one checkpoint-N the highest is meant: the others are older.
+    Of several `global_step*` in one checkpoint-N the highest is meant: the others are older. No root at all:
+    a model without what training needs to go on (save_only_model).
     """
+    paths = tuple(paths)
     roots: set[str] = set()
     for path in paths:
         head, _, name = path.rpartition("/")
@@ -48,7 +54,35 @@ def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]
     models = sorted(root for root in roots if _ACCELERATE_ROOT.match(root))
     if models:
         return Trainer.ACCELERATE, tuple(models)
+    if not roots and _HF_TAG.match(tag) and _is_only_a_model(paths):
+        return Trainer.HUGGINGFACE, ()
     return Trainer.DEEPSPEED, ("",)
+
+
+def _is_only_a_model(paths: Iterable[str]) -> bool:
+    """trainer_state.json, weights, and no trace of a full save that a rotation left half removed."""
+    names = frozenset(paths)
+    is_traced = "latest" in names or any(
+        n.startswith(("rng_state", "zero_to_", "global_step")) for n in names
+    )
+    return TRAINER_STATE in names and any(is_weights(n) for n in names) and not is_traced
+
+
+def is_weights(path: str) -> bool:
+    """A file of the model's weights, as `save_pretrained` names it."""
+    return _WEIGHTS.match(path) is not None
+
+
+def missing_weights(paths: Iterable[str]) -> str | None:
+    """The first one absent that others' names tell of: `model-00002-of-00003.safetensors`, or the index."""
+    names = frozenset(paths)
+    for match in sorted((m for n in names if (m := _WEIGHTS.match(n)) and m["of"]), key=lambda m: m.string):
+        end = match["end"]
+        wanted = [f"{match['stem']}-{i:05d}-of-{match['of']}.{end}" for i in range(1, int(match["of"]) + 1)]
+        absent = [n for n in (*wanted, f"{match['stem']}.{end}.index.json") if n not in names]
+        if absent:
+            return absent[0]
+    return None
 
 
 def step_of_folder(tag: str) -> int | None:
@@ -70,6 +104,14 @@ def wanted_marks(trainer: Trainer, names: frozenset[str], processes: int) -> tup
             return ("rng_state.pth",)
         return tuple(f"rng_state_{rank}.pth" for rank in range(processes))
     return ()
+
+
+def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
+    """What `ckptd resume` put beside the shards: universal forms that say so, and the pointer to them."""
+    listed = frozenset(paths)
+    ours = tuple(f"{universal_name(r)}/" for r in roots if r and f"{universal_name(r)}/ckptd.json" in listed)
+    found = frozenset(path for path in listed if ours and path.startswith(ours))
+    return found | ({LATEST_UNIVERSAL} & listed) if found else found
 
 
 def universal_name(root: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import SealedSave
+from ckptd.core.save import Order, SealedFile, SealedSave
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,12 +96,19 @@ class SaveView:
     """The folder is there at all."""
     has_unlisted: tuple[str, ...] = ()
     """Files in the folder that were not sealed (H8)."""
+    added: tuple[SealedFile, ...] = ()
+    """Derived files that our `resume` put in: they go with the folder."""
     is_held: bool = False
     is_busy: bool = False
     """Being read by a worker (shipped, converted, cloned)."""
     is_pinned: bool = False
     ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
+
+    @property
+    def is_model_only(self) -> bool:
+        """Weights alone: kept apart from what can be resumed from."""
+        return self.save.grid.is_model_only
 
     def ship(self, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""
@@ -120,6 +127,12 @@ class RemoteCommit:
     save_seq: int
     key: str
     sha256: str
+    is_model_only: bool = False
+
+    @property
+    def order(self) -> Order:
+        """(branch, step, save_seq)."""
+        return Order(self.branch, self.step, self.save_seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd.core import actions as a
 from ckptd.core.lifecycle import State
 from ckptd.core.planner import is_committed
+from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
 
 log = logging.getLogger("ckptd.job")
+
+NEXT_STEP_VANISHED = "raise the trainer's own save limit, or save less often"
 
 
 def notice_gone(job: Job, state: JobState) -> None:
@@ -29,35 +32,36 @@ def notice_gone(job: Job, state: JobState) -> None:
         tag = row.save.tag
         if row.state != "present" or tag in folders or row.id in pruning or state.busy[row.id]:
             continue
+        is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
         log.info("%s was removed by somebody else", tag)
-        required = [r.name for r in job.config.remotes if r.required]
-        if not row.held and any(
-            state.ship(row.id, name, ZERO).state is not ShipState.COMMITTED for name in required
-        ):
+        if is_lost:
             job.problems.put(
                 "vanished-uncommitted",
                 tag,
                 f"{tag} was removed before it was committed",
-                "raise the trainer's own save limit, or save less often",
+                NEXT_STEP_VANISHED,
             )
         state.load()
 
 
+def _forget_vanished(job: Job, state: JobState) -> None:
+    """A newer one is safe: what vanished is no loss any more, unless somebody wanted just that one kept."""
+    safe = newest_safe(job.view) if job.view is not None else None
+    for problem in job.problems.all() if safe is not None else ():
+        if problem.code != "vanished-uncommitted" or problem.about in job.knowledge.pins:
+            continue
+        orders = [row.save.order for row in state.rows.values() if row.save.tag == problem.about]
+        if safe is not None and safe.order > max(orders, default=safe.order):
+            job.problems.clear("vanished-uncommitted", problem.about)
+
+
 def see_problems(job: Job, state: JobState) -> None:
     """Problems that hold for as long as each turn sees them."""
+    _forget_vanished(job, state)
     see = job.problems
     see.begin_turn()
-    for tag, verdict in state.verdicts.items():
-        reason = f"{tag}: {verdict.reason}"
-        if verdict.state is State.TORN_RESAVE:
-            see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
-        elif verdict.state is State.INCOMPLETE:
-            see.see("incomplete-save", tag, reason, "its writer is gone; ckptd resume moves it aside")
-        elif verdict.state is State.SUSPECT:
-            see.see("suspect-save", tag, reason, f"if it is one save: ckptd accept {job.config.name} {tag}")
-        elif verdict.state is State.REFUSED:
-            see.see("tag-refused", tag, reason, "rename the folder, or choose another tag in the trainer")
+    _see_verdicts(job, state)
     unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote once what it holds already"
@@ -85,6 +89,34 @@ def see_problems(job: Job, state: JobState) -> None:
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()
+
+
+def _see_verdicts(job: Job, state: JobState) -> None:
+    see = job.problems
+    for tag, verdict in state.verdicts.items():
+        reason = f"{tag}: {verdict.reason}"
+        if verdict.state is State.TORN_RESAVE:
+            see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
+        elif verdict.state is State.INCOMPLETE:
+            see.see("incomplete-save", tag, reason, "its writer is gone; ckptd resume moves it aside")
+        elif verdict.state is State.SUSPECT:
+            see.see("suspect-save", tag, reason, f"if it is one save: ckptd accept {job.config.name} {tag}")
+        elif verdict.state is State.LEFTOVER and _is_lost(job, state, tag):
+            text = f"{tag} is being removed before it was committed"
+            see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
+        elif verdict.state is State.REFUSED:
+            see.see("tag-refused", tag, reason, "rename the folder, or choose another tag in the trainer")
+
+
+def _is_lost(job: Job, state: JobState, tag: str) -> bool:
+    """Neither committed everywhere nor held."""
+    row = state.row_of_tag(tag)
+    required = [r.name for r in job.config.remotes if r.required]
+    return (
+        row is not None
+        and not row.held
+        and any(state.ship(row.id, name, ZERO).state is not ShipState.COMMITTED for name in required)
+    )
 
 
 def is_idle(job: Job) -> bool:

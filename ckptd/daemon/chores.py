@@ -21,6 +21,7 @@ from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 from ckptd.local.derived import describe
+from ckptd.place import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,12 +172,12 @@ class Chores:
         fs.remove_ours(fd, place, tag)
         report = supervise.convert(
             self._config.save_dir / tag / row.save.roots[0],
-            self._config.save_dir / place / tag,
+            path_of(self._config.save_dir, f"{place}/{tag}"),
             options,
             on_progress=progress,
             should_stop=self._stop.is_set,
             should_pause=self._pause.is_set,
-            work_dir=self._config.save_dir / fs.STAGING,
+            work_dir=path_of(self._config.save_dir, fs.STAGING),
         )
         if not fs.folder_is_intact(fd, tag, row.save.files):
             fs.remove_ours(fd, place, tag)

@@ -99,6 +99,7 @@ class Intake:
             folder.tag
             for folder in listing.folders
             if not self._is_sealed(folder)
+            and state.verdicts[folder.tag].state is not State.LEFTOVER
             and self._flushed.get(folder.tag) != folder.digest
             and self._recently_changed(folder, now_seconds)
         )
@@ -288,7 +289,7 @@ class Intake:
         found_first: frozenset[str],
     ) -> None:
         state = self._state
-        sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path]) for f in folder.files)
+        sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path], folder) for f in folder.own)
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
         order = self._recogniser.known_order(folder.tag, fingerprints)
         if order is None:

@@ -26,6 +26,7 @@ from ckptd.daemon.recovery import recover
 from ckptd.daemon.setup import (
     check_device,
     is_still,
+    make_state,
     node_id_of,
     open_locked,
     prove_rights,
@@ -36,7 +37,6 @@ from ckptd.daemon.state import JobState
 from ckptd.daemon.viewing import build_view, folders_to_watch
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
-from ckptd.local.state_dir import prepare_state_dir
 from ckptd.local.watch import Watcher
 from ckptd.observe.audit import Audit
 from ckptd.remote import messages as m
@@ -133,7 +133,7 @@ class Job:
 
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
-        prepare_state_dir(self.state_dir)
+        self.state_dir = make_state(self.state_dir, self.config.save_dir, save_dir_fd)
         self.workers = self._pool.for_one()
         self._active_at = time.monotonic()
         journal = Journal(self.state_dir / "journal.db")

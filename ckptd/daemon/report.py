@@ -7,6 +7,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import State, Verdict
+from ckptd.core.planner import newest as newest_save
+from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.viewing import next_save_bytes
@@ -46,7 +48,7 @@ def job_status(job: Job) -> st.JobStatus:
     if job.state is None or job.view is None:
         return st.JobStatus(**base, state=state)  # type: ignore[arg-type]
     safe = _safe(job)
-    newest = max((s for s in job.view.saves if s.is_intact), key=lambda s: s.save.order, default=None)
+    newest = newest_save(job.view)
     is_current = newest is None or (
         safe is not None and (newest.save.branch, newest.save.step) <= (safe.branch, safe.step)
     )
@@ -72,16 +74,10 @@ def job_status(job: Job) -> st.JobStatus:
 def _safe(job: Job) -> st.SafeStatus | None:
     """The newest checkpoint that every required remote was last seen to hold (P17: never without P2)."""
     assert job.view is not None
-    required = [r for r in job.view.remotes if r.is_required]
-    if not required:
+    commit = newest_safe(job.view)
+    if commit is None:
         return None
-    held = [{(c.tag, c.branch, c.step, c.save_seq): c for c in r.commits if c.form == ZERO} for r in required]
-    common = set.intersection(*(set(h) for h in held))
-    if not common:
-        return None
-    newest = max(common, key=lambda key: key[1:])
-    commit = held[0][newest]
-    link = job.links[required[0].name]
+    link = job.links[next(r.name for r in job.view.remotes if r.is_required)]
     at = (
         next(v.commit.committed_at for v in link.observation.commits if v.key == commit.key)
         if link.observation
@@ -202,6 +198,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
         remotes=remotes,
         keep=keep if row.state == "present" else (),
         pinned=save.tag in job.knowledge.pins,
+        kind="model-only" if save.grid.is_model_only else "resumable",
     )
 
 

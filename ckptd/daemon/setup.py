@@ -9,8 +9,12 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
 from ckptd.local import rights
+from ckptd.local.fs import ensure_ours
+from ckptd.local.state_dir import prepare_state_dir
+from ckptd.place import path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
 
@@ -21,6 +25,16 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
+
+
+def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
+    """Create the state directory; where ours lies is known only when the first checkpoint is there."""
+    inside = f"{OURS}/state"
+    if state_dir == save_dir / inside:
+        os.close(ensure_ours(save_dir_fd, inside))
+        state_dir = path_of(save_dir, inside)
+    prepare_state_dir(state_dir)
+    return state_dir
 
 
 def node_id_of(state_dir: Path) -> str:

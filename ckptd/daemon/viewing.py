@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.core.sealing import sealed_extra
 from ckptd.core.view import ZERO, Disk, JobView, RemoteCommit, RemoteView, SaveView
 from ckptd.files import free_bytes
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.listing import FolderListing
+    from ckptd.core.listing import FolderListing, ListedFile
     from ckptd.core.retention import RetentionPolicy
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
@@ -27,13 +28,6 @@ HOUR_SECONDS = 3600.0
 def next_save_bytes(state: JobState) -> int:
     """What the next save needs: the largest of the last five, and a tenth (P13)."""
     return int(max(state.recent_sizes_bytes(), default=0) * NEXT_SAVE_FACTOR)
-
-
-def folders_to_watch(state: JobState) -> set[str]:
-    """Folders being written, and the newest: a trainer with a constant name saves into it again."""
-    newest = max((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.id, default=None)
-    again = {f"{newest.save.tag}/{root}".rstrip("/") for root in newest.save.roots} if newest else set()
-    return set(state.in_flight) | again
 
 
 def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
@@ -90,6 +84,21 @@ def build_view(
     )
 
 
+def folders_to_watch(state: JobState) -> list[str]:
+    """Folders being written, and the newest: a trainer with a constant name saves into it again.
+
+    With the folders in them that hold the shards: watches are not recursive.
+    """
+    newest = max((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.id, default=None)
+    tags = state.in_flight | ({newest.save.tag} if newest else frozenset())
+    return [
+        f"{folder.tag}/{root}".rstrip("/")
+        for folder in (state.listing.folders if state.listing else ())
+        if folder.tag in tags
+        for root in {"", *folder.roots}
+    ]
+
+
 def _left(state: JobState, done: deque[float], limit: int | None) -> int:
     """The seat belt: deletions in any hour ≤ saves completed in it + max(3, 2 × save_total_limit)."""
     now = time.monotonic()
@@ -132,7 +141,8 @@ def _fresh(
         and folder.folder == row.save.folder
         and all(now.get(f.path) == f.identity for f in row.save.files)
     )
-    sealed = {f.path for f in row.save.files}
+    added: tuple[ListedFile, ...] = folder.added if is_mine and folder is not None else ()
+    sealed = {f.path for f in row.save.files} | {f.path for f in added}
     unlisted = [path for path in now if path not in sealed] if is_mine else []
     if is_mine and folder is not None:
         unlisted += folder.irregular
@@ -146,6 +156,7 @@ def _fresh(
         is_intact=is_intact,
         is_present=is_mine,
         has_unlisted=tuple(dict.fromkeys(unlisted)),
+        added=tuple(sealed_extra(f) for f in added),
         is_held=row.held,
         is_busy=state.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
@@ -171,6 +182,7 @@ def _remote(
                 save_seq=v.commit.save_seq,
                 key=v.key,
                 sha256=v.sha256,
+                is_model_only=v.commit.grid.is_model_only,
             )
             for v in seen.commits
             if not v.disputed

@@ -1,8 +1,8 @@
 """What ckptd changes on the node: prune with a permit, holds, derived forms, pointers, trash (P1, P11, P15).
 
-Everything of ours lies below `<save_dir>/_ckptd`. A trainer's file is removed in one function only,
-`prune`, and only under a permit whose every claim is checked again by descriptor, before and after the
-folder is renamed aside (docs/design.md §5 *Permit*).
+Everything of ours lies below `<save_dir>/_ckptd` (or beside it: ckptd/place.py). A trainer's file is removed
+in one function only, `prune`, and only under a permit whose every claim is checked again by descriptor,
+before and after the folder is renamed aside (docs/design.md §5 *Permit*).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from ckptd import files
+from ckptd import files, place
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, RefusedError, SourceChanged, from_os_error
@@ -36,6 +36,7 @@ ASIDE = f"{OURS}/aside"
 def ensure_ours(save_dir_fd: int, relative: str) -> int:
     """Open a folder of ours below save_dir, made with save_dir's own mode (never wider); caller closes it."""
     mode = stat.S_IMODE(os.fstat(save_dir_fd).st_mode) & 0o777
+    place.make_beside(save_dir_fd, mode)
     return files.open_dir_beneath(save_dir_fd, relative, create_mode=mode)
 
 

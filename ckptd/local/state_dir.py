@@ -16,6 +16,7 @@ import psutil
 
 from ckptd.core.listing import OURS
 from ckptd.errors import ConfigError, NotPermitted
+from ckptd.place import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,11 +69,11 @@ def state_dir_of(
     if base is None and jobs_in_daemon > 1:
         msg = f"state_dir is missing: {jobs_in_daemon} jobs in one daemon need one"
         raise ConfigError(msg, hint='set state_dir = "/var/lib/ckptd" in ckptd.toml')
-    place = base / job if base is not None else save_dir / OURS / "state"
-    if is_network(filesystem_type(place)) or _is_under_home(place, environ):
+    found = base / job if base is not None else path_of(save_dir, f"{OURS}/state")
+    if is_network(filesystem_type(found)) or _is_under_home(found, environ):
         digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
         return Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest  # noqa: S108 — owner and mode are checked
-    return place
+    return found
 
 
 def prepare_state_dir(path: Path) -> None:

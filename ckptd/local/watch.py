@@ -1,4 +1,4 @@
-"""inotify as a hint: something moved in save_dir or in an open tag folder, so look sooner (§3).
+"""inotify as a hint: something moved in save_dir or in a folder that is being saved, so look sooner (§3).
 
 Watches are not recursive. An event that is lost (queue overflow, network file system, watch limit) costs at
 most one rescan interval; nothing is ever decided from an event.
@@ -72,19 +72,21 @@ class Watcher:
         """No new folder appears without a hint: on a shared file system other nodes' would."""
         return self.problem is None and not self._is_shared
 
-    def follow(self, tags: Iterable[str]) -> None:
-        """Watch exactly these tag folders beside save_dir."""
-        wanted = set(tags)
-        for tag in set(self._watches) - wanted:
+    def follow(self, folders: Iterable[str]) -> None:
+        """Watch exactly these folders below save_dir beside save_dir itself."""
+        wanted = set(folders)
+        for name in set(self._watches) - wanted:
             with contextlib.suppress(KeyError, OSError):
-                self._observer.unschedule(self._watches.pop(tag))
-        for tag in wanted - set(self._watches):
+                self._observer.unschedule(self._watches.pop(name))
+        for name in wanted - set(self._watches):
             try:
-                watch = self._schedule(f"{self._save_dir}/{tag}")
+                watch = self._schedule(f"{self._save_dir}/{name}")
+            except FileNotFoundError:
+                continue
             except OSError as error:
-                self.problem = f"no file events for {tag} ({error.strerror}); rescans find everything"
+                self.problem = f"no file events for {name} ({error.strerror}); rescans find everything"
             else:
-                self._watches[tag] = watch
+                self._watches[name] = watch
 
     def _schedule(self, path: str) -> ObservedWatch:
         return self._observer.schedule(self._handler, path, recursive=False, event_filter=_MEANT)

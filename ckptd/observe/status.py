@@ -103,6 +103,8 @@ class CheckpointStatus:
     remotes: dict[str, dict[str, FormStatus]] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
     pinned: bool = False
+    kind: str = "resumable"
+    """Or "model-only": weights alone, nothing to resume from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     lines.append('in the DeepSpeed configuration: "checkpoint": {"load_universal": true}')
     if candidate.layout[0] is Trainer.ACCELERATE:
         lines.append(
-            "accelerator.load_state opens pytorch_model by name: load with engine.load_checkpoint(PATH), "
-            "which follows latest_universal"
+            "accelerator.load_state(PATH) with exactly this path: the universal form lies there under the "
+            "name that it opens"
         )
     if facts is not None and plan.world_size is not None:
         lines += _batch(facts, plan.world_size // grid.mm_count)

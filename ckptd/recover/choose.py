@@ -133,7 +133,7 @@ def choose(
             matched.add(here.tag)
     known = list(_every_order(remotes))
     if nodes.count == 1:
-        rest = [sight for sight in local if sight.is_complete and sight.tag not in matched]
+        rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
         for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
             order = _order_of_local(sight, known, remotes, hints)
             known.append(order)
@@ -151,7 +151,7 @@ def committed_saves(
     copies = readable_copies(remotes, nodes, damaged, choice)
     for copy in copies:
         commit = copy.view.commit
-        if commit.form == ZERO:
+        if commit.form == ZERO and not commit.grid.is_model_only:
             key = (order_of(commit), commit.tag)
             old = found.get(key) or Candidate(tag=commit.tag, order=key[0], grid=commit.grid)
             found[key] = replace(old, copies=(*old.copies, copy))

@@ -7,7 +7,7 @@ import os
 
 from ckptd import files
 from ckptd.errors import CkptdError
-from ckptd.recover.steps import DERIVED_UNIVERSAL
+from ckptd.recover.steps import DERIVED_ACCELERATE, DERIVED_UNIVERSAL
 
 DESCRIPTION = "ckptd.json"
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
@@ -15,12 +15,22 @@ _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
     """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
+    return _derived(save_dir_fd, DERIVED_UNIVERSAL, "")
+
+
+def derived_accelerate(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
+    """The same of `_ckptd/derived/accelerate`, where the form lies one level deeper."""
+    return _derived(save_dir_fd, DERIVED_ACCELERATE, "/pytorch_model")
+
+
+def _derived(save_dir_fd: int, place: str, inner: str) -> dict[str, dict[str, str] | None]:
     try:
-        fd = files.open_dir_beneath(save_dir_fd, DERIVED_UNIVERSAL)
+        fd = files.open_dir_beneath(save_dir_fd, place)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     try:
-        return {name: _sources(fd, name) for name in sorted(os.listdir(fd)) if not name.startswith(".")}
+        names = [name for name in sorted(os.listdir(fd)) if not name.startswith(".")]
+        return {name: _sources(fd, name + inner) for name in names}
     finally:
         os.close(fd)
 

@@ -30,10 +30,13 @@ from ckptd.errors import (
 )
 from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
 from ckptd.local.state_dir import filesystem_type
+from ckptd.place import path_of
 from ckptd.recover.fetch import Fetcher, read_whole
 from ckptd.recover.steps import (
     DERIVED_UNIVERSAL,
     Convert,
+    CopyBeside,
+    Drop,
     Fetch,
     Mend,
     MoveAside,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 _OTHER_CONVERSION_SECONDS = 3600.0
 _CLONING = ("xfs", "btrfs", "bcachefs")
 _FETCHED = "resume."
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Execution:
@@ -141,6 +145,10 @@ class Execution:
                 self._convert(step)
             case RestoreExtras():
                 self._restore(step)
+            case CopyBeside():
+                self._copy_beside(step)
+            case Drop():
+                remove_ours(self._fd, step.folder, step.name)
             case Point():
                 head, _, base = step.name.rpartition("/")
                 with files.opened_dir(head or ".", self._fd) as folder:
@@ -178,10 +186,8 @@ class Execution:
         staging = ensure_ours(self._fd, f"{STAGING}/{name}")
         try:
             tell = self._on_progress
-            what = str(step)
-            fetcher = Fetcher(
-                step.copy, staging, (lambda done, total: tell(what, done, total)) if tell else None
-            )
+            report = (lambda done, total: tell(str(step), done, total)) if tell else None
+            fetcher = Fetcher(step.copy, staging, report)
             fetcher.drop_others()
             fetcher.run()
         except CkptdError as error:
@@ -252,10 +258,10 @@ class Execution:
             try:
                 convert(
                     self._save_dir / step.tag,
-                    self._save_dir / step.target,
+                    path_of(self._save_dir, step.target),
                     options,
                     on_progress=(lambda p: tell(str(step), p.bytes_done, p.bytes_total)) if tell else None,
-                    work_dir=self._save_dir / STAGING,
+                    work_dir=path_of(self._save_dir, STAGING),
                 )
             except TargetExists:
                 return
@@ -266,6 +272,26 @@ class Execution:
                 time.sleep(0.5)
             else:
                 return
+
+    def _copy_beside(self, step: CopyBeside) -> None:
+        """May be cut short: without the universal form, which comes after it, nothing loads this folder."""
+        mode = os.fstat(self._fd).st_mode & 0o777
+        with contextlib.ExitStack() as closing:
+            source = files.open_dir_beneath(self._fd, step.tag)
+            closing.callback(os.close, source)
+            target = ensure_ours(self._fd, step.target)
+            closing.callback(os.close, target)
+            for path in step.paths:
+                head, _, base = path.rpartition("/")
+                parent = files.open_dir_beneath(target, head, create_mode=mode) if head else os.dup(target)
+                closing.callback(os.close, parent)
+                with files.reading(source, path) as fd:
+                    status = os.fstat(fd)
+                    out = os.open(base, _NEW_FILE, status.st_mode & 0o777, dir_fd=parent)
+                    closing.callback(os.close, out)
+                    files.copy_range(fd, 0, out, 0, status.st_size)
+                    os.fsync(out)
+            files.fsync_dir(target)
 
     def _restore(self, step: RestoreExtras) -> None:
         for file in step.files:

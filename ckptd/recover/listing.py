@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptd.core.layouts import Grid
     from ckptd.core.manifest import Decision
     from ckptd.recover.sight import RemoteSight
 
@@ -41,6 +42,8 @@ class ListedCheckpoint:
     saved_by_ranks: int
     pinned: bool
     forms: tuple[ListedForm, ...]
+    kind: str = "resumable"
+    """Or "model-only": weights alone, nothing to resume from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
     seen = remote.observation
     pinned = pinned_tags(seen.decisions)
     grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
-    grids: dict[tuple[int, int, int, str, int], tuple[int, int]] = {}
+    grids: dict[tuple[int, int, int, str, int], Grid] = {}
     for view in remote.commits:
         commit = view.commit
         key = (commit.branch, commit.step, commit.save_seq, commit.tag, commit.generation)
@@ -89,7 +92,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
                 pointers=tuple(name for name, value in pointers if value == commit.folder),
             )
         )
-        grids[key] = (commit.grid.zero_stage, commit.grid.dp * commit.grid.mm_count)
+        grids[key] = commit.grid
     rows = tuple(
         ListedCheckpoint(
             tag=key[3],
@@ -97,9 +100,10 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
             branch=key[0],
             step=key[1],
             save_seq=key[2],
-            zero_stage=grids[key][0],
-            saved_by_ranks=grids[key][1],
+            zero_stage=grids[key].zero_stage,
+            saved_by_ranks=grids[key].dp * grids[key].mm_count,
             pinned=key[3] in pinned,
+            kind="model-only" if grids[key].is_model_only else "resumable",
             forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
         )
         for key, forms in sorted(grouped.items())

@@ -6,14 +6,14 @@ pointers come last, so that a resume that is killed half-way leaves nothing that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import State
-from ckptd.core.trainers import Trainer, universal_name
+from ckptd.core.trainers import Trainer
 from ckptd.errors import RefusedError
-from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy
+from ckptd.recover.beside import beside, bring
+from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate
 from ckptd.recover.steps import (
     DERIVED_UNIVERSAL,
     Convert,
@@ -58,11 +58,13 @@ def make_plan(
     derived: Mapping[str, Mapping[str, str] | None],
     world_size: int | None,
     *,
+    loadable: Mapping[str, Mapping[str, str] | None] | None = None,
     needs_commit: bool = False,
 ) -> ResumePlan:
     """Plan for one candidate.
 
-    `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable.
+    `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable;
+    `loadable`: the same of `_ckptd/derived/accelerate`.
 
     Raises:
         RefusedError: no load on that many ranks is possible.
@@ -73,9 +75,8 @@ def make_plan(
         for sight in _in_the_way(candidate, local)
     ]
     if candidate.layout[0] is not Trainer.DEEPSPEED:
-        steps += _beside(candidate, listing, steps, is_universal=is_universal)
-        steps += _extras(candidate, listing)
-        path = candidate.tag
+        path, more = beside(candidate, listing, loadable or {}, steps, is_universal=is_universal)
+        steps += [*more, *_extras(candidate, listing)]
     else:
         steps += _plain(candidate, listing, derived, steps, is_universal=is_universal)
         path = f"{DERIVED_UNIVERSAL}/{candidate.tag}" if is_universal else candidate.tag
@@ -104,34 +105,6 @@ def needs_universal(candidate: Candidate, world_size: int | None) -> bool:
     return True
 
 
-def the_root(candidate: Candidate) -> str:
-    """Where in a folder of another trainer the one engine's shards lie.
-
-    Raises:
-        RefusedError: there are several: no universal load by one call.
-    """
-    roots = candidate.layout[1]
-    if len(roots) > 1:
-        msg = f"{candidate.tag} holds two engines ({', '.join(roots)}): no universal load by one call"
-        raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")
-    return roots[0]
-
-
-def beside_shards(copy: Copy) -> Copy:
-    """What of a ZeRO form the Trainer reads with a universal load: all but the shards."""
-    return replace(copy, files=tuple(f for f in copy.files if f.role is Role.SIDE))
-
-
-def within(copy: Copy, name: str) -> Copy:
-    """A universal form as it lies in its own folder `name` beside the shards."""
-    inside = tuple(
-        f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
-        for f in copy.files
-        if f.path.startswith(f"{name}/")
-    )
-    return replace(copy, files=inside)
-
-
 def _plain(
     candidate: Candidate,
     listing: SaveDirListing,
@@ -147,54 +120,12 @@ def _plain(
     if is_universal:
         made = _universal(candidate, derived)
     if not has_zero and (not is_universal or any(isinstance(step, Convert) for step in made)):
-        steps += _bring(candidate, candidate.copies[0], listing, before)
+        steps += bring(candidate, candidate.copies[0], listing, before)
         has_zero = True
     steps += made
     steps += _extras(candidate, listing)
     every = [*before, *steps]
     return steps + _pointers(candidate, listing, every, has_zero=has_zero, is_universal=is_universal)
-
-
-def _bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Sequence[Step]) -> list[Step]:
-    return [
-        Fetch(form=ZERO, copy=copy),
-        *_place_for(candidate.tag, listing, before),
-        Place(form=ZERO, copy=copy, target=candidate.tag),
-    ]
-
-
-def _beside(
-    candidate: Candidate,
-    listing: SaveDirListing,
-    before: Sequence[Step],
-    *,
-    is_universal: bool,
-) -> list[Step]:
-    """Hugging Face, Accelerate: no pointer in save_dir; the universal form beside the shards (P11).
-
-    Measured: the Trainer wants some `global_step*` folder and follows `latest_universal`; the raw shards may
-    be absent (docs/formats.md §1.2), so only what lies beside them is fetched with a committed universal.
-    """
-    tag = candidate.tag
-    if not is_universal:
-        return [] if candidate.local else _bring(candidate, candidate.copies[0], listing, before)
-    root = the_root(candidate)
-    name = universal_name(root)
-    target = f"{tag}/{name}"
-    steps: list[Step] = []
-    if candidate.local is None and candidate.universals:
-        steps += _bring(candidate, beside_shards(candidate.copies[0]), listing, before)
-        universal = within(candidate.universals[0], name)
-        steps += [
-            Fetch(form=UNIVERSAL, copy=universal),
-            Place(form=UNIVERSAL, copy=universal, target=target),
-        ]
-    else:
-        if candidate.local is None:
-            steps += _bring(candidate, candidate.copies[0], listing, before)
-        verify = not candidate.is_committed
-        steps.append(Convert(tag=f"{tag}/{root}", target=target, verify=verify))
-    return [*steps, Point(name=f"{tag}/latest_universal", value=name)]
 
 
 def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[LocalSight]:
@@ -212,14 +143,6 @@ def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[Local
 def _why(sight: LocalSight) -> str:
     reason = sight.verdict.reason or "not whole"
     return f"{sight.verdict.state.value}: {reason}"
-
-
-def _place_for(tag: str, listing: SaveDirListing, steps: Sequence[Step]) -> list[Step]:
-    """Move aside what bears the tag's name: another save, or something that is no checkpoint at all."""
-    taken = {folder.tag for folder in listing.folders} | set(listing.foreign)
-    if tag not in taken or any(isinstance(s, MoveAside) and s.name == tag for s in steps):
-        return []
-    return [MoveAside(name=tag, label=tag, reason="another save under the name of the one to resume from")]
 
 
 def _universal(candidate: Candidate, derived: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
@@ -280,6 +203,8 @@ def _notes(candidate: Candidate, local: Sequence[LocalSight], *, needs_commit: b
     for sight in local:
         if sight.verdict.state is State.SUSPECT:
             notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; `ckptd accept` makes it usable")
+        elif sight.is_complete and sight.listing.is_model_only:
+            notes.append(f"{sight.tag} is only a model: nothing to resume from")
         elif needs_commit and sight.is_complete and sight.tag != candidate.tag:
             notes.append(f"{sight.tag} is whole here but not committed: other nodes could not choose it")
     return tuple(notes)

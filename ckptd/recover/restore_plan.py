@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptd.core.trainers import Trainer, universal_name
 from ckptd.errors import RefusedError, TargetExists
+from ckptd.recover.beside import beside_shards, the_root, within
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes, of_node, of_ranks
-from ckptd.recover.plan import ResumePlan, beside_shards, needs_universal, the_root, within
+from ckptd.recover.plan import ResumePlan, needs_universal
 from ckptd.recover.steps import (
+    DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
     Convert,
+    CopyBeside,
     Fetch,
     Mend,
     Place,
@@ -72,8 +75,13 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
         msg = f"{candidate.tag} is wanted in universal form, which has no ranks"
         raise RefusedError(msg, hint="leave --ranks out, or ask for --form zero without another --world-size")
     plain = candidate.layout[0] is Trainer.DEEPSPEED
-    if is_universal:
-        steps = _universal(candidate, place) if plain else _universal_beside(candidate, place)
+    path = candidate.tag
+    if is_universal and plain:
+        path, steps = f"{DERIVED_UNIVERSAL}/{candidate.tag}", _universal(candidate, place)
+    elif is_universal and candidate.layout[0] is Trainer.ACCELERATE:
+        path, steps = f"{DERIVED_ACCELERATE}/{candidate.tag}", _universal_loadable(candidate, place)
+    elif is_universal:
+        steps = _universal_beside(candidate, place)
     else:
         whole = candidate.copies[0]
         steps = _bring(ZERO, whole, _share(whole, wish), candidate.tag, place)
@@ -84,7 +92,7 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
     return ResumePlan(
         candidate=candidate,
         form=UNIVERSAL if is_universal else ZERO,
-        path=f"{DERIVED_UNIVERSAL}/{candidate.tag}" if plain and is_universal else candidate.tag,
+        path=path,
         world_size=wish.world_size,
         steps=tuple(steps),
         notes=_notes(candidate, wish, is_universal=is_universal),
@@ -130,19 +138,40 @@ def _universal(candidate: Candidate, place: Ground) -> list[Step]:
 
 
 def _universal_beside(candidate: Candidate, place: Ground) -> list[Step]:
-    """Hugging Face, Accelerate: beside the shards, or beside what else the Trainer reads (P11)."""
+    """Hugging Face: beside the shards, or beside what else the Trainer reads (P11)."""
     root = the_root(candidate)
     name = universal_name(root)
     target = f"{candidate.tag}/{name}"
     steps: list[Step] = []
     if candidate.universals:
         whole = candidate.copies[0]
-        steps = _bring(ZERO, whole, beside_shards(whole), candidate.tag, place)
+        steps = _bring(ZERO, whole, beside_shards(whole, root), candidate.tag, place)
         inside = replace(candidate, universals=(within(candidate.universals[0], name),))
         steps += _made_or_fetched(inside, root, target, place)
     else:
         steps = _made_or_fetched(candidate, root, target, place)
     return [*steps, *_point(place, f"{candidate.tag}/latest_universal", name)]
+
+
+def _universal_loadable(candidate: Candidate, place: Ground) -> list[Step]:
+    """Accelerate: the universal form under the engine's own name, beside what else `load_state` reads."""
+    root = the_root(candidate)
+    folder = f"{DERIVED_ACCELERATE}/{candidate.tag}"
+    whole = candidate.copies[0]
+    aside = beside_shards(whole, root)
+    if candidate.universals:
+        name = universal_name(root)
+        inside = replace(candidate, universals=(within(candidate.universals[0], name),))
+        steps = _bring(ZERO, whole, aside, folder, place)
+        return steps + _made_or_fetched(inside, root, f"{folder}/{root}", place)
+    made = _made_or_fetched(candidate, root, f"{folder}/{root}", place)
+    copied = CopyBeside(tag=candidate.tag, target=folder, paths=tuple(f.path for f in aside.files))
+    # the sides first: what is cut short before the form is there loads nowhere
+    return (
+        [s for s in made if not isinstance(s, Convert)]
+        + ([copied] if made else [])
+        + [s for s in made if isinstance(s, Convert)]
+    )
 
 
 def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground) -> list[Step]:

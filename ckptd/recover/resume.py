@@ -6,6 +6,7 @@ next best. Idempotent, safe beside a running daemon, and needs neither its journ
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.config_relations import check_job_paths
 from ckptd.core.listing import SaveDirListing
+from ckptd.core.trainers import Trainer
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -22,9 +24,10 @@ from ckptd.errors import (
     RefusedError,
     from_os_error,
 )
+from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import Candidate, Choice, Nodes, choose
-from ckptd.recover.derived import derived_universals
+from ckptd.recover.derived import derived_accelerate, derived_universals
 from ckptd.recover.execute import Execution, one_at_a_time
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, look_locally, orders_in_status
@@ -68,6 +71,7 @@ class _Seen:
     local: tuple[LocalSight, ...]
     derived: dict[str, dict[str, str] | None]
     hints: dict[str, Order]
+    loadable: dict[str, dict[str, str] | None] = field(default_factory=dict)
 
 
 def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:
@@ -112,6 +116,7 @@ class Resume:
         try:
             if self._options.dry_run:
                 return self._resume(fd)
+            make_beside(fd, os.fstat(fd).st_mode & 0o777, is_sure=self._is_numbered())
             with one_at_a_time(fd):
                 return self._resume(fd)
         finally:
@@ -131,6 +136,22 @@ class Resume:
         except OSError as error:
             raise from_os_error(error, f"opening {path}") from error
 
+    def _is_numbered(self) -> bool:
+        """A remote knows this save_dir as one that Accelerate names itself: nothing of ours goes into it."""
+        numbered = [
+            (remote, view.commit)
+            for remote in self._sources.remotes
+            for view in remote.commits[-1:]
+            if is_numbered_tag(view.commit.tag)
+        ]
+        with contextlib.suppress(DamagedError):
+            return any(
+                manifest.writer.trainer == Trainer.ACCELERATE
+                for remote, commit in numbered
+                for manifest in remote.manifests(commit)
+            )
+        return True
+
     def _see(self, fd: int | None) -> _Seen:
         state_dir = self._options.state_dir
         hints = orders_in_status(state_dir, self._job.save_dir) if state_dir is not None else {}
@@ -144,7 +165,13 @@ class Resume:
                 msg, hint="resume is for a save_dir whose trainer has ended; nothing was changed"
             )
         local = tuple(sight for sight in local if sight.tag not in self._damaged_here)
-        return _Seen(listing=listing, local=local, derived=derived_universals(fd), hints=hints)
+        return _Seen(
+            listing=listing,
+            local=local,
+            derived=derived_universals(fd),
+            hints=hints,
+            loadable=derived_accelerate(fd),
+        )
 
     # --- deciding and doing ----------------------------------------------------------------------------
 
@@ -177,6 +204,7 @@ class Resume:
                 seen.listing,
                 seen.derived,
                 self._options.world_size,
+                loadable=seen.loadable,
                 needs_commit=self._options.nodes.count > 1,
             )
             done = self._carry_out(fd, plan, seen, choice)
@@ -187,7 +215,7 @@ class Resume:
         """None: something was left out, choose again."""
         for note in plan.notes:
             self._say(note)
-        path = self._job.save_dir / plan.path
+        path = path_of(self._job.save_dir, plan.path)
         for step in plan.steps:
             self._say(f"{'would ' if self._options.dry_run else ''}{step}")
         if not self._options.dry_run:
@@ -206,8 +234,9 @@ class Resume:
             except CkptdError as error:
                 self._give_up_on(plan, execution.current, error)
                 return None
-        here = self._job.save_dir / plan.candidate.tag / plan.candidate.layout[1][0]
-        facts = model_facts(path) or model_facts(here)
+        root = plan.candidate.layout[1][0]
+        here = self._job.save_dir / plan.candidate.tag / root
+        facts = model_facts(path) or model_facts(path / root) or model_facts(here)
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
 
     def _give_up_on(self, plan: ResumePlan, step: Step | None, error: CkptdError) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckptd.recover.choose import Copy
 
 DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
+DERIVED_ACCELERATE = f"{OURS}/derived/accelerate"
+"""Folders as `accelerator.load_state` wants them: the universal form under the engine's own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,30 @@ class Mend:
         return f"put {len(self.copy.files)} files into {self.target}"
 
 
-Step = MoveAside | Fetch | Place | Mend | Convert | RestoreExtras | Point
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBeside:
+    """Copy what lies beside the shards of `tag` (random states, sampler …) into `target`."""
+
+    tag: str
+    target: str
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"copy what lies beside the shards of {self.tag} to {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Remove a derived form of ours that was made from another save; it can be made again."""
+
+    folder: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"drop {self.folder}/{self.name} (made from another save)"
+
+
+Step = MoveAside | Fetch | Place | Mend | Convert | RestoreExtras | Point | CopyBeside | Drop
 
 
 def name_of_extra(file: ManifestFile) -> str:

@@ -117,8 +117,12 @@ def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) 
 
 
 def test_universal_is_put_beside_the_shards_that_are_here(tmp_path: Path) -> None:
-    """Nothing is fetched; the folder keeps its times, because the Trainer rotates by them."""
-    with node(tmp_path, local="") as here:
+    """Nothing is fetched; the folder keeps its times, because the Trainer rotates by them.
+
+    What was put in is no save of the trainer's, not even for a daemon that remembers nothing; it goes with
+    the folder.
+    """
+    with node(tmp_path, 'backfill = "all"', "forms = []\nsave_total_limit = 1", 'forms = ["zero"]') as here:
         train(HfRun(steps=2), here.save_dir, tmp_path)
         here.once()
         folder = here.save_dir / "checkpoint-2"
@@ -135,3 +139,13 @@ def test_universal_is_put_beside_the_shards_that_are_here(tmp_path: Path) -> Non
         assert_restored_alike(here, folder, tmp_path / "else", 4)
         again = here.ckptd("resume", here.job_file, "--world-size", 4)
         assert (again.returncode, again.stdout) == (0, done.stdout), again.stderr
+        (here.state / "journal.db").unlink()
+        assert here.once() == 0
+        assert set(here.commits()) == {"checkpoint-2~g1"}
+        assert not here.problems()
+        train(HfRun(steps=4, resume=folder), here.save_dir, tmp_path, name="on")
+        assert here.once() == 0
+        assert set(here.commits()) == {"checkpoint-2~g1", "checkpoint-4~g1"}
+        assert here.local_tags() == {"checkpoint-4"}
+        assert not here.problems()
+        assert "global_step2_universal" not in "".join(p.name for p in (here.nas / "checkpoint-2").iterdir())

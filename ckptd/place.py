@@ -1,0 +1,75 @@
+"""Where ckptd's own folder lies: `_ckptd` in save_dir, else `_ckptd.<name>` beside it (docs/adr/0050).
+
+Accelerate's automatic naming lists its folder, sorts all names by their numbers and removes the first ones:
+with a `total_limit` it dies of a name without a number (measured). So nothing of ours may lie in there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ckptd.errors import RefusedError
+
+OURS = "_ckptd"
+_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NUMBERED = re.compile(r"^checkpoint_\d+$")
+_ENGINE = "pytorch_model"
+
+
+def is_numbered_tag(tag: str) -> bool:
+    """A name as Accelerate's automatic naming makes it."""
+    return _NUMBERED.match(tag) is not None
+
+
+def open_beside(save_dir_fd: int) -> int | None:
+    """Our folder beside save_dir, opened; None where it lies in save_dir, or is not there yet."""
+    if _has(save_dir_fd, OURS):
+        return None
+    name = _name_beside(save_dir_fd)
+    try:
+        return os.open(f"../{name}", _DIR_FLAGS, dir_fd=save_dir_fd) if name else None
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        msg = f"{name} beside save_dir is no folder"
+        raise RefusedError(msg, hint="move it away: ckptd keeps its own files there") from error
+
+
+def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
+    """Make it where it belongs beside: in a save_dir that Accelerate names itself, and that has none yet.
+
+    `is_sure`: known from elsewhere, as when save_dir was emptied.
+    """
+    name = _name_beside(save_dir_fd)
+    if name is None or _has(save_dir_fd, OURS) or _has(save_dir_fd, f"../{name}"):
+        return
+    if is_sure or any(
+        is_numbered_tag(tag) and _has(save_dir_fd, f"{tag}/{_ENGINE}") for tag in os.listdir(save_dir_fd)
+    ):
+        os.mkdir(f"../{name}", mode, dir_fd=save_dir_fd)
+
+
+def path_of(save_dir: Path, relative: str) -> Path:
+    """A path in our folder; `relative` begins with `_ckptd`."""
+    beside = save_dir.parent / f"{OURS}.{save_dir.name}"
+    if relative.split("/")[0] == OURS and not (save_dir / OURS).exists() and beside.is_dir():
+        return beside / relative.partition("/")[2]
+    return save_dir / relative
+
+
+def _has(fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _name_beside(save_dir_fd: int) -> str | None:
+    try:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{save_dir_fd}"))
+    except OSError:
+        return None
+    return f"{OURS}.{name}" if name and not name.endswith(" (deleted)") else None

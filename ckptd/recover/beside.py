@@ -1,0 +1,167 @@
+"""Steps for layouts in which the shards lie one level deeper: Hugging Face and Accelerate (docs/adr/0050).
+
+Neither follows a pointer in save_dir. The Trainer finds a universal form beside its shards; Accelerate opens
+`pytorch_model` by name, so its universal form lies under that name in a folder of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptd.core.layouts import Role
+from ckptd.core.trainers import Trainer, universal_name
+from ckptd.errors import RefusedError
+from ckptd.recover.choose import UNIVERSAL, ZERO
+from ckptd.recover.steps import (
+    DERIVED_ACCELERATE,
+    Convert,
+    CopyBeside,
+    Drop,
+    Fetch,
+    MoveAside,
+    Place,
+    Point,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptd.core.listing import SaveDirListing
+    from ckptd.recover.choose import Candidate, Copy
+    from ckptd.recover.steps import Step
+
+
+def beside(
+    candidate: Candidate,
+    listing: SaveDirListing,
+    derived: Mapping[str, Mapping[str, str] | None],
+    before: Sequence[Step],
+    *,
+    is_universal: bool,
+) -> tuple[str, list[Step]]:
+    """(path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag.
+
+    Raises:
+        RefusedError: two engines in one checkpoint, and another number of ranks.
+    """
+    tag = candidate.tag
+    if not is_universal:
+        return tag, [] if candidate.local else bring(candidate, candidate.copies[0], listing, before)
+    root = the_root(candidate)
+    if candidate.layout[0] is Trainer.ACCELERATE:
+        return f"{DERIVED_ACCELERATE}/{tag}", _loadable(candidate, root, listing, derived, before)
+    return tag, _huggingface(candidate, root, listing, before)
+
+
+def the_root(candidate: Candidate) -> str:
+    """Where in a folder of another trainer the one engine's shards lie.
+
+    Raises:
+        RefusedError: there are several: no universal load by one call.
+    """
+    roots = candidate.layout[1]
+    if len(roots) > 1:
+        msg = f"{candidate.tag} holds two engines ({', '.join(roots)}): no universal load by one call"
+        raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")
+    return roots[0]
+
+
+def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Sequence[Step]) -> list[Step]:
+    """Fetch a ZeRO form and put it in its place."""
+    return [
+        Fetch(form=ZERO, copy=copy),
+        *place_for(candidate.tag, listing, before),
+        Place(form=ZERO, copy=copy, target=candidate.tag),
+    ]
+
+
+def _huggingface(
+    candidate: Candidate, root: str, listing: SaveDirListing, before: Sequence[Step]
+) -> list[Step]:
+    """The universal form beside the shards (P11).
+
+    Measured: the Trainer wants some `global_step*` folder and follows `latest_universal`; the raw shards may
+    be absent (docs/formats.md §1.2), so only what lies beside them is fetched with a committed universal.
+    """
+    tag, name = candidate.tag, universal_name(root)
+    target = f"{tag}/{name}"
+    steps: list[Step] = []
+    if candidate.local is None and candidate.universals:
+        steps += bring(candidate, beside_shards(candidate.copies[0], root), listing, before)
+        steps += _placed(candidate.universals[0], name, target)
+    else:
+        if candidate.local is None:
+            steps += bring(candidate, candidate.copies[0], listing, before)
+        steps.append(Convert(tag=f"{tag}/{root}", target=target, verify=not candidate.is_committed))
+    return [*steps, Point(name=f"{tag}/latest_universal", value=name)]
+
+
+def _loadable(
+    candidate: Candidate,
+    root: str,
+    listing: SaveDirListing,
+    derived: Mapping[str, Mapping[str, str] | None],
+    before: Sequence[Step],
+) -> list[Step]:
+    """A folder of ours that `load_state` opens: what lies beside the shards, then the universal form.
+
+    `load_state` hands the tag `pytorch_model` to DeepSpeed, which then reads no `latest_universal`.
+    """
+    tag = candidate.tag
+    place = f"{DERIVED_ACCELERATE}/{tag}"
+    steps: list[Step] = [
+        Drop(folder=DERIVED_ACCELERATE, name=name)
+        for name, sources in derived.items()
+        if name != tag or not _is_of(candidate, root, sources)
+    ]
+    if tag in derived and not any(isinstance(s, Drop) and s.name == tag for s in steps):
+        return steps
+    if candidate.local is None and candidate.universals:
+        copy = beside_shards(candidate.copies[0], root)
+        steps += [Fetch(form=ZERO, copy=copy), Place(form=ZERO, copy=copy, target=place)]
+        return steps + _placed(candidate.universals[0], universal_name(root), f"{place}/{root}")
+    if candidate.local is None:
+        steps += bring(candidate, candidate.copies[0], listing, before)
+        paths = tuple(f.path for f in beside_shards(candidate.copies[0], root).files)
+    else:
+        files = candidate.local.listing.files
+        paths = tuple(f.path for f in files if not f.path.startswith(f"{root}/"))
+    steps.append(CopyBeside(tag=tag, target=place, paths=paths))
+    verify = not candidate.is_committed
+    return [*steps, Convert(tag=f"{tag}/{root}", target=f"{place}/{root}", verify=verify)]
+
+
+def _is_of(candidate: Candidate, root: str, sources: Mapping[str, str] | None) -> bool:
+    ours = candidate.fingerprints
+    return bool(sources) and all(ours.get(f"{root}/{path}") == mark for path, mark in (sources or {}).items())
+
+
+def beside_shards(copy: Copy, root: str) -> Copy:
+    """What of a ZeRO form lies beside its shards: all that a trainer reads with a universal load."""
+    files = tuple(f for f in copy.files if f.role is Role.SIDE and not f.path.startswith(f"{root}/"))
+    return replace(copy, files=files)
+
+
+def within(universal: Copy, name: str) -> Copy:
+    """A universal form as it lies in its own folder `name` beside the shards."""
+    inside = tuple(
+        f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
+        for f in universal.files
+        if f.path.startswith(f"{name}/")
+    )
+    return replace(universal, files=inside)
+
+
+def _placed(universal: Copy, name: str, target: str) -> list[Step]:
+    """Fetch a committed universal form from below `name` in its folder and put it at `target`."""
+    copy = within(universal, name)
+    return [Fetch(form=UNIVERSAL, copy=copy), Place(form=UNIVERSAL, copy=copy, target=target)]
+
+
+def place_for(tag: str, listing: SaveDirListing, steps: Sequence[Step]) -> list[Step]:
+    """Move aside what bears the tag's name: another save, or something that is no checkpoint at all."""
+    taken = {folder.tag for folder in listing.folders} | set(listing.foreign)
+    if tag not in taken or any(isinstance(s, MoveAside) and s.name == tag for s in steps):
+        return []
+    return [MoveAside(name=tag, label=tag, reason="another save under the name of the one to resume from")]
