@@ -64,8 +64,8 @@ MAY_REMOVE = {
     "convert/workplace.py": "its own plan and partial folders",
     "convert/execute.py": "publishes its own temporary files",
     "convert/executor_child.py": "links and publishes its own files",
-    "recover/execute.py": "renames into _ckptd/aside and out of staging; removes nothing but a damaged fetch",
-    "recover/fetch.py": "its own temporaries in staging",
+    "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
+    "recover/fetch.py": "its own files in staging",
     "quickstart/play.py": "plays the replaced node",
 }
 """Every module that removes or renames, and why it may."""

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     @app.command(help=_HELP)
     def restore(
         job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
-        tag: str = typer.Argument(None, metavar="[TAG]", help="Which one; default: the newest committed."),
+        tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
         to: str = typer.Option(
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
         ),

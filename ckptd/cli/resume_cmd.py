@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     @app.command(help=_HELP)
     def resume(
         job: str = typer.Argument(..., metavar="JOB|SAVE_DIR", help="A job's name or file, or its save_dir."),
-        url: str = typer.Argument(None, metavar="[URL]", help="The remote, when no job file names it."),
+        url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
         world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
         nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),

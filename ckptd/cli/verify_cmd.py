@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
     @app.command(help=_HELP)
     def verify(
         job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
-        tag: str = typer.Argument(None, metavar="[TAG]", help="Only this one; default: every COMMIT."),
+        tag: str = typer.Argument(None, metavar="TAG", help="Only this one; default: every COMMIT."),
         read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
         part: str | None = typer.Option(
             None, "--slice", metavar="N/T", help="Read the N-th of T slices: 1/7 on Mondays, 2/7 …"
