@@ -16,10 +16,10 @@ TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
 
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench lint types loader-matrix stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-idle lint types loader-matrix stores-full faults-full \
         system-packages clean
 
 help: ## this list
@@ -75,18 +75,22 @@ test: setup lint types ## everything: format, lint, types, tests with branch cov
 bench: setup ## conversion against ds_to_universal and cp (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)
 
+bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
+	$(PY) -m bench.idle $(ARGS)
+
 loader-matrix: setup ## every stage x world size through DeepSpeed's own loader
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/e2e/test_convert_real.py $(ARGS)
 
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
-	$(PY) -m pytest tests/stores $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/e2e/test_sftp.py $(ARGS)
 
 faults-full: setup ## kill -9, full disks, lost remotes, hostile files
-	$(PY) -m pytest tests/faults tests/attacks $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/faults tests/attacks $(ARGS)
 
-system-packages: ## (root) what the tests of file systems and of SFTP need
+system-packages: ## (root) what the tests of file systems, of SFTP and of the systemd unit need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
-	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null; then \
+	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null \
+	    && command -v systemd-analyze >/dev/null; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

@@ -16,6 +16,7 @@ from ckptd.config import (
     load_all,
     load_daemon,
     load_job,
+    load_job_file,
     resolve_job,
 )
 from ckptd.config_explain import toml_keys
@@ -42,7 +43,21 @@ def test_a_full_job(tmp_path: Path, base: dict[str, Any]) -> None:
     assert not job.opt_outs
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda p: p.name)
+GLOBS = EXAMPLES / "sweep.toml"
+
+
+def test_the_example_with_a_glob_makes_a_job_of_each_match(tmp_path: Path) -> None:
+    for run in ("lr1", "lr2"):
+        (tmp_path / "nvme" / "sweeps" / run / "ckpt").mkdir(parents=True)
+    path = tmp_path / GLOBS.name
+    path.write_text(GLOBS.read_text().replace('"/', f'"{tmp_path}/'))
+    jobs = load_job_file(path)
+    assert [job.remotes[0].url for job in jobs] == [
+        f"{tmp_path}/mnt/nas/sweeps/{run}" for run in ("lr1", "lr2")
+    ]
+
+
+@pytest.mark.parametrize("path", sorted({*EXAMPLES.glob("*.toml")} - {GLOBS}), ids=lambda p: p.name)
 def test_examples_load(path: Path) -> None:
     text = tomllib.loads(path.read_text())
     kind = DaemonConfig if "save_dir" not in text else JobConfig
