@@ -95,8 +95,8 @@ class RemoteLink:
 
     @property
     def open_orders(self) -> int:
-        """Orders without an answer yet."""
-        return len(self._open)
+        """Orders without an answer yet, but for the regular look at what the remote holds."""
+        return len(self._open) - (self._is_asking and self.attached is not None)
 
     def seconds_to_retry(self) -> float:
         """How long the backoff lasts; 0 when there is none."""
