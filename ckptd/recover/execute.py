@@ -340,10 +340,20 @@ def drop_leftovers(save_dir_fd: int) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
-    """Hold the lock of recoveries in a save_dir; waits for another one."""
+    """Hold the lock of recoveries in a save_dir; waits for another one.
+
+    Where there was nothing of ours and nothing to resume from, nothing stays: before the first checkpoint
+    nobody knows whether the trainer bears a folder of ours (adr/0050).
+    """
+    was_there = files.stat_beneath(save_dir_fd, OURS) is not None
     staging = ensure_ours(save_dir_fd, STAGING)
     try:
         lock(staging, fcntl.LOCK_EX)
         yield
+    except CkptdError:
+        for name in () if was_there else (STAGING, OURS):
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=save_dir_fd)
+        raise
     finally:
         os.close(staging)

@@ -282,6 +282,9 @@ class Resume:
         self._clear(fd, seen)
         where = ", ".join(remote.url for remote in self._sources.remotes)
         msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"
+        alone = {v.commit.tag for r in self._remotes for v in r.commits if v.commit.grid.is_model_only}
+        alone |= {s.tag for s in seen.local if s.is_complete and s.listing.is_model_only}
+        msg += f" (only a model: {', '.join(sorted(alone))})" if alone else ""
         raise NothingCommitted(msg)
 
     def _clear(self, fd: int | None, seen: _Seen) -> None:
