@@ -182,9 +182,11 @@ def test_automatic_naming_with_a_limit_of_its_own(tmp_path: Path) -> None:
         done = here.ckptd("resume", here.job_file, "--world-size", 1)
         assert done.returncode == 0, done.stderr
         assert Path(done.stdout.strip()) == here.state.parent / "derived" / "accelerate" / "checkpoint_2"
+        here.write_job(local="forms = []\nsave_total_limit = 1")
         here.start()
-        again = AccelerateRun(name=None, limit=2, steps=8, resume=path)
+        again = AccelerateRun(name=None, steps=8, resume=path)
         assert min(start(again, here.save_dir, tmp_path, name="again").finish()) == 7
         assert max(losses) == 6
         here.wait_committed("checkpoint_3~g1", 40)
-        assert {p.name for p in here.save_dir.iterdir()} == {"checkpoint_2", "checkpoint_3"}
+        here.wait("our own limit", lambda: {p.name for p in here.save_dir.iterdir()} == {"checkpoint_3"}, 30)
+        assert not here.problems()

@@ -39,6 +39,7 @@ def test_only_models_beside_one_to_resume_from(tmp_path: Path) -> None:
             assert sha256(here.nas / "checkpoint-6" / name) == left["sha256"], name
         here.wait("the older one to go", lambda: here.local_tags() == {"checkpoint-2", "checkpoint-6"})
         here.wait("the remote's", lambda: set(here.commits()) == {"checkpoint-2~g1", "checkpoint-6~g1"})
+        here.wait("committed", lambda: here.checkpoint("checkpoint-6")["state"] == "committed", 20)
         here.wait("rest", lambda: here.status()["state"] == "ok" and not here.problems(), 20)
         status = here.status()
         assert (status["safe"]["tag"], status["newest_complete"]) == ("checkpoint-2", "checkpoint-2")
