@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.harness import node
-from tests.e2e.test_huggingface import assert_as_written, sha256
+from tests.e2e.test_huggingface import assert_as_written, files_in, sha256
 from tests.hf import HF_TREES, HfRun, copy_checkpoint, prepare, start, tree_of
 
 if TYPE_CHECKING:
@@ -88,3 +88,12 @@ def test_only_models_is_a_fresh_start(tmp_path: Path) -> None:
         assert "only a model: checkpoint-2" in done.stderr
         assert here.local_tags() == {"checkpoint-2"}
         assert not (here.nas / "latest").exists()
+        assert here.ckptd("restore", here.job_file, "--to", tmp_path / "else").returncode == 4
+        done = here.ckptd("restore", here.job_file, "checkpoint-2", "--to", tmp_path / "else")
+        assert done.returncode == 0, done.stderr
+        assert "only a model" in done.stderr
+        assert files_in(tmp_path / "else" / "checkpoint-2") == files_in(tree / "checkpoint-2")
+        done = here.ckptd(
+            "restore", here.job_file, "checkpoint-2", "--to", tmp_path / "u", "--form", "universal"
+        )
+        assert done.returncode == 65, done.stderr
