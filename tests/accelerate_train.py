@@ -18,14 +18,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from tests.hf_train import BATCH, Sentences, note_files, slow_engine, tiny_gpt2
+from tests.hf_train import BATCH, Sentences, leave, note_files, slow_engine, tiny_gpt2
 
 
 def accelerator_of(job: dict[str, Any]) -> Accelerator:
@@ -105,8 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run(job)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -169,6 +169,21 @@ def copy_checkpoint(tree: Path, tag: str, save_dir: Path) -> Path:
     return folder
 
 
+HF_TREES = (
+    HfRun(stage=2),
+    HfRun(stage=3),
+    HfRun(stage=3, steps=2, save_only_model=True),
+    HfRun(stage=3, steps=2, save_only_model=True, gather=True),
+)
+ACCELERATE_TREES = (
+    AccelerateRun(stage=2),
+    AccelerateRun(stage=3),
+    AccelerateRun(stage=2, steps=4, save_steps=4),
+    AccelerateRun(stage=3, steps=4, save_steps=4),
+)
+"""What the end-to-end tests take from the cache: one start each, because the start costs most."""
+
+
 def read_losses(path: Path) -> dict[int, float]:
     """Loss by step."""
     return {int(step): float(loss) for step, loss in json.loads(path.read_text()).items()}

@@ -65,6 +65,7 @@ MAY_REMOVE = {
     "convert/execute.py": "publishes its own temporary files",
     "convert/executor_child.py": "links and publishes its own files",
     "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
+    "recover/lock.py": "its own empty folders, where there is nothing to resume from",
     "recover/fetch.py": "its own files in staging",
     "quickstart/play.py": "plays the replaced node",
 }

@@ -163,6 +163,7 @@ def _unsealed(job: Job, tag: str, verdict: Verdict) -> st.CheckpointStatus:
             seen_at=rfc3339(quiet.first_seen_unix) if quiet else None,
         ),
         keep=(f"{verdict.state}: never deleted",),
+        kind="model-only" if folder is not None and folder.is_model_only else "resumable",
     )
 
 

@@ -36,6 +36,8 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     grid = candidate.grid
     first = f"resume from step {candidate.order.step} (branch {candidate.order.branch}): {candidate.tag}, "
     first += f"ZeRO stage {grid.zero_stage}, saved by {candidate.saved_world_size} ranks, form {plan.form}"
+    if grid.is_model_only:
+        return [f"{candidate.tag} is only a model (step {candidate.order.step}): nothing to resume from"]
     lines = [first]
     if plan.form != UNIVERSAL:
         return lines

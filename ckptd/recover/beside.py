@@ -58,9 +58,12 @@ def the_root(candidate: Candidate) -> str:
     """Where in a folder of another trainer the one engine's shards lie.
 
     Raises:
-        RefusedError: there are several: no universal load by one call.
+        RefusedError: there are several: no universal load by one call; or none: a model alone.
     """
     roots = candidate.layout[1]
+    if not roots:
+        msg = f"{candidate.tag} is only a model: there is no universal form of it"
+        raise RefusedError(msg, hint="leave --form out; use it with from_pretrained")
     if len(roots) > 1:
         msg = f"{candidate.tag} holds two engines ({', '.join(roots)}): no universal load by one call"
         raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")

@@ -144,14 +144,22 @@ def choose(
 
 
 def committed_saves(
-    remotes: Sequence[RemoteSight], nodes: Nodes, damaged: frozenset[tuple[str, str]], choice: Choice
+    remotes: Sequence[RemoteSight],
+    nodes: Nodes,
+    damaged: frozenset[tuple[str, str]],
+    choice: Choice,
+    *,
+    model: str | None = None,
 ) -> list[Candidate]:
-    """One candidate per (tag, order), newest first, with every remote that holds its ZeRO form."""
+    """One candidate per (tag, order), newest first, with every remote that holds its ZeRO form.
+
+    A model alone is none, but for the one asked for by its tag (`model`).
+    """
     found: dict[tuple[Order, str], Candidate] = {}
     copies = readable_copies(remotes, nodes, damaged, choice)
     for copy in copies:
         commit = copy.view.commit
-        if commit.form == ZERO and not commit.grid.is_model_only:
+        if commit.form == ZERO and (commit.tag == model or not commit.grid.is_model_only):
             key = (order_of(commit), commit.tag)
             old = found.get(key) or Candidate(tag=commit.tag, order=key[0], grid=commit.grid)
             found[key] = replace(old, copies=(*old.copies, copy))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import time
@@ -28,7 +27,7 @@ from ckptd.errors import (
     TargetExists,
     from_os_error,
 )
-from ckptd.local.fs import ASIDE, STAGING, ensure_ours, remove_ours
+from ckptd.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
 from ckptd.local.state_dir import filesystem_type
 from ckptd.place import path_of
 from ckptd.recover.fetch import Fetcher, read_whole
@@ -48,7 +47,7 @@ from ckptd.recover.steps import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from ckptd.recover.choose import Copy
 
@@ -312,19 +311,6 @@ def _rename_new(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
         os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
-def lock(fd: int, how: int) -> None:
-    """flock; a file system that has none for directories (NFS: EBADF) goes without.
-
-    Raises:
-        BlockingIOError: with LOCK_NB, somebody else holds it.
-    """
-    try:
-        fcntl.flock(fd, how)
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-
-
 def staging_name(form: str, copy: Copy) -> str:
     """Where a fetch lies until it is whole: named by its COMMIT, so that a killed one goes on."""
     return f"{_FETCHED}{form}.{copy.view.sha256[:16]}"
@@ -332,18 +318,6 @@ def staging_name(form: str, copy: Copy) -> str:
 
 def drop_leftovers(save_dir_fd: int) -> None:
     """Remove what killed recoveries staged of other checkpoints; the caller holds `one_at_a_time`."""
-    with files.opened_dir(STAGING, save_dir_fd) as staging:
-        names = [name for name in os.listdir(staging) if name.startswith(_FETCHED)]
-    for name in names:
-        remove_ours(save_dir_fd, STAGING, name)
-
-
-@contextlib.contextmanager
-def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
-    """Hold the lock of recoveries in a save_dir; waits for another one."""
-    staging = ensure_ours(save_dir_fd, STAGING)
-    try:
-        lock(staging, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(staging)
+    for name in names_in(save_dir_fd, STAGING):
+        if name.startswith(_FETCHED):
+            remove_ours(save_dir_fd, STAGING, name)

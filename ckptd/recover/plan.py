@@ -96,7 +96,7 @@ def needs_universal(candidate: Candidate, world_size: int | None) -> bool:
     Raises:
         RefusedError: no load on that many ranks is possible.
     """
-    if world_size is None or world_size == candidate.saved_world_size:
+    if candidate.grid.is_model_only or world_size is None or world_size == candidate.saved_world_size:
         return False
     if world_size % candidate.grid.mm_count:
         count = candidate.grid.mm_count

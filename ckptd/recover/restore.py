@@ -28,11 +28,13 @@ from ckptd.errors import (
     from_os_error,
 )
 from ckptd.local.scan import has_open_writer
+from ckptd.place import path_of
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
 from ckptd.recover.derived import DESCRIPTION, source_of
-from ckptd.recover.execute import Execution, drop_leftovers, lock, one_at_a_time
+from ckptd.recover.execute import Execution, drop_leftovers
 from ckptd.recover.held import Held, look_into
+from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
 from ckptd.recover.sources import Sources
@@ -206,7 +208,7 @@ class Restore:
         while True:
             choice = Choice()
             remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
-            found = committed_saves(remotes, Nodes(), damaged, choice)
+            found = committed_saves(remotes, Nodes(), damaged, choice, model=self._options.tag)
             found += self._universal_only(found, damaged, choice)
             for name, error in choice.lost.items():
                 self._sources.drop(name, error)
@@ -263,7 +265,10 @@ class Restore:
         """Why there is nothing to restore."""
         tag, sources = self._options.tag, self._sources
         there = {
-            v.commit.tag for r in sources.remotes for v in r.commits if self._is_wanted_form(v.commit.form)
+            v.commit.tag
+            for r in sources.remotes
+            for v in r.commits
+            if self._is_wanted_form(v.commit.form) and (tag is not None or not v.commit.grid.is_model_only)
         }
         if tag is not None and wanted is not None:
             msg = f"{tag} is damaged in every remote that answers"
@@ -288,7 +293,7 @@ class Restore:
         dry, tag = self._options.dry_run, plan.candidate.tag
         for line in (*plan.notes, *(f"{'would ' if dry else ''}{step}" for step in plan.steps)):
             self._say(line)
-        path = self._dir / plan.path
+        path = path_of(self._dir, plan.path)
         if fd is not None and not dry:
             if has_open_writer(str(self._dir), tag):
                 msg = f"{path} is being written right now"
@@ -309,7 +314,7 @@ class Restore:
                     self._say(f"{tag}: {error.message}; the next best is taken")
                 return None
             drop_leftovers(fd)
-        here = self._dir / tag / plan.candidate.layout[1][0]
+        here = self._dir / tag / "".join(plan.candidate.layout[1][:1])
         facts = model_facts(path) or model_facts(here)
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
 

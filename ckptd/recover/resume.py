@@ -28,7 +28,8 @@ from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import Candidate, Choice, Nodes, choose
 from ckptd.recover.derived import derived_accelerate, derived_universals
-from ckptd.recover.execute import Execution, one_at_a_time
+from ckptd.recover.execute import Execution
+from ckptd.recover.lock import one_at_a_time
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, look_locally, orders_in_status
 from ckptd.recover.sources import Sources, named
@@ -282,6 +283,11 @@ class Resume:
         self._clear(fd, seen)
         where = ", ".join(remote.url for remote in self._sources.remotes)
         msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"
+        alone = {
+            v.commit.tag for r in self._sources.remotes for v in r.commits if v.commit.grid.is_model_only
+        }
+        alone |= {s.tag for s in seen.local if s.is_complete and s.listing.is_model_only}
+        msg += f" (only a model: {', '.join(sorted(alone))})" if alone else ""
         raise NothingCommitted(msg)
 
     def _clear(self, fd: int | None, seen: _Seen) -> None:

@@ -218,6 +218,7 @@ def test_start_fresh_is_said_only_when_it_is_sure(scene: Scene) -> None:
     with pytest.raises(NothingCommitted) as caught:
         scene.resume()
     assert caught.value.exit_code == 4
+    assert not (scene.save_dir / OURS).exists(), "the trainer may be one that dies of a folder of ours"
     torn = scene.tear(5)
     with pytest.raises(NothingCommitted):
         scene.resume(dry_run=True)
