@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ckptd.daemon.job import REST_AFTER_SECONDS
+from ckptd.daemon.rest import REST_AFTER_SECONDS
 from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import servers
 

@@ -6,6 +6,7 @@ are those we read. It exists so that no decision about deleting or committing re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,7 +31,8 @@ def _names_of(kind: type[BaseModel]) -> set[str]:
     return set(kind.model_fields)
 
 
-class FileIdentity(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
     """Identity of a regular file: device, inode, size in bytes, mtime and ctime in nanoseconds (H50)."""
 
     dev: int
@@ -40,7 +42,8 @@ class FileIdentity(Model):
     ctime_ns: int
 
 
-class FolderIdentity(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderIdentity:
     """Identity of a directory: what a permit names beside the path (P1, H10)."""
 
     dev: int

@@ -6,6 +6,7 @@ Names only *raise* an expectation, they never prove one: the grid comes from met
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptd.core.identity import Model
@@ -24,7 +25,8 @@ class Role(StrEnum):
     EXTRA = "extra"
 
 
-class ShardKey(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardKey:
     """Which shard: d = ZeRO data-parallel rank, mm = model-parallel rank, layer, expert (global id).
 
     `None` where the name says nothing of it: `mp_rank_00_model_states.pt` has no d.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
@@ -93,4 +94,4 @@ def best_of(tag: str, facts: Mapping[str, FileFacts]) -> Best | None:
 
 
 def _only_ctime(file: SealedFile, now: ListedFile) -> bool:
-    return file.identity.model_copy(update={"ctime_ns": now.identity.ctime_ns}) == now.identity
+    return replace(file.identity, ctime_ns=now.identity.ctime_ns) == now.identity

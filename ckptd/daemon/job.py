@@ -23,6 +23,7 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
+from ckptd.daemon.rest import RESCAN_SECONDS, Rest
 from ckptd.daemon.setup import (
     check_device,
     is_still,
@@ -52,14 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.job")
 
-RESCAN_SECONDS = 10.0
-REST_SECONDS = 60.0
-REST_AFTER_SECONDS = 300.0
-"""A job in which nothing happened for so long is looked through so often, where file events tell of news."""
 HINT_SECONDS = 0.3
 NAMING_SECONDS = 5.0
-FULL_TURN_SECONDS = 120.0
-"""A job at rest, in which nothing changed, is planned for so seldom."""
 BUSY_FRACTION = 0.1
 """Transfers move at this fraction while a save is in flight (P11)."""
 
@@ -98,6 +93,7 @@ class Job:
         self._tags_at_start: frozenset[str] | None = None
         """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
         self._may_delete = False
+        self.rest = Rest()
 
     # --- opening ---------------------------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class Job:
             return 0.0
         if self.phase == "waiting":
             return 1.0
-        waits = [self._rescan_seconds - (now_seconds - self._scanned_at)]
+        waits = [self._rescan_seconds() - (now_seconds - self.rest.scanned_at_seconds)]
         if self._hinted_at is not None:
             waits.append(self._hinted_at + HINT_SECONDS - now_seconds)
         if self.state is not None:
@@ -214,20 +210,12 @@ class Job:
                 waits.append(2.0)
         return max(0.0, min(waits))
 
-    @property
     def _rescan_seconds(self) -> float:
-        has_events = self.watcher is not None and self.watcher.hears_all
-        is_long = self._scanned_at - self._busy_at > REST_AFTER_SECONDS
-        return REST_SECONDS if self._is_at_rest and is_long and has_events else RESCAN_SECONDS
+        return self.rest.rescan_seconds(hears_all=self.watcher is not None and self.watcher.hears_all)
 
     # --- the turn --------------------------------------------------------------------------------------
 
-    _scanned_at = 0.0
     _active_at = 0.0
-    _planned_at = 0.0
-    _busy_at = 0.0
-    _is_at_rest = False
-    """The last plan left nothing to do and nothing is under way."""
 
     def turn(self, now_seconds: float) -> None:
         """One pass: scan when due, then plan and act."""
@@ -239,15 +227,16 @@ class Job:
             self.needs_turn = False
             return
         is_hinted = self._hinted_at is not None and now_seconds - self._hinted_at >= HINT_SECONDS
-        settled = self.intake.next_due_seconds(self._scanned_at) if self.state else RESCAN_SECONDS
-        is_due = now_seconds - self._scanned_at >= min(self._rescan_seconds, settled)
+        scanned_at = self.rest.scanned_at_seconds
+        settled = self.intake.next_due_seconds(scanned_at) if self.state else RESCAN_SECONDS
+        is_due = now_seconds - scanned_at >= min(self._rescan_seconds(), settled)
         if is_hinted or is_due or self.turns == 0 or self.needs_turn:
             is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
         self._hinted_at = None
-        self._scanned_at = now_seconds
+        self.rest.scanned_at_seconds = now_seconds
         self.turns += 1
         if not is_still(self.config.save_dir, save_dir_fd):
             self._reopen()
@@ -269,14 +258,10 @@ class Job:
             # the first remote names the job; the others wait a moment for it, never longer
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
-                link.turn(now_seconds, is_at_rest=self._is_at_rest)
+                link.turn(now_seconds, is_at_rest=self.rest.is_now)
         has_news = self.knowledge.refresh()
-        is_quiet = listing == before and self._is_at_rest and not is_asked and not has_news
-        if not is_quiet:
-            self._busy_at = now_seconds
-        if is_quiet and now_seconds - self._planned_at < FULL_TURN_SECONDS:
+        if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
-        self._planned_at = now_seconds
         self.plans += 1
         self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
@@ -291,7 +276,7 @@ class Job:
         self.actor.sweep()
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
-        self._is_at_rest = is_idle(self) and not state.is_first_scan and not self.needs_turn
+        self.rest.is_now = is_idle(self) and not state.is_first_scan and not self.needs_turn
         if state.is_first_scan:
             state.is_first_scan = False
             self.wake()

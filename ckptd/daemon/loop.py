@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
+from ckptd.daemon.memory import give_back, keep_small
 from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
@@ -58,6 +59,7 @@ class Daemon:
         self._service = Service(environ)
         self._reloaded = Reloaded()
         self._publisher = Publisher()
+        self._is_at_rest = False
         self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
         self._totals = Totals(
@@ -74,6 +76,7 @@ class Daemon:
         Raises:
             ConfigError, LockHeld: no job can run (78, 75).
         """
+        keep_small()
         self._open_jobs()
         self._install_signals()
         self._service.ready()
@@ -203,6 +206,7 @@ class Daemon:
             for job in list(self.jobs):
                 self._turn(job, now)
             self._totals.settle()
+            self._give_back_when_at_rest()
             self._look_for_matches(now)
             if not self.jobs and not self._loaded.has_globs:
                 return
@@ -214,6 +218,12 @@ class Daemon:
             if self._deadline is not None and now >= self._deadline:
                 log.warning("the drain deadline passed")
                 return
+
+    def _give_back_when_at_rest(self) -> None:
+        """Once each time that all jobs have come to rest."""
+        was_at_rest, self._is_at_rest = self._is_at_rest, all(job.rest.is_long for job in self.jobs)
+        if self._is_at_rest and not was_at_rest:
+            give_back()
 
     def _turn(self, job: Job, now: float) -> None:
         try:

@@ -14,10 +14,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import psutil
 from pydantic import TypeAdapter
 
 from ckptd import __version__, files
+from ckptd.daemon.memory import tree_bytes
 from ckptd.daemon.report import job_status
 from ckptd.errors import LockHeld
 from ckptd.local.state_dir import prepare_state_dir
@@ -134,7 +134,7 @@ class Publisher:
         self, now: float, reloaded: Reloaded, memory_budget_bytes: int, *, alive: bool
     ) -> st.DaemonStatus:
         if now - self._measured_at_seconds >= MEMORY_SECONDS:
-            self._memory_bytes, self._measured_at_seconds = _tree_bytes(), now
+            self._memory_bytes, self._measured_at_seconds = tree_bytes(), now
         at = reloaded.at_unix_seconds
         return st.DaemonStatus(
             pid=os.getpid(),
@@ -184,15 +184,3 @@ def _invalid_status(one: Invalid) -> st.JobStatus:
     return st.JobStatus(
         name=one.name, job_id=None, save_dir=one.save_dir, state="invalid", problems=(problem,)
     )
-
-
-def _tree_bytes() -> int:
-    """Resident bytes of the daemon and its children."""
-    process = psutil.Process()
-    total = 0
-    for one in [process, *process.children(recursive=True)]:
-        try:
-            total += one.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
