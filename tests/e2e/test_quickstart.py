@@ -92,6 +92,28 @@ def test_the_judge_sees_a_removal_that_no_commit_covers(played: Played) -> None:
     assert "BROKEN P1" in result.stdout
 
 
+def test_on_s3_the_same_judge_and_it_sees_a_changed_object(tmp_path: Path) -> None:
+    """The server and the way there are real; what the bucket held is kept for judging again."""
+    kept = tmp_path / "kept"
+    result = ckptd(
+        "ckptd", "quickstart", "--remote", "s3", "--short", "--keep", kept, "--out", tmp_path / "out"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    verdict = json.loads((kept / "verdict.json").read_text())
+    assert verdict["ok"]
+    assert all(row["checked"] > 0 for row in verdict["promises"])
+    for text in ("no way to the bucket in mid-upload", "at most one part sent again"):
+        assert text in result.stdout
+    newest = max((kept / "bucket/objects").glob("global_step*[0-9]"), key=lambda p: int(p.name[11:]))
+    victim = next(newest.glob("*optim_states.pt"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    again = ckptd("ckptd.quickstart.judge", kept)
+    assert again.returncode == 1
+    assert "BROKEN P2" in again.stdout
+
+
 def test_convert_only(tmp_path: Path) -> None:
     result = ckptd("ckptd", "quickstart", "--convert-only", "--stage", "3", "--out", tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
