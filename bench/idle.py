@@ -1,9 +1,10 @@
 """What an idle daemon costs: 10 jobs × 100 committed checkpoints, memory of each process, CPU over a minute.
 
-    make bench-idle            (or: python -m bench.idle --remote s3 --jobs 1)
+    make bench-idle            (or one of its rows: python -m bench.idle --remote s3 --jobs 1)
 
 The checkpoints are one real, tiny ZeRO-2 save under a hundred tags. Memory is the resident set of the daemon
-and of each of its children; CPU is the kernel's account of all of them over the window.
+and of each of its children; CPU is the kernel's account of all of them over five windows. Without arguments
+both kinds of remote are measured and docs/performance.md gets the figures.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import psutil
 
+from bench.report import machine
 from ckptd.daemon.rest import REST_AFTER_SECONDS
 from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import servers
@@ -30,17 +33,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RECIPE = Recipe(stage=2, world_size=2, hidden=16, layers=1, heads=2, save_at=(1,))
+WINDOWS = 5
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- idle: begin -->", "<!-- idle: end -->"
+HEAD = (
+    "| remotes | jobs × checkpoints | daemon MB | children MB | CPU of one core, median (least – most) |\n"
+    "|---|---|---|---|---|"
+)
 SETTLE_SECONDS = REST_AFTER_SECONDS + 60.0
 """Until the daemon calls itself at rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Resident MB of the daemon and of its children; CPU seconds of all per second of wall time."""
+    """Resident MB of the daemon and of its children; CPU seconds of all per second, for each window."""
 
     daemon_mb: float
     children_mb: list[float]
-    cpu_share: float
+    cpu_shares: list[float]
 
 
 def lay_out(root: Path, jobs: int, checkpoints: int, endpoint: str | None) -> None:
@@ -73,15 +83,16 @@ def committed(root: Path, server: servers.Server | None) -> int:
 
 def measure(process: psutil.Process, seconds: float) -> Cost:
     """Over a window in which nothing happens."""
-    before = _cpu_seconds(process)
-    began = time.monotonic()
-    time.sleep(seconds)
-    used = _cpu_seconds(process) - before
+    shares = []
+    for _ in range(WINDOWS):
+        before, began = _cpu_seconds(process), time.monotonic()
+        time.sleep(seconds / WINDOWS)
+        shares.append((_cpu_seconds(process) - before) / (time.monotonic() - began))
     children = process.children(recursive=True)
     return Cost(
         daemon_mb=process.memory_info().rss / 1e6,
         children_mb=sorted(child.memory_info().rss / 1e6 for child in children),
-        cpu_share=used / (time.monotonic() - began),
+        cpu_shares=shares,
     )
 
 
@@ -141,22 +152,45 @@ def _wait(root: Path, server: servers.Server | None, daemon: subprocess.Popen[by
     print()
 
 
+def row(remote: str, jobs: int, checkpoints: int, cost: Cost) -> str:
+    """One line of the table."""
+    children = f"{cost.children_mb[0]:.0f} – {cost.children_mb[-1]:.0f}" if cost.children_mb else "none"
+    cpu = f"{median(cost.cpu_shares):.2%} ({min(cost.cpu_shares):.2%} – {max(cost.cpu_shares):.2%})"
+    return f"| {remote} | {jobs} × {checkpoints} | {cost.daemon_mb:.0f} | {children} | {cpu} |"
+
+
+def verdicts(directory: Cost, s3: Cost) -> list[str]:
+    """What was aimed at, and whether it is reached."""
+    aims = [
+        ("daemon with directory remotes at most 80 MB", directory.daemon_mb, 80.0),
+        ("a directory's child at most 45 MB", max(directory.children_mb), 45.0),
+        ("CPU at most 0.5 % of one core", 100 * median(directory.cpu_shares), 0.5),
+        ("daemon and child with S3 at most 110 MB", s3.daemon_mb + sum(s3.children_mb), 110.0),
+    ]
+    return [f"* {text}: {is_:.3g} ({'reached' if is_ <= aim else 'NOT reached'})" for text, is_, aim in aims]
+
+
 def main() -> None:
-    """Print one row per kind of remote."""
+    """Measure one row, or all and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--checkpoints", type=int, default=100)
-    parser.add_argument("--remote", choices=["directory", "s3"], default="directory")
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--remote", choices=["directory", "s3"])
+    parser.add_argument("--seconds", type=float, default=300.0)
     given = parser.parse_args()
-    cost = run(given.jobs, given.checkpoints, given.remote, given.seconds)
-    children = ", ".join(f"{mb:.0f}" for mb in cost.children_mb) or "none"
-    print("| remotes | jobs × checkpoints | daemon MB | children MB | CPU |")
-    print("|---|---|---|---|---|")
-    print(
-        f"| {given.remote} | {given.jobs} × {given.checkpoints} | {cost.daemon_mb:.0f} | {children} | "
-        f"{cost.cpu_share:.2%} |"
-    )
+    if given.remote:
+        jobs = given.jobs or 10
+        cost = run(jobs, given.checkpoints, given.remote, given.seconds)
+        print(f"{HEAD}\n{row(given.remote, jobs, given.checkpoints, cost)}")
+        return
+    directory = run(10, given.checkpoints, "directory", given.seconds)
+    s3 = run(1, given.checkpoints, "s3", given.seconds / 2)
+    lines = [HEAD, row("directory", 10, given.checkpoints, directory), row("S3", 1, given.checkpoints, s3)]
+    text = "\n".join([f"Machine: {machine()}", "", *lines, "", *verdicts(directory, s3)])
+    print(text)
+    page = PAGE.read_text()
+    head, _, rest = page.partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -210,6 +210,7 @@ class RemoteLink:
             self.observe()
         elif isinstance(answer, m.Unchanged) and self.observation is not None:
             self.observed_at_seconds = time.monotonic()
+            self.observation = self.observation.model_copy(update={"free_bytes": answer.free_bytes})
             self.well()
         elif isinstance(answer, m.Observation):
             self.observation = answer

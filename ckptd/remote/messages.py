@@ -227,9 +227,10 @@ class Observation(Model):
 
 
 class Unchanged(Model):
-    """The remote holds what the last observation said."""
+    """The remote holds what the last observation said; only its free room may be another."""
 
     kind: Literal["unchanged"] = "unchanged"
+    free_bytes: int | None = None
 
 
 class ManifestView(Model):

@@ -106,9 +106,10 @@ class Service:
         ground = self._attached()
         if isinstance(order, Observe):
             found = observe(ground.store, ground.identity, self._documents)
-            is_same = order.only_changed and found == self._observed
-            self._observed = found
-            return Unchanged() if is_same else found
+            bare = found.model_copy(update={"free_bytes": None})
+            is_same = order.only_changed and bare == self._observed
+            self._observed = bare
+            return Unchanged(free_bytes=found.free_bytes) if is_same else found
         if isinstance(order, Describe):
             return describe(ground.store, order.tag, ground.identity)
         if isinstance(order, Confirm):
