@@ -27,6 +27,7 @@ from ckptd.remote.messages import (
     PartlyShipped,
     RemoteSettings,
     ShipResult,
+    Unchanged,
 )
 from tests.stores.scene import OPTIM, Node, archive
 
@@ -110,6 +111,20 @@ def slow(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.faults
+def test_what_has_not_changed_is_not_told_again(rig: Rig) -> None:
+    """Free room alone is no news: it changes with every file that anybody writes there."""
+    assert isinstance(rig.ask(Observe(only_changed=True)), Observation), "nothing was told yet"
+    (rig.nas.parent / "ballast").write_bytes(os.urandom(8 << 20))
+    again = rig.ask(Observe(only_changed=True))
+    assert isinstance(again, Unchanged)
+    assert again.free_bytes
+    assert isinstance(rig.ask(Observe()), Observation)
+    (rig.nas / "latest").write_text("elsewhere")
+    news = rig.ask(Observe(only_changed=True))
+    assert isinstance(news, Observation)
+    assert news.latest == "elsewhere"
+
+
 def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: Rig) -> None:
     data = slow.big(8)
     first = slow.client.submit(slow.order())
