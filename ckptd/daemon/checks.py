@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.core import actions as a
 from ckptd.core.lifecycle import State
-from ckptd.core.planner import is_committed
+from ckptd.core.planner import MAX_CONVERSION_TRIES, is_committed
 from ckptd.core.safety import newest_safe
-from ckptd.core.view import ZERO, ShipState
+from ckptd.core.view import ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import Job
@@ -131,9 +131,9 @@ def is_idle(job: Job) -> bool:
         return False
     if any(link.open_orders or (link.attached is None and not link.seconds_to_retry()) for link in links):
         return False
-    if not all(link.is_ready for link in links):
-        return True
-    unsealed = any(
+    ready = {link.name for link in links if link.is_ready}
+    # a new journal seals nothing before every remote was heard; one that is away holds nothing else up
+    unsealed = len(ready) == len(links) and any(
         v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)
         or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
         for tag, v in state.verdicts.items()
@@ -142,10 +142,25 @@ def is_idle(job: Job) -> bool:
         record.retry_at_seconds
         for records in state.ships.values()
         for record in records.values()
-        if record.state is ShipState.FAILED and record.tries < 3
+        if record.state is ShipState.FAILED and record.tries < 3 and record.remote in ready
     )
     actions = [x for x in state.plan.actions if not isinstance(x, a.Describe)]
     return not unsealed and not actions and not waits
+
+
+def is_at_rest(job: Job) -> bool:
+    """Idle, and the mere passing of time brings nothing to do: all is safe and nothing is tried again."""
+    state = job.state
+    if state is None or not is_idle(job) or _is_behind(job):
+        return False
+    here = [row for row in state.rows.values() if row.state == "present" or row.held]
+    ships = [record for row in here for record in state.ships.get(row.id, {}).values()]
+    return not any(
+        record.state in (ShipState.FAILED, ShipState.WAITING) and record.remote in job.links
+        for record in ships
+    ) and not any(
+        row.derived.state is DerivedState.FAILED and row.derived.tries < MAX_CONVERSION_TRIES for row in here
+    )
 
 
 def exit_code(job: Job) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.config import config_digest
 from ckptd.core.planner import plan
 from ckptd.daemon.acting import Actor
-from ckptd.daemon.checks import is_idle, notice_gone, see_problems
+from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
@@ -151,7 +151,7 @@ class Job:
         for remote in self.config.remotes:
             settings = remote_settings(self.config, remote, journal, node=self.node, node_id=node_id)
             self.links[remote.name] = RemoteLink(
-                settings, self.problems, self._post, self._on_attached(remote.name), lambda _: self.wake()
+                settings, self.problems, self._post, self._on_attached(remote.name), self.wake
             )
         self.knowledge = Knowledge(
             state,
@@ -211,7 +211,9 @@ class Job:
         return max(0.0, min(waits))
 
     def _rescan_seconds(self) -> float:
-        return self.rest.rescan_seconds(hears_all=self.watcher is not None and self.watcher.hears_all)
+        hears_all = self.watcher is not None and self.watcher.hears_all
+        # a turn looks at the remotes too: one that is away is tried again without much delay
+        return self.rest.rescan_seconds(hears_all=hears_all and all(x.is_ready for x in self.links.values()))
 
     # --- the turn --------------------------------------------------------------------------------------
 
@@ -233,13 +235,14 @@ class Job:
         if is_hinted or is_due or self.turns == 0 or self.needs_turn:
             is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
+        elif now_seconds - self.rest.stood_at_seconds >= RESCAN_SECONDS:
+            self._still_stands(fd, now_seconds)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
         self._hinted_at = None
         self.rest.scanned_at_seconds = now_seconds
         self.turns += 1
-        if not is_still(self.config.save_dir, save_dir_fd):
-            self._reopen()
+        if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.listing if self.state is not None else None
         listing = scan(save_dir_fd, self.config.trainer, before)
@@ -259,7 +262,7 @@ class Job:
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
                 link.turn(now_seconds, is_at_rest=self.rest.is_now)
-        has_news = self.knowledge.refresh()
+        has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
@@ -276,7 +279,7 @@ class Job:
         self.actor.sweep()
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
-        self.rest.is_now = is_idle(self) and not state.is_first_scan and not self.needs_turn
+        self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         if state.is_first_scan:
             state.is_first_scan = False
             self.wake()
@@ -295,11 +298,15 @@ class Job:
 
     # --- parts of the turn -----------------------------------------------------------------------------
 
-    def _reopen(self) -> None:
-        """save_dir is another directory now, or gone: start over with what is there."""
+    def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
+        """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
+        self.rest.stood_at_seconds = now_seconds
+        if is_still(self.config.save_dir, save_dir_fd):
+            return True
         log.warning("%s was replaced or removed", self.config.save_dir)
         self.close()
         self.wake()
+        return False
 
     def _pace(self, state: JobState) -> None:
         is_busy = bool(state.in_flight)
@@ -314,12 +321,18 @@ class Job:
         """A conversion of this job is under way."""
         return self.state is not None and self.state.converting is not None
 
+    def leave_line(self) -> None:
+        """Nobody waits behind a job that ended or whose turn failed."""
+        if self.state is not None:
+            self._totals.leave([self.actor, *self.links.values()])
+
     def close(self) -> None:
         """Stop everything of this job; what is half done is continued by the next start."""
         if self.watcher is not None:
             self.watcher.stop()
             self.watcher = None
         if self.state is not None:
+            self.leave_line()
             self.chores.stop()
             self.workers.close()
             for link in self.links.values():
@@ -328,6 +341,7 @@ class Job:
             self.state.journal.close()
             self.state = None
             self.view = None
+        self.rest = Rest()
         if self._fd is not None:
             # workers may hold duplicates for a moment longer; the lock must not outlive the job with them
             fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -51,7 +51,7 @@ class RemoteLink:
         problems: Problems,
         post: Callable[[Callable[[], None]], None],
         on_attached: Callable[[m.Attached], None],
-        on_observed: Callable[[m.Observation], None],
+        wake: Callable[[], None],
     ) -> None:
         self.name = settings.name
         self.settings = settings
@@ -64,12 +64,15 @@ class RemoteLink:
         self._problems = problems
         self._post = post
         self._on_attached = on_attached
-        self._on_observed = on_observed
+        self._wake = wake
         self._client = RemoteClient(settings, self._deliver)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
         self._tries = 0
         self._retry_at_seconds = 0.0
         self._is_asking = False
+        self._is_regular_look = False
+        self._knows_what_child_said = True
+        """False: the last observation came too late to count, so "unchanged" since then means nothing."""
         self._asked_at_seconds = 0.0
         self._changed_at_seconds = 0.0
         """When our own mover last changed the remote: an observation asked for earlier is out of date."""
@@ -96,7 +99,8 @@ class RemoteLink:
     @property
     def open_orders(self) -> int:
         """Orders without an answer yet, but for the regular look at what the remote holds."""
-        return len(self._open) - (self._is_asking and self.attached is not None)
+        is_look = self._is_asking and self.attached is not None and self._is_regular_look
+        return len(self._open) - (is_look and self._asked_at_seconds >= self._changed_at_seconds)
 
     def seconds_to_retry(self) -> float:
         """How long the backoff lasts; 0 when there is none."""
@@ -118,6 +122,7 @@ class RemoteLink:
             self.order(m.Attach(settings=self.settings), self._attached)
         elif self.observation is None or now_seconds - self.observed_at_seconds >= due_seconds:
             self.observe()
+            self._is_regular_look = self.observation is not None
 
     def propose_job_id(self, job_id: str | None) -> None:
         """What the job is called on its other remotes, for a remote that is new."""
@@ -127,9 +132,10 @@ class RemoteLink:
     def observe(self) -> None:
         """Ask for a fresh observation unless one is under way."""
         if not self._is_asking and self.attached is not None:
-            self._is_asking = True
+            self._is_asking, self._is_regular_look = True, False
             self._asked_at_seconds = time.monotonic()
-            self.order(m.Observe(only_changed=self.observation is not None), self._observed)
+            may_be_same = self.observation is not None and self._knows_what_child_said
+            self.order(m.Observe(only_changed=may_be_same), self._observed)
 
     def describe(self, tag: str, then: Callable[[], None]) -> None:
         """Read every manifest of a tag into `tag_views`."""
@@ -206,7 +212,10 @@ class RemoteLink:
 
     def _observed(self, answer: m.Answer) -> None:
         self._is_asking = False
-        if isinstance(answer, m.Observation) and self._asked_at_seconds < self._changed_at_seconds:
+        is_late = self._asked_at_seconds < self._changed_at_seconds
+        if isinstance(answer, m.Observation):
+            self._knows_what_child_said = not is_late
+        if isinstance(answer, m.Observation | m.Unchanged) and is_late:
             self.observe()
         elif isinstance(answer, m.Unchanged) and self.observation is not None:
             self.observed_at_seconds = time.monotonic()
@@ -216,7 +225,7 @@ class RemoteLink:
             self.observation = answer
             self.observed_at_seconds = time.monotonic()
             self.well()
-            self._on_observed(answer)
+            self._wake()
         elif isinstance(answer, m.Failed):
             self.trouble(error_of(answer))
 
@@ -243,6 +252,7 @@ class RemoteLink:
             self.observation = None
         self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
         log.warning("remote %s: %s", self.name, error)
+        self._wake()
 
     def forget_commit(self, key: str) -> None:
         """A COMMIT was retired: do not plan on it until the next observation."""

@@ -230,11 +230,14 @@ class Daemon:
             job.turn(now)
         except CkptdError as error:
             log.error("job %s stops: %s", job.config.name, error)
-            self.invalid.append(Invalid(job.config.name, str(job.config.save_dir), error, time.time()))
+            why = Invalid(job.config.name, str(job.config.save_dir), error, time.time())
+            self.invalid.append(why)
+            self._publisher.retract(job, why)
             job.close()
             self.jobs.remove(job)
         except Exception as error:  # a defect in one job's turn must not end the watch over the others
             log.exception("the turn of job %s failed", job.config.name)
+            job.leave_line()
             _say_internal(job, error)
 
     def _call(self, call: Callable[[], None]) -> None:

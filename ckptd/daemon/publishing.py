@@ -76,7 +76,7 @@ class Publisher:
 
     def __init__(self) -> None:
         self._started_unix = time.time()
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[Job, _Part] = {}
         self._header: object = None
         self._memory_bytes, self._measured_at_seconds = 0, -math.inf
         self.has_unsaid = False
@@ -98,7 +98,7 @@ class Publisher:
         header = (tuple(broken), reloaded, alive)
         is_urgent = is_urgent or header != self._header
         self._header = header
-        self._parts = {id(job): part for job in jobs if (part := self._parts.get(id(job))) is not None}
+        self._parts = {job: part for job in jobs if (part := self._parts.get(job)) is not None}
         said = []
         self.has_unsaid = False
         for job in jobs:
@@ -110,25 +110,25 @@ class Publisher:
                 self._write(job, _document(daemon, [part.text, *map(_text, broken)]))
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
-    def retract(self, job: Job) -> None:
-        """A job that ends here is not told of any more."""
+    def retract(self, job: Job, why: Invalid | None = None) -> None:
+        """A job that ends here is not told of any more, or only why it does not run."""
         if job.state is not None:
             daemon = self._daemon(time.monotonic(), Reloaded(), 0, alive=True)
-            self._write(job, _document(daemon, []))
+            self._write(job, _document(daemon, [_text(_invalid_status(why))] if why else []))
 
     def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
-        old = self._parts.get(id(job))
+        old = self._parts.get(job)
         key = (job.plans, job.phase, job.job_id, job.problems.all())
         is_moving = job.state is not None and bool(job.state.moving or job.state.converting)
         is_changed = old is None or is_moving or key != old.key
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
             status = job_status(job)
-            self._parts[id(job)] = _Part(key, _text(status), status.state, now)
+            self._parts[job] = _Part(key, _text(status), status.state, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
-        return self._parts[id(job)]
+        return self._parts[job]
 
     def _daemon(
         self, now: float, reloaded: Reloaded, memory_budget_bytes: int, *, alive: bool

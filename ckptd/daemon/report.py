@@ -79,7 +79,7 @@ def _safe(job: Job) -> st.SafeStatus | None:
         return None
     link = job.links[next(r.name for r in job.view.remotes if r.is_required)]
     at = (
-        next(v.commit.committed_at for v in link.observation.commits if v.key == commit.key)
+        next((v.commit.committed_at for v in link.observation.commits if v.key == commit.key), "")
         if link.observation
         else ""
     )

@@ -61,6 +61,11 @@ class Slots:
             if who in self._waiting and not self._waiting[who].has_asked:
                 del self._waiting[who]
 
+    def leave(self, mine: Iterable[Hashable]) -> None:
+        """These wait no more, whatever they asked for: nobody stands behind them for ever."""
+        for who in mine:
+            self._waiting.pop(who, None)
+
     def call(self) -> None:
         """Wake those whose turn it is."""
         free = self.count - self._in_use()
@@ -103,6 +108,11 @@ class Totals:
         """Who did not ask again leaves the line."""
         for slots in (self.uploads, self.conversions):
             slots.end_turn(mine)
+
+    def leave(self, mine: Sequence[Hashable]) -> None:
+        """A job ends, or its turn failed: who of it waits in line leaves it."""
+        for slots in (self.uploads, self.conversions):
+            slots.leave(mine)
 
     def settle(self) -> None:
         """After all turns: share the bandwidth among those who ship, and wake who may start."""

@@ -51,10 +51,11 @@ class Watcher:
 
     def __init__(self, save_dir: str, on_hint: Callable[[], None]) -> None:
         self._save_dir = save_dir
-        self._handler = _Handler(on_hint)
+        self._handler = _Handler(f"{save_dir}/{OURS}", on_hint)
         self._observer = Observer()
         self._observer.daemon = True
-        self._watches: dict[str, ObservedWatch] = {}
+        self._watches: dict[str, tuple[ObservedWatch, int]] = {}
+        """Folder → its watch, and the inode that it is on."""
         self.problem: str | None = None
         """Why hints do not arrive (rescans still do the work)."""
         self._is_shared = is_network(filesystem_type(Path(save_dir)))
@@ -74,11 +75,16 @@ class Watcher:
 
     def follow(self, folders: Iterable[str]) -> None:
         """Watch exactly these folders below save_dir beside save_dir itself."""
-        wanted = set(folders)
-        for name in set(self._watches) - wanted:
-            with contextlib.suppress(KeyError, OSError):
-                self._observer.unschedule(self._watches.pop(name))
-        for name in wanted - set(self._watches):
+        wanted = {name: _inode_of(f"{self._save_dir}/{name}") for name in folders}
+        for name, (watch, watched) in list(self._watches.items()):
+            # made anew under its name: the watch is on the folder that is gone
+            if wanted.get(name) != watched:
+                del self._watches[name]
+                with contextlib.suppress(KeyError, OSError):
+                    self._observer.unschedule(watch)
+        for name, inode in wanted.items():
+            if inode is None or name in self._watches:
+                continue
             try:
                 watch = self._schedule(f"{self._save_dir}/{name}")
             except FileNotFoundError:
@@ -86,7 +92,7 @@ class Watcher:
             except OSError as error:
                 self.problem = f"no file events for {name} ({error.strerror}); rescans find everything"
             else:
-                self._watches[name] = watch
+                self._watches[name] = watch, inode
 
     def _schedule(self, path: str) -> ObservedWatch:
         return self._observer.schedule(self._handler, path, recursive=False, event_filter=_MEANT)
@@ -98,10 +104,17 @@ class Watcher:
             self._observer.join(timeout=2)
 
 
+def _inode_of(path: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.stat(path, follow_symlinks=False).st_ino
+    return None
+
+
 class _Handler(FileSystemEventHandler):
-    def __init__(self, on_hint: Callable[[], None]) -> None:
+    def __init__(self, ours: str, on_hint: Callable[[], None]) -> None:
+        self._ours = ours
         self._on_hint = on_hint
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        if f"/{OURS}" not in os.fsdecode(event.src_path):
+        if not os.fsdecode(event.src_path).startswith(self._ours):
             self._on_hint()

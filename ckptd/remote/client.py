@@ -130,6 +130,9 @@ class RemoteClient:
                 threading.Thread(target=self._end, args=([order_id], reason), daemon=True).start()
                 return order_id
             child.to_write.put(_line(order_id, order))
+            if isinstance(order, Attach):
+                # settings name the remote's own speed; what was ordered since holds
+                child.to_write.put(_line(_ATTACH_ID, self._pace))
         return order_id
 
     def pace(self, fraction: float, bytes_per_second: int | None) -> None:
