@@ -56,7 +56,11 @@ class Actor:
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""
         if isinstance(action, a.Ship):
-            return self._totals.uploads.may_start(self._links[action.remote], self._wake)
+            link = self._links[action.remote]
+            may_start = self._totals.uploads.may_start(link, self._wake)
+            if may_start:
+                self._totals.share(starting=link)
+            return may_start
         if isinstance(action, a.Convert):
             return self._totals.conversions.may_start(self, self._wake)
         return True

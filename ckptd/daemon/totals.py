@@ -116,13 +116,16 @@ class Totals:
 
     def settle(self) -> None:
         """After all turns: share the bandwidth among those who ship, and wake who may start."""
-        links = self._links()
-        active = [link for link in links if link.is_shipping]
+        self.share()
+        self.uploads.call()
+        self.conversions.call()
+
+    def share(self, starting: RemoteLink | None = None) -> None:
+        """Tell those who ship their part; who is about to start hears it before its first byte."""
+        active = [link for link in self._links() if link.is_shipping or link is starting]
         rates = shares(self._bytes_per_second, {link: link.settings.bytes_per_second for link in active})
         for link, rate in rates.items():
             link.limit(rate)
-        self.uploads.call()
-        self.conversions.call()
 
 
 def shares(total: int | None, limits: Mapping[RemoteLink, int | None]) -> dict[RemoteLink, int | None]:
