@@ -51,11 +51,12 @@ class Watcher:
 
     def __init__(self, save_dir: str, on_hint: Callable[[], None]) -> None:
         self._save_dir = save_dir
-        self._handler = _Handler(f"{save_dir}/{OURS}", on_hint)
+        self._gone: set[str] = set()
+        """Paths of folders that went; what has such a name now is another one, which no watch is on."""
+        self._handler = _Handler(f"{save_dir}/{OURS}", on_hint, self._gone.add)
         self._observer = Observer()
         self._observer.daemon = True
-        self._watches: dict[str, tuple[ObservedWatch, int]] = {}
-        """Folder → its watch, and the inode that it is on."""
+        self._watches: dict[str, ObservedWatch] = {}
         self.problem: str | None = None
         """Why hints do not arrive (rescans still do the work)."""
         self._is_shared = is_network(filesystem_type(Path(save_dir)))
@@ -75,16 +76,14 @@ class Watcher:
 
     def follow(self, folders: Iterable[str]) -> None:
         """Watch exactly these folders below save_dir beside save_dir itself."""
-        wanted = {name: _inode_of(f"{self._save_dir}/{name}") for name in folders}
-        for name, (watch, watched) in list(self._watches.items()):
-            # made anew under its name: the watch is on the folder that is gone
-            if wanted.get(name) != watched:
-                del self._watches[name]
-                with contextlib.suppress(KeyError, OSError):
-                    self._observer.unschedule(watch)
-        for name, inode in wanted.items():
-            if inode is None or name in self._watches:
-                continue
+        wanted = set(folders)
+        heard = self._gone.copy()
+        self._gone.difference_update(heard)
+        gone = {name for name in self._watches if f"{self._save_dir}/{name}" in heard}
+        for name in (set(self._watches) - wanted) | gone:
+            with contextlib.suppress(KeyError, OSError):
+                self._observer.unschedule(self._watches.pop(name))
+        for name in wanted - set(self._watches):
             try:
                 watch = self._schedule(f"{self._save_dir}/{name}")
             except FileNotFoundError:
@@ -92,7 +91,7 @@ class Watcher:
             except OSError as error:
                 self.problem = f"no file events for {name} ({error.strerror}); rescans find everything"
             else:
-                self._watches[name] = watch, inode
+                self._watches[name] = watch
 
     def _schedule(self, path: str) -> ObservedWatch:
         return self._observer.schedule(self._handler, path, recursive=False, event_filter=_MEANT)
@@ -104,17 +103,16 @@ class Watcher:
             self._observer.join(timeout=2)
 
 
-def _inode_of(path: str) -> int | None:
-    with contextlib.suppress(OSError):
-        return os.stat(path, follow_symlinks=False).st_ino
-    return None
-
-
 class _Handler(FileSystemEventHandler):
-    def __init__(self, ours: str, on_hint: Callable[[], None]) -> None:
+    def __init__(self, ours: str, on_hint: Callable[[], None], on_gone: Callable[[str], None]) -> None:
         self._ours = ours
+        self._on_gone = on_gone
         self._on_hint = on_hint
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        if not os.fsdecode(event.src_path).startswith(self._ours):
-            self._on_hint()
+        path = os.fsdecode(event.src_path)
+        if path.startswith(self._ours):
+            return
+        if isinstance(event, DirDeletedEvent | DirMovedEvent):
+            self._on_gone(path)
+        self._on_hint()

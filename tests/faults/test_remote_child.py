@@ -198,6 +198,17 @@ def test_bandwidth_is_kept_and_the_pace_changes_on_the_fly(slow: Rig) -> None:
 
 
 @pytest.mark.faults
+def test_attaching_again_keeps_the_pace(rig: Rig) -> None:
+    """Settings know the remote's own speed only, not its share of what all jobs may use (P11)."""
+    rig.client.pace(1.0, 4 << 20)
+    assert isinstance(rig.ask(Attach(settings=rig.settings)), Attached)
+    rig.big(6)
+    began = time.monotonic()
+    assert isinstance(rig.ask(rig.order()), ShipResult)
+    assert time.monotonic() - began > 1
+
+
+@pytest.mark.faults
 def test_a_paused_transfer_gives_signs_of_life_and_a_hung_one_does_not(slow: Rig) -> None:
     slow.big(8)
     shipping = slow.client.submit(slow.order())

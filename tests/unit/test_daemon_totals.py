@@ -89,3 +89,16 @@ def test_never_more_than_the_total_and_nothing_left_over(total: int, limits: lis
     wanted = sum(total if limit is None else limit for limit in limits)
     assert sum(rate or 0 for rate in rates) >= min(total, wanted) - len(limits)
     assert all(limit is None or (rate or 0) <= limit for rate, limit in zip(rates, limits, strict=True))
+
+
+def test_who_ended_in_the_line_holds_nobody_up() -> None:
+    """A job that is closed or fails never asks again, and nobody takes a turn for it."""
+    line = Line(1)
+    assert line.ask("a")
+    assert not line.ask("b")
+    assert not line.ask("c")
+    line.slots.leave(["b"])
+    line.running.discard("a")
+    line.slots.call()
+    assert line.woken == ["c"]
+    assert line.ask("c")

@@ -1,0 +1,71 @@
+"""File events: what is a hint and what is not, with real inotify."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.local.watch import Watcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Ear:
+    """A save_dir, its watcher, and what it said."""
+
+    def __init__(self, save_dir: Path) -> None:
+        self.save_dir = save_dir
+        self.hints = 0
+        self.watcher = Watcher(str(save_dir), self.hint)
+        self.watcher.start()
+
+    def hint(self) -> None:
+        self.hints += 1
+
+    def hears(self, seconds: float = 3.0) -> bool:
+        end = time.monotonic() + seconds
+        while self.hints == 0 and time.monotonic() < end:
+            time.sleep(0.02)
+        return self.hints > 0
+
+    def forget(self) -> None:
+        """What was said so far and is still on its way (watchdog holds deletions back for half a second)."""
+        time.sleep(0.8)
+        self.hints = 0
+
+
+@pytest.fixture(params=["run", "_ckptd-tests/run"])
+def ear(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ear]:
+    save_dir = tmp_path / request.param
+    save_dir.mkdir(parents=True)
+    made = Ear(save_dir)
+    yield made
+    made.watcher.stop()
+
+
+def test_a_new_folder_is_a_hint_and_ours_is_none(ear: Ear) -> None:
+    """Also where a directory above save_dir has a name like ours."""
+    (ear.save_dir / "_ckptd").mkdir()
+    assert not ear.hears(0.5)
+    (ear.save_dir / "global_step1").mkdir()
+    assert ear.hears()
+
+
+def test_a_folder_made_anew_under_its_name_is_heard_again(ear: Ear) -> None:
+    """A trainer with a constant name removes its folder and saves again."""
+    folder = ear.save_dir / "checkpoint"
+    for _ in range(2):
+        folder.mkdir()
+        ear.watcher.follow(["checkpoint"])
+        ear.forget()
+        (folder / "shard").write_bytes(b"x")
+        assert ear.hears()
+        ear.forget()
+        shutil.rmtree(folder)
+        assert ear.hears()
+        ear.forget()
