@@ -74,7 +74,8 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     newest = max(documents, key=lambda document: str(document["generated_at"]))
     jobs: dict[tuple[str, str], dict[str, Any]] = {}
     for document in documents:
-        if document["daemon"]["pid"] == newest["daemon"]["pid"]:
+        # a process id alone comes again: after a reboot small ones are given out in the same order
+        if all(document["daemon"][key] == newest["daemon"][key] for key in ("pid", "started_at")):
             for job in document["jobs"]:
                 jobs.setdefault((job["name"], job["save_dir"]), job)
     return newest | {"jobs": list(jobs.values())}
