@@ -102,6 +102,8 @@ class JobState:
             for row in sorted(self.rows.values(), key=lambda row: row.id)
             if row.state == "present"
         }
+        here = {row.id for row in self.rows.values() if row.state == "present" or row.held}
+        self.views = {save_id: view for save_id, view in self.views.items() if save_id in here}
         windows = [row.save.window for row in self.rows.values()]
         self.widest_save_seconds = max(((w.last - w.first) / 1e9 for w in windows), default=0.0)
 

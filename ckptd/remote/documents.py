@@ -90,6 +90,7 @@ class DocumentCache:
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[ObjectInfo, tuple[Model, str]]] = {}
+        self._asked: set[str] = set()
 
     def get(self, store: Store, info: ObjectInfo, kind: type[AnyDocument]) -> tuple[AnyDocument, str] | None:
         """The document and its digest; None when it is gone.
@@ -97,6 +98,7 @@ class DocumentCache:
         Raises:
             DamagedError, RefusedError: it cannot be read.
         """
+        self._asked.add(info.key)
         held = self._held.get(info.key)
         if held is not None and held[0] == info and isinstance(held[1][0], kind):
             return held[1][0], held[1][1]
@@ -108,12 +110,21 @@ class DocumentCache:
             self._held[info.key] = (info, found)
         return found
 
+    def forget_unasked(self) -> None:
+        """Let go of what nobody asked for since the last call: COMMITs that were retired (P12)."""
+        for key in self._held.keys() - self._asked:
+            del self._held[key]
+        self._asked.clear()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
 
 def read_commits(
     store: Store, only_tag: str | None = None, *, cache: DocumentCache | None = None
 ) -> Documents:
     """Every COMMIT and tombstone (of one tag)."""
-    cache = cache or DocumentCache()
+    cache = DocumentCache() if cache is None else cache
     found = Documents()
     disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
     for info in store.list(f"{ROOT}/commits/"):
@@ -140,7 +151,7 @@ def read_commits(
 
 def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:
     """Add every decision and pin, in order of serial."""
-    cache = cache or DocumentCache()
+    cache = DocumentCache() if cache is None else cache
     for folder in ("decisions", "pins"):
         for info in store.list(f"{ROOT}/{folder}/"):
             _collect(store, info, Decision, found.decisions, found.damaged, cache)

@@ -66,6 +66,8 @@ def observe(
     found_identity = still_ours(store, identity)
     found = read_commits(store, cache=cache)
     read_decisions(store, found, cache)
+    if cache is not None:
+        cache.forget_unasked()
     with_manifests = generations_with_manifests(store)
     committed = {stem_of(view.commit) for view in found.commits}
     retired = {stem_of(stone) for stone in found.retired}

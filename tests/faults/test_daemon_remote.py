@@ -82,7 +82,7 @@ def test_a_full_remote(tmp_path: Path, mounted: Path) -> None:
         assert here.local_tags() == {"global_step1", "global_step2"}
         assert not list(mounted.rglob("*.tmp"))
         filler.unlink()
-        here.wait_committed("global_step2~g1", 90)
+        here.wait_committed("global_step2~g1", 40)
         assert same_bytes(here, "global_step2", RUN, 2)
 
 
