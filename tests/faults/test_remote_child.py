@@ -125,6 +125,7 @@ def test_what_has_not_changed_is_not_told_again(rig: Rig) -> None:
     assert news.latest == "elsewhere"
 
 
+@pytest.mark.faults
 def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: Rig) -> None:
     data = slow.big(8)
     first = slow.client.submit(slow.order())
