@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import ShipRecord
+from ckptd.core.view import ShipRecord, ShipState
 from ckptd.daemon.problems import Problems
 
 if TYPE_CHECKING:
@@ -96,7 +96,18 @@ class JobState:
     def load(self) -> None:
         """Fill saves and ships from the journal."""
         self.rows = {row.id: row for row in self.journal.saves()}
+        waits = {
+            (save_id, key): record.retry_at_seconds
+            for save_id, records in self.ships.items()
+            for key, record in records.items()
+            if record.retry_at_seconds
+        }
         self.ships = self.journal.ships()
+        for (save_id, key), at_seconds in waits.items():
+            # monotonic, so the journal does not have it; a new state of the record needs no wait
+            record = self.ships.get(save_id, {}).get(key)
+            if record is not None and record.state in (ShipState.FAILED, ShipState.WAITING):
+                self.ships[save_id][key] = record.model_copy(update={"retry_at_seconds": at_seconds})
         self._by_tag = {
             row.save.tag: row.id
             for row in sorted(self.rows.values(), key=lambda row: row.id)
