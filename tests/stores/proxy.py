@@ -33,6 +33,8 @@ class Proxy:
     """One bit of the body of the next request whose line contains this flips on its way."""
     lose_answers_to: str | None = None
     """Requests whose line contains this reach the server, their answers do not come back."""
+    cuts: list[int] = field(default_factory=list)
+    """The next connections break once that many bytes of answers came back on each."""
     requests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -122,8 +124,13 @@ class Proxy:
         self._open -= {client, server}
 
     def _answers(self, server: socket.socket, client: socket.socket, lost: threading.Event) -> None:
+        done = 0
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 16):
+                done += len(data)
+                if self.cuts and done > self.cuts[0]:
+                    self.cuts.pop(0)
+                    lost.set()
                 if lost.is_set():
                     client.shutdown(socket.SHUT_RDWR)
                     return

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptd.errors import RemoteUnreachable
 from ckptd.remote.access import Access
+from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
 from tests.stores import servers
 from tests.stores.conformance import DATA, StoreConformance
+from tests.stores.proxy import proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,3 +73,22 @@ class TestRclone(_InParts):
     @pytest.fixture
     def store(self, rclone: servers.Server) -> S3Store:
         return store_at(rclone)
+
+
+def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
+    """An hour of restoring does not end with one lost connection; bytes that came are not asked for again."""
+    with proxy(moto.port) as between:
+        there = f"s3://{servers.BUCKET}/broken"
+        store = open_store(there, access=Access(endpoint_url=between.endpoint))
+        store.put("t/x", BIG)
+        between.cut()
+        between.requests.clear()
+        between.cuts = [9 << 20, 500_000, 3 << 20]
+        assert store.read_at("t/x", 0, len(BIG)) == BIG
+        assert not between.cuts
+        assert between.count("GET") == 4
+        between.cuts = [2 << 20]
+        with pytest.raises(RemoteUnreachable):
+            store.get("t/x")
+        between.cuts = [2 << 20]
+        assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
