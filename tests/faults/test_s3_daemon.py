@@ -148,7 +148,7 @@ def test_a_bit_that_flips_on_the_way_is_seen(tmp_path: Path, moto: servers.Serve
 
 
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path, moto: servers.Server) -> None:
-    """Refused connections, then a hanging server: said in status, nothing local goes, heals by itself."""
+    """Connections break and are refused: said in status, nothing local goes, heals by itself."""
     with (
         proxy(moto.port) as between,
         s3_node(tmp_path, moto, between.endpoint, local="save_total_limit = 1", remote=ZERO_ONLY) as here,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptd.errors import RemoteUnreachable
+from ckptd.remote import s3_client
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
+from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
-from tests.stores.conformance import DATA, StoreConformance
+from tests.stores.conformance import DATA, StoreConformance, source_of
 from tests.stores.proxy import proxy
 
 if TYPE_CHECKING:
@@ -92,3 +95,31 @@ def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
             store.get("t/x")
         between.cuts = [2 << 20]
         assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
+
+
+def test_a_server_that_hangs_is_left_and_gone_on_with(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes bytes and never answers: said after the time limit; what it holds is not sent again."""
+    monkeypatch.setattr(s3_client, "READ_SECONDS", 1)
+    monkeypatch.setattr(s3_client, "ATTEMPTS", 2)
+    seen: list[Progress] = []
+    with proxy(moto.port) as between:
+        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        store = open_store(f"s3://{servers.BUCKET}/hang", access=access)
+
+        def tell(progress: Progress) -> None:
+            seen.append(progress)
+            between.hang = progress.flushed_bytes >= 2 * PART_BYTES
+
+        begun = time.monotonic()
+        with pytest.raises(RemoteUnreachable, match="connection was lost"):
+            store.upload("t/x", source_of(BIG), resume=None, on_progress=tell)
+        assert time.monotonic() - begun < 20
+        between.hang = False
+        last = seen[-1]
+        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        assert store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
+        sent = between.parts()
+        assert max(count for (_, part), count in sent.items() if part != 3) == 1
+        assert store.get("t/x") == BIG
