@@ -78,6 +78,7 @@ _BUSY = {
     "502",
 }
 ABSENT = {"NoSuchKey", "404", "NotFound"}
+NOT_OFFERED = {"NotImplemented", "MethodNotAllowed", "405", "501"}
 TAKEN = {"PreconditionFailed", "412"}
 _SIGNS = {
     "GetObject": {"ETag", "LastModified"},

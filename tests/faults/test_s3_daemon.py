@@ -294,3 +294,4 @@ def test_check_shows_what_each_server_can_do(
         assert done.returncode == 0, done.stdout
         assert "If-None-Match is ignored" in done.stdout
         assert "only one node may write there" in done.stdout
+        assert "parts cannot be listed" not in done.stdout

@@ -29,6 +29,8 @@ class Proxy:
     away: bool = False
     hang: bool = False
     canned: bytes | None = None
+    canned_for: str = ""
+    """A pattern: only requests whose line matches get the canned answer."""
     flip_in: str | None = None
     """One bit of the body of the next request whose line contains this flips on its way."""
     lose_answers_to: str | None = None
@@ -112,7 +114,7 @@ class Proxy:
                     flips = False
                 if self.hang:
                     continue
-                if self.canned is not None:
+                if self.canned is not None and self._is_meant(data):
                     if _REQUEST.search(data):
                         client.sendall(self.canned)
                     continue
@@ -122,6 +124,10 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
         self._open -= {client, server}
+
+    def _is_meant(self, data: bytes) -> bool:
+        lines = [f"{method.decode()} {path.decode()}" for method, path in _REQUEST.findall(data)]
+        return not self.canned_for or any(re.search(self.canned_for, line) for line in lines)
 
     def _answers(self, server: socket.socket, client: socket.socket, lost: threading.Event) -> None:
         done = 0

@@ -16,8 +16,8 @@ from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
 from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
-from tests.stores.conformance import DATA, StoreConformance, source_of
-from tests.stores.proxy import proxy
+from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
+from tests.stores.proxy import answer, proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,3 +123,27 @@ def test_a_server_that_hangs_is_left_and_gone_on_with(
         sent = between.parts()
         assert max(count for (_, part), count in sent.items() if part != 3) == 1
         assert store.get("t/x") == BIG
+
+
+def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Server) -> None:
+    """Said by the probe; an upload that was cut short starts over, and leaves no parts behind."""
+    with proxy(moto.port) as between:
+        between.canned, between.canned_for = (
+            answer("501 Not Implemented", "NotImplemented"),
+            "^GET .*uploadId=",
+        )
+        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        store = open_store(f"s3://{servers.BUCKET}/unlisted", access=access)
+        abilities = store.probe()
+        assert not abilities.resumable
+        assert any("parts cannot be listed" in note for note in abilities.notes)
+        seen: list[Progress] = []
+        with pytest.raises(Stopped):
+            store.upload("t/x", Meter(BIG, 3 * PART_BYTES), resume=None, on_progress=seen.append)
+        last = seen[-1]
+        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        again = open_store(store.url, access=access)
+        assert again.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
+        assert again.get("t/x") == BIG
+        left = moto.client().list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
+        assert not [one for one in left if one["Key"].startswith("unlisted/")]
