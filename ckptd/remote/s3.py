@@ -20,7 +20,7 @@ from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
 from ckptd.remote.s3_probe import probe
 from ckptd.remote.s3_upload import S3Uploads
-from ckptd.remote.store import Abilities, ObjectInfo
+from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,6 +116,8 @@ class S3Store:
                 answer = self.client.get_object(**self.place(key))
                 # the body's own `with` hands out the stream below it, which takes a break for the end
                 with closing(answer["Body"]) as body:
+                    if answer["ContentLength"] > DOCUMENT_LIMIT_BYTES:
+                        raise too_large(key)
                     return bytes(body.read())
             except self.client.exceptions.ClientError as error:
                 if sc.code_of(error) in sc.ABSENT:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.errors import RemoteUnreachable
-from ckptd.remote import s3_client
+from ckptd.errors import DamagedError, RemoteUnreachable
+from ckptd.remote import s3, s3_client
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
@@ -147,3 +147,14 @@ def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Serv
         assert again.get("t/x") == BIG
         left = moto.client().list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
         assert not [one for one in left if one["Key"].startswith("unlisted/")]
+
+
+def test_a_huge_object_is_no_document(moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not read into memory because it bears a document's name."""
+    monkeypatch.setattr(s3, "DOCUMENT_LIMIT_BYTES", 100)
+    store = store_at(moto, probed=False)
+    store.put("latest", bytes(101))
+    with pytest.raises(DamagedError, match="latest is no document"):
+        store.get("latest")
+    store.put("latest", bytes(100))
+    assert store.get("latest") == bytes(100)

@@ -16,6 +16,7 @@ from ckptd.recover.sources import where_of
 from ckptd.recover.verify import Slice, Verifier, exit_code
 from ckptd.remote.messages import Retire
 from ckptd.remote.retire import retire
+from ckptd.remote.store import DOCUMENT_LIMIT_BYTES
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.test_recover_commands import ckptd
@@ -183,3 +184,38 @@ def test_a_directory_without_rights_is_named(scene: RestoreScene) -> None:
     finally:
         os.seteuid(0)
     assert list(scene.dir.iterdir()) == []
+
+
+DOCUMENTS = [
+    f"_ckptd/commits/{TAG}~g1~zero.json",
+    "_ckptd/commits/global_step15~g1~zero.json",
+    "_ckptd/retired/global_step15~g1~zero.json",
+    "_ckptd/decisions/x.json",
+    "latest",
+    "manifest",
+]
+
+
+@pytest.mark.parametrize("how", ["huge", "link", "folder"])
+@pytest.mark.parametrize("where", DOCUMENTS)
+def test_one_bad_document_does_not_keep_the_others_from_being_restored(
+    scene: RestoreScene, where: str, how: str
+) -> None:
+    scene.two()
+    path = scene.nas / where
+    if where == "manifest":
+        (path,) = (scene.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()
+    path.parent.mkdir(exist_ok=True)
+    if how == "huge":
+        with path.open("ab") as stream:
+            stream.truncate(DOCUMENT_LIMIT_BYTES + 1)
+    else:
+        path.unlink(missing_ok=True)
+        path.symlink_to("/etc/hostname") if how == "link" else path.mkdir()
+    is_hit = where in (DOCUMENTS[0], "manifest")
+    assert scene.restore().path == scene.dir / ("global_step5" if is_hit else TAG)
+    if (where, how) != ("latest", "folder"):
+        # and the node goes on: commits are made, pointers are put right
+        scene.save(20)
+        scene.commit("global_step20", 20)
+        assert (scene.nas / "latest").read_text() == "global_step20"
