@@ -47,11 +47,15 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.progress import progress_bar
         from ckptd.cli.text import say
+        from ckptd.errors import UsageError
         from ckptd.recover.choose import Nodes
         from ckptd.recover.restore import Restore, RestoreOptions
         from ckptd.recover.restore_plan import Wish
         from ckptd.recover.sources import where_of
 
+        if not to.strip():
+            msg = "--to is empty"
+            raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
         options = RestoreOptions(
             tag=tag,
             wish=Wish(

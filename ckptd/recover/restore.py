@@ -134,6 +134,14 @@ class Restore:
                 another content under that tag (73). LockHeld: a daemon watches DIR (75).
             RemoteUnreachable, RemoteNotOurs, RefusedError, NoSpaceError, NotPermitted: as they say.
         """
+        try:
+            return self._run()
+        except OSError as error:
+            # the name is relative to DIR, which no one sees in it
+            name = error.filename if isinstance(error.filename, str) else "."
+            raise from_os_error(error, str(self._dir / name)) from error
+
+    def _run(self) -> Resumed:
         self._check_directory()
         self._sources.look(self._where.remotes, self._where.owner)
         candidate = self._choose()
@@ -155,14 +163,18 @@ class Restore:
         if job is not None and Path(os.path.realpath(job.save_dir)) == self._dir:
             msg = f"{self._dir} is the save_dir of job {job.name}"
             raise RefusedError(msg, hint=f"`ckptd resume {job.name}` makes it resumable in place")
+        if job is not None and Path(os.path.realpath(job.save_dir)) in self._dir.parents:
+            msg = f"{self._dir} lies inside the save_dir of job {job.name}"
+            raise RefusedError(msg, hint="what lies there is taken for checkpoints; choose another directory")
         remotes = [directory_path(remote.url) for remote in self._where.remotes]
         for root in (Path(os.path.realpath(path)) for path in remotes if path is not None):
             if root == self._dir or root in self._dir.parents or self._dir in root.parents:
                 msg = f"{self._dir} and the remote {root} lie one inside the other"
                 raise RefusedError(msg, hint="choose a directory outside the remote")
-        if (self._dir / "_ckptd" / "remote.json").exists():
-            msg = f"{self._dir} is a remote of ckptd"
-            raise RefusedError(msg, hint="choose another directory")
+        for root in (self._dir, *self._dir.parents):
+            if (root / "_ckptd" / "remote.json").exists():
+                msg = f"{self._dir} {'is' if root == self._dir else f'lies inside {root},'} a remote of ckptd"
+                raise RefusedError(msg, hint="choose another directory")
         if not self._dir.parent.is_dir():
             msg = f"{self._dir.parent} does not exist"
             raise NotFoundError(msg, hint="is the disk mounted? DIR itself is made, its parent must exist")

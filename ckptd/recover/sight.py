@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
+from ckptd.core.manifest import side_key, stem
 from ckptd.core.save import Order
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
 from ckptd.local.scan import has_open_writer, scan
 from ckptd.recover.trust import distrust
 from ckptd.remote.access import Access
-from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.documents import IDENTITY_KEY, stem_of
 from ckptd.remote.open import open_store
 from ckptd.remote.reader import live_commits, manifests_of, read_remote
 
@@ -113,6 +114,12 @@ def look_at_remote(name: str, url: str, job: str | None, access: Access = _DEFAU
     return RemoteSight(
         name=name, url=url, store=store, observation=observation, commits=live_commits(observation)
     )
+
+
+def is_gone(store: Store, view: CommitView) -> bool:
+    """Whether a COMMIT that was seen has been retired since, or is being retired."""
+    stone = side_key("retired", stem(*stem_of(view.commit)))
+    return store.get(view.key) is None or store.get(stone) is not None
 
 
 def look_locally(

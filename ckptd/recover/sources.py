@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config import remote_from_arguments, resolve_job
 from ckptd.errors import CkptdError, DamagedError, NotFoundError, RemoteError
-from ckptd.recover.sight import look_at_remote
+from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.config_model import JobConfig, RemoteConfig
+    from ckptd.recover.choose import Copy
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.steps import Step
 
@@ -76,10 +77,12 @@ class Sources:
     remotes: list[RemoteSight] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
+    _asked: dict[str, tuple[RemoteConfig, str | None]] = field(default_factory=dict)
 
     def look(self, remotes: Sequence[RemoteConfig], owner: str | None) -> None:
         """Read each remote; one that is not there is said and left out."""
         for remote in remotes:
+            self._asked[remote.name] = (remote, owner)
             try:
                 sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
             except CkptdError as error:
@@ -99,6 +102,19 @@ class Sources:
             f"remote {name}: {error.message}; {f'going on with {others}' if others else 'no other is left'}"
         )
 
+    def _look_again(self, copy: Copy) -> None:
+        """A COMMIT that retention removed meanwhile is no damage, and what was seen then is history."""
+        remote, owner = self._asked[copy.remote.name]
+        try:
+            if not is_gone(copy.remote.store, copy.view):
+                return
+            sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+        except CkptdError as error:
+            self.drop(remote.name, error)
+        else:
+            self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
+            self.say(f"remote {remote.name}: {copy.view.commit.tag} was retired meanwhile; looked again")
+
     def give_up_on(self, step: Step | None, steps: Sequence[Step], error: CkptdError) -> bool:
         """Leave out the copy or the remote that made `step` fail; False when that is not its fault.
 
@@ -107,6 +123,7 @@ class Sources:
         if isinstance(step, Fetch | RestoreExtras):
             if isinstance(error, DamagedError):
                 self.damaged.add((step.copy.remote.name, step.copy.view.sha256))
+                self._look_again(step.copy)
                 return True
             if isinstance(error, RemoteError):
                 self.drop(step.copy.remote.name, error)

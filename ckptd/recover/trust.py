@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.layouts import Role
 from ckptd.core.manifest import ROOT, tag_problem
 from ckptd.errors import RefusedError
 from ckptd.files import TEMPORARY_PREFIX, check_relative
@@ -29,7 +30,8 @@ def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeM
     problem = tag_problem(commit.tag) or name_problem(commit.tag)
     if problem is not None or commit.tag in _POINTERS:
         return f"tag {commit.tag!r} {problem or 'is the name of a pointer'}"
-    for manifest in manifests:
+    members = tuple(manifests)
+    for manifest in members:
         if manifest.job_id != commit.job_id:
             return f"the manifest of {manifest.node!r} is of job {manifest.job_id!r}"
         theirs = (manifest.tag, manifest.generation, manifest.form)
@@ -39,7 +41,23 @@ def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeM
             problem = _file_problem(file)
             if problem is not None:
                 return problem
-    return None
+    return _path_problem(file for manifest in members for file in manifest.files)
+
+
+def _path_problem(listed: Iterable[ManifestFile]) -> str | None:
+    """Two contents for one path, or a file where another one's folder must be."""
+    found: dict[str, tuple[str, int, str]] = {}
+    folders: set[str] = set()
+    for file in listed:
+        if file.role is Role.EXTRA:
+            continue
+        content = (file.key, file.bytes, file.checksums.crc64nvme)
+        if found.setdefault(file.path, content) != content:
+            return f"path {file.path!r} is listed with two contents"
+        parts = file.path.split("/")
+        folders.update("/".join(parts[:count]) for count in range(1, len(parts)))
+    both = sorted(folders & found.keys())
+    return f"path {both[0]!r} is listed as a file and as a folder" if both else None
 
 
 def _file_problem(file: ManifestFile) -> str | None:

@@ -16,6 +16,7 @@ from ckptd.core.coverage import missing, objects_of, order_of
 from ckptd.core.manifest import ROOT, commit_key
 from ckptd.errors import DamagedError, NotFoundError, NothingCommitted, RefusedError, UsageError
 from ckptd.recover.fetch import PARALLEL, read_through
+from ckptd.recover.sight import is_gone
 from ckptd.recover.trust import distrust
 from ckptd.remote.checksums import to_hex
 from ckptd.remote.documents import manifests_of_commit, read_generation, stem_of
@@ -172,8 +173,11 @@ class Verifier:
         before = self._done_bytes
         differences += self._objects(commit.tag, files.values())
         verdict = "damaged" if differences else "good"
-        if view.disputed or is_retired:
-            verdict = "disputed" if view.disputed else "retired"
+        if view.disputed:
+            verdict = "disputed"
+        elif is_retired or (differences and is_gone(self._remote.store, view)):
+            # retention goes on while hours of bytes are read
+            verdict = "retired"
         return VerifiedCommit(
             tag=commit.tag,
             generation=commit.generation,

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.errors import (
     CkptdError,
+    DamagedError,
+    RefusedError,
     RemoteUnreachable,
     SourceChanged,
     StorageError,
@@ -29,7 +31,7 @@ from ckptd.errors import (
 )
 from ckptd.remote.checksums import crc64
 from ckptd.remote.folders import copy_rights, make_parents, prune_empty, publish, walk
-from ckptd.remote.store import Abilities, ObjectInfo, Progress
+from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,12 +101,20 @@ class DirectoryStore:
         return Abilities(create_only=create_only, checksum=None, resumable=True, rename=True, notes=notes)
 
     def get(self, key: str) -> bytes | None:
-        """A small object, whole; None when absent."""
+        """A small object, whole; None when absent.
+
+        Raises:
+            DamagedError: a link or a huge file lies there.
+        """
+        files.check_relative(key)
         with self._at_root(f"reading {key}") as root:
             try:
-                return files.read_beneath(root, key)
+                return files.read_beneath(root, key, limit_bytes=DOCUMENT_LIMIT_BYTES)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            except (RefusedError, IsADirectoryError) as error:
+                msg = f"{key} is no document: {error}"
+                raise DamagedError(msg, hint="it was changed in the remote") from error
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace a small object by rename."""

@@ -20,7 +20,7 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
-from ckptd.errors import RemoteNotOurs
+from ckptd.errors import DamagedError, RemoteNotOurs
 from ckptd.remote.documents import (
     IDENTITY_KEY,
     DocumentCache,
@@ -78,8 +78,8 @@ def observe(
         decisions=tuple(found.decisions),
         uncommitted=tuple(sorted(with_manifests - committed - retired)),
         retiring=tuple(sorted(retired & (with_manifests | committed))),
-        latest=_text(store.get("latest")),
-        latest_universal=_text(store.get("latest_universal")),
+        latest=_pointer(store, "latest"),
+        latest_universal=_pointer(store, "latest_universal"),
         damaged=tuple(found.damaged),
         free_bytes=store.free_bytes(),
     )
@@ -141,19 +141,24 @@ def point(store: Store) -> None:
 
 
 def _set(store: Store, key: str, name: str | None) -> bool:
-    found = store.get(key)
+    found = _pointer(store, key)
     if name is None:
         if found is None:
             return False
         store.delete(key)
         return True
-    if _text(found) == name:
+    if found == name:
         return False
     store.put(key, name.encode())
     return True
 
 
-def _text(data: bytes | None) -> str | None:
+def _pointer(store: Store, name: str) -> str | None:
+    """Content of a pointer; None where there is none, or something else bears its name."""
+    try:
+        data = store.get(name)
+    except DamagedError:
+        return None
     return None if data is None else data.decode(errors="replace").strip()
 
 

@@ -10,17 +10,17 @@ import base64
 import hashlib
 import secrets
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptd import files
-from ckptd.errors import NotPermitted, VerifyError
+from ckptd.errors import NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
 from ckptd.remote.s3_probe import probe
 from ckptd.remote.s3_upload import S3Uploads
-from ckptd.remote.store import Abilities, ObjectInfo
+from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 1 << 20
 _RANGE_BYTES = 64 << 20
 _CREATE_TRIES = 5
+_READ_TRIES = 5
 _UNKNOWN = Abilities(create_only=False, checksum=None, resumable=True)
 
 
@@ -80,13 +81,14 @@ class S3Store:
     def asking(self, what: str) -> Iterator[None]:
         """Run requests; what botocore raises leaves as an error of the tree."""
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
         try:
             yield
         except RecursionError as error:
             # botocore asks for the bucket's region when told "elsewhere", and was told "elsewhere" again
             raise sc.elsewhere(self._url, self._endpoint()) from error
-        except (BotoCoreError, ClientError) as error:
+        except (BotoCoreError, ClientError, ResponseParserError) as error:
             endpoint = self._endpoint()
             raised = sc.failure(error, what, self._url, endpoint)
             if isinstance(raised, NotPermitted):
@@ -112,7 +114,10 @@ class S3Store:
         with self.asking(f"reading {key}"):
             try:
                 answer = self.client.get_object(**self.place(key))
-                with answer["Body"] as body:
+                # the body's own `with` hands out the stream below it, which takes a break for the end
+                with closing(answer["Body"]) as body:
+                    if answer["ContentLength"] > DOCUMENT_LIMIT_BYTES:
+                        raise too_large(key)
                     return bytes(body.read())
             except self.client.exceptions.ClientError as error:
                 if sc.code_of(error) in sc.ABSENT:
@@ -245,17 +250,26 @@ class S3Store:
 
     def _read(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """Chunks of a range; a connection that breaks costs the rest of one request, asked for again."""
-        end = offset + length
+        end, tries = offset + length, 0
         while offset < end:
-            begin, last = offset, min(end, offset + _RANGE_BYTES)
-            with self.asking(f"reading {key} at {offset}"):
-                for chunk in self._range(key, offset, last):
-                    offset += len(chunk)
-                    yield chunk
+            begin, last, is_answered = offset, min(end, offset + _RANGE_BYTES), False
+            try:
+                with self.asking(f"reading {key} at {offset}"):
+                    for chunk in self._range(key, offset, last):
+                        is_answered = True
+                        offset += len(chunk)
+                        yield chunk
+            except RemoteUnreachable:
+                # botocore sends requests again, but no body that breaks off
+                tries = tries + 1 if offset == begin else 1
+                if not is_answered or tries >= _READ_TRIES:
+                    raise
+                continue
             if offset == begin or offset < last:
                 return
 
     def _range(self, key: str, begin: int, end: int) -> Iterator[bytes]:
+        """The bytes as they come; nothing at first, once the server has answered."""
         place = self.place(key)
         try:
             answer = self.client.get_object(**place, Range=f"bytes={begin}-{end - 1}")
@@ -266,7 +280,8 @@ class S3Store:
             if sc.status_of(error) == 416:
                 return
             raise
-        with answer["Body"] as body:
+        yield b""
+        with closing(answer["Body"]) as body:
             while chunk := body.read(_READ_BYTES):
                 yield chunk
 

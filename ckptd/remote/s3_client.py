@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -77,7 +78,17 @@ _BUSY = {
     "502",
 }
 ABSENT = {"NoSuchKey", "404", "NotFound"}
+NOT_OFFERED = {"NotImplemented", "MethodNotAllowed", "405", "501"}
 TAKEN = {"PreconditionFailed", "412"}
+_SIGNS = {
+    "GetObject": {"ETag", "LastModified"},
+    "HeadObject": {"LastModified"},
+    "UploadPart": {"ETag"},
+    "CreateMultipartUpload": {"UploadId"},
+    "ListObjectsV2": {"Name", "Contents", "KeyCount", "MaxKeys"},
+    "ListParts": {"UploadId", "Parts", "Bucket"},
+}
+"""Operation → at least one of these is in every S3 server's answer."""
 RACING = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
 
@@ -101,7 +112,7 @@ def make_client(access: Access) -> Any:
         if kind == "file":
             session.set_config_variable("credentials_file", _credentials_file(rest))
         endpoint = access.endpoint_url or _endpoint_of_environment()
-        return session.create_client(
+        client = session.create_client(
             "s3",
             region_name=access.region or session.get_config_variable("region") or "us-east-1",
             endpoint_url=endpoint,
@@ -120,11 +131,56 @@ def make_client(access: Access) -> Any:
             ),
         )
     except exceptions.ProfileNotFound as error:
-        msg = f"there is no AWS profile {rest!r}"
+        file = f"the credentials file {os.path.expandvars(rest)} has no section [default]"
+        msg = file if kind == "file" else f"there is no AWS profile {rest!r}"
         raise NotPermitted(msg, hint=_CREDENTIALS_HINT) from error
+    except _no_credentials() as error:
+        raise _unusable(error) from error
     except (exceptions.BotoCoreError, ValueError) as error:
         msg = f"the settings for S3 cannot be used: {error}"
         raise ConfigError(msg, hint="see endpoint_url, region and the AWS configuration file") from error
+    client.meta.events.register("after-call.s3", partial(_speaks_s3, client.meta.endpoint_url))
+    return client
+
+
+def _speaks_s3(endpoint: str, http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
+    """Raise when a 200 lacks what every S3 server puts into it: a web page is no empty list."""
+    wanted = _SIGNS.get(model.name)
+    if wanted and http_response.status_code < 300 and not wanted & parsed.keys():
+        raise _no_s3(endpoint, f"HTTP {http_response.status_code} without {' or '.join(sorted(wanted))}")
+
+
+def _no_s3(endpoint: str, reason: str) -> RemoteNotOurs:
+    msg = f"what answers at {endpoint} does not speak S3 ({reason})"
+    return RemoteNotOurs(msg, hint="is endpoint_url right: host, port, http or https?")
+
+
+def _no_credentials() -> tuple[type[Exception], ...]:
+    """What botocore raises when it looks for credentials in vain."""
+    from botocore import exceptions as e
+
+    incomplete = (e.NoCredentialsError, e.PartialCredentialsError)
+    return (
+        *incomplete,
+        e.CredentialRetrievalError,
+        e.TokenRetrievalError,
+        e.SSOError,
+        e.MetadataRetrievalError,
+    )
+
+
+def _unusable(error: Exception) -> NotPermitted:
+    """Without the provider's own words: a helper program may print the secret itself (P15)."""
+    from botocore import exceptions
+
+    if isinstance(error, exceptions.NoCredentialsError):
+        return NotPermitted("no AWS credentials were found", hint=_CREDENTIALS_HINT)
+    told = getattr(error, "kwargs", {})
+    if isinstance(error, exceptions.PartialCredentialsError):
+        msg = f"{told.get('cred_var')} is missing from the AWS credentials ({told.get('provider')})"
+    else:
+        msg = f"the AWS credentials could not be got ({told.get('provider') or type(error).__name__})"
+    return NotPermitted(msg, hint=_CREDENTIALS_HINT)
 
 
 class _SmallModels:
@@ -179,12 +235,13 @@ def status_of(error: Exception) -> int:
 def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
     """A botocore exception as an error of the tree; `what` says what was tried."""
     from botocore import exceptions
+    from botocore.parsers import ResponseParserError
 
     place = f"{url} at {endpoint}"
-    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-        return NotPermitted(f"{place}: no AWS credentials were found", hint=_CREDENTIALS_HINT)
-    if isinstance(error, exceptions.CredentialRetrievalError | exceptions.TokenRetrievalError):
-        return NotPermitted(f"{place}: {error}", hint=_CREDENTIALS_HINT)
+    told = str(getattr(error, "kwargs", {}).get("error", error))
+    if isinstance(error, _no_credentials()):
+        unusable = _unusable(error)
+        return NotPermitted(f"{place}: {unusable.message}", hint=unusable.hint)
     if isinstance(error, exceptions.ClientError):
         return _answered(error, what, url, endpoint)
     if isinstance(error, exceptions.SSLError):
@@ -194,10 +251,22 @@ def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
         host = urlsplit(endpoint).netloc
         msg = f"{place}: nothing answers at {host} ({_cause(error)})"
         return RemoteUnreachable(msg, hint="is endpoint_url right, and the server up? ckptd tries again")
-    if isinstance(error, exceptions.HTTPClientError):
+    if isinstance(error, exceptions.HTTPClientError) and "Invalid header" in told:
+        # the error quotes the header, and a session token is one
+        msg = f"{place}: the AWS credentials hold a line break or another character that no key has"
+        return NotPermitted(msg, hint=_CREDENTIALS_HINT)
+    if isinstance(error, ResponseParserError) or "BadStatusLine" in told:
+        return _no_s3(endpoint, "nor HTTP" if "BadStatusLine" in told else "its answer is no XML")
+    if isinstance(error, exceptions.ProxyConnectionError):
+        # botocore blots out the name and password in it
+        msg = f"{place}: the proxy {error.kwargs.get('proxy_url')} does not answer"
+        return RemoteUnreachable(msg, hint="see HTTP_PROXY, HTTPS_PROXY and NO_PROXY; ckptd tries again")
+    if isinstance(
+        error, exceptions.HTTPClientError | exceptions.ConnectionError | exceptions.IncompleteReadError
+    ):
         msg = f"{place}: {what}: the connection was lost ({_cause(error)})"
         return RemoteUnreachable(msg, hint="ckptd tries again by itself")
-    return StorageError(f"{place}: {what}: {error}")
+    return StorageError(f"{place}: {what}: {' '.join(str(error).split())[:300]}")
 
 
 def _cause(error: Exception) -> str:
@@ -230,10 +299,14 @@ def _answered(error: Any, what: str, url: str, endpoint: str) -> CkptdError:
     if code in _FULL:
         return NoSpaceError(f"{place}: {what}: {code} {said}".rstrip())
     if code in _DENIED or status in (401, 403):
-        return NotPermitted(f"{place}: {what}: access is denied ({code})", hint=_RIGHTS_HINT)
+        return NotPermitted(
+            f"{place}: {what}: access is denied ({code or f'HTTP {status}'})", hint=_RIGHTS_HINT
+        )
     if code in _BUSY or status >= 500 or status == 429:
         msg = f"{place}: {what}: the server answers {status} {code}"
         return RemoteUnreachable(msg, hint="ckptd tries again by itself")
+    if not code:
+        return _no_s3(endpoint, f"HTTP {status}")
     return StorageError(f"{place}: {what}: {code} {said}".rstrip())
 
 

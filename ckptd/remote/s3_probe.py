@@ -64,7 +64,7 @@ def _multipart(client: Any, place: dict[str, str]) -> tuple[bool, bool]:
     upload_id = client.create_multipart_upload(**place)["UploadId"]
     try:
         part = client.upload_part(**place, UploadId=upload_id, PartNumber=1, Body=_DATA)
-        listed = client.list_parts(**place, UploadId=upload_id).get("Parts", [])
+        listed = _parts(client, place, upload_id)
         parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
         refused = _refuses(
             client,
@@ -77,6 +77,15 @@ def _multipart(client: Any, place: dict[str, str]) -> tuple[bool, bool]:
     finally:
         with contextlib.suppress(client.exceptions.ClientError):
             client.abort_multipart_upload(**place, UploadId=upload_id)
+
+
+def _parts(client: Any, place: dict[str, str], upload_id: str) -> list[dict[str, Any]]:
+    try:
+        return list(client.list_parts(**place, UploadId=upload_id).get("Parts", []))
+    except client.exceptions.ClientError as error:
+        if sc.code_of(error) in sc.NOT_OFFERED:
+            return []
+        raise
 
 
 def _checksum(client: Any, place: dict[str, str]) -> str | None:

@@ -156,9 +156,12 @@ class S3Uploads:
                 )
                 parts = {p["PartNumber"]: p for page in pages for p in page.get("Parts", ())}
             except store.client.exceptions.ClientError as error:
-                if sc.code_of(error) in sc.ABSENT | {"NoSuchUpload"}:
-                    return False
-                raise
+                if sc.code_of(error) in sc.NOT_OFFERED:
+                    # a server that cannot list: the upload starts over, and what it holds must not stay
+                    self._abort(key, found.upload_id)
+                elif sc.code_of(error) not in sc.ABSENT | {"NoSuchUpload"}:
+                    raise
+                return False
         while (part := parts.get(len(found.etags) + 1)) is not None:
             wanted = min(found.part_bytes, size_bytes - found.done_bytes)
             if part["Size"] != wanted or wanted == 0:

@@ -22,7 +22,7 @@ from ckptd.errors import NoSpaceError, RefusedError, RemoteNotOurs, RemoteUnreac
 from ckptd.remote.drive import TEMPORARY_PREFIX, Entry, Rights, quietly
 from ckptd.remote.sftp_flow import SftpReader, SftpSink
 from ckptd.remote.sftp_session import SftpPlace, connect, explain
-from ckptd.remote.store import Abilities
+from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +68,8 @@ class SftpDrive:
             with self.reading(path) as reader:
                 while chunk := reader.read(len(data), _GET_BYTES):
                     data += chunk
+                    if len(data) > DOCUMENT_LIMIT_BYTES:
+                        raise too_large(path)
         except FileNotFoundError:
             return None
         self._place.is_seen = True

@@ -29,10 +29,14 @@ class Proxy:
     away: bool = False
     hang: bool = False
     canned: bytes | None = None
+    canned_for: str = ""
+    """A pattern: only requests whose line matches get the canned answer."""
     flip_in: str | None = None
     """One bit of the body of the next request whose line contains this flips on its way."""
     lose_answers_to: str | None = None
     """Requests whose line contains this reach the server, their answers do not come back."""
+    cuts: list[int] = field(default_factory=list)
+    """The next connections break once that many bytes of answers came back on each."""
     requests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,7 +114,7 @@ class Proxy:
                     flips = False
                 if self.hang:
                     continue
-                if self.canned is not None:
+                if self.canned is not None and self._is_meant(data):
                     if _REQUEST.search(data):
                         client.sendall(self.canned)
                     continue
@@ -121,9 +125,18 @@ class Proxy:
             one.close()
         self._open -= {client, server}
 
+    def _is_meant(self, data: bytes) -> bool:
+        lines = [f"{method.decode()} {path.decode()}" for method, path in _REQUEST.findall(data)]
+        return not self.canned_for or any(re.search(self.canned_for, line) for line in lines)
+
     def _answers(self, server: socket.socket, client: socket.socket, lost: threading.Event) -> None:
+        done = 0
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 16):
+                done += len(data)
+                if self.cuts and done > self.cuts[0]:
+                    self.cuts.pop(0)
+                    lost.set()
                 if lost.is_set():
                     client.shutdown(socket.SHUT_RDWR)
                     return

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptd.errors import DamagedError, RemoteUnreachable
+from ckptd.remote import s3, s3_client
 from ckptd.remote.access import Access
+from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
+from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
-from tests.stores.conformance import DATA, StoreConformance
+from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
+from tests.stores.proxy import answer, proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,3 +76,85 @@ class TestRclone(_InParts):
     @pytest.fixture
     def store(self, rclone: servers.Server) -> S3Store:
         return store_at(rclone)
+
+
+def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
+    """An hour of restoring does not end with one lost connection; bytes that came are not asked for again."""
+    with proxy(moto.port) as between:
+        there = f"s3://{servers.BUCKET}/broken"
+        store = open_store(there, access=Access(endpoint_url=between.endpoint))
+        store.put("t/x", BIG)
+        between.cut()
+        between.requests.clear()
+        between.cuts = [9 << 20, 500_000, 3 << 20]
+        assert store.read_at("t/x", 0, len(BIG)) == BIG
+        assert not between.cuts
+        assert between.count("GET") == 4
+        between.cuts = [2 << 20]
+        with pytest.raises(RemoteUnreachable):
+            store.get("t/x")
+        between.cuts = [2 << 20]
+        assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
+
+
+def test_a_server_that_hangs_is_left_and_gone_on_with(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes bytes and never answers: said after the time limit; what it holds is not sent again."""
+    monkeypatch.setattr(s3_client, "READ_SECONDS", 1)
+    monkeypatch.setattr(s3_client, "ATTEMPTS", 2)
+    seen: list[Progress] = []
+    with proxy(moto.port) as between:
+        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        store = open_store(f"s3://{servers.BUCKET}/hang", access=access)
+
+        def tell(progress: Progress) -> None:
+            seen.append(progress)
+            between.hang = progress.flushed_bytes >= 2 * PART_BYTES
+
+        begun = time.monotonic()
+        with pytest.raises(RemoteUnreachable, match="connection was lost"):
+            store.upload("t/x", source_of(BIG), resume=None, on_progress=tell)
+        assert time.monotonic() - begun < 20
+        between.hang = False
+        last = seen[-1]
+        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        assert store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
+        sent = between.parts()
+        assert max(count for (_, part), count in sent.items() if part != 3) == 1
+        assert store.get("t/x") == BIG
+
+
+def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Server) -> None:
+    """Said by the probe; an upload that was cut short starts over, and leaves no parts behind."""
+    with proxy(moto.port) as between:
+        between.canned, between.canned_for = (
+            answer("501 Not Implemented", "NotImplemented"),
+            "^GET .*uploadId=",
+        )
+        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        store = open_store(f"s3://{servers.BUCKET}/unlisted", access=access)
+        abilities = store.probe()
+        assert not abilities.resumable
+        assert any("parts cannot be listed" in note for note in abilities.notes)
+        seen: list[Progress] = []
+        with pytest.raises(Stopped):
+            store.upload("t/x", Meter(BIG, 3 * PART_BYTES), resume=None, on_progress=seen.append)
+        last = seen[-1]
+        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        again = open_store(store.url, access=access)
+        assert again.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
+        assert again.get("t/x") == BIG
+        left = moto.client().list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
+        assert not [one for one in left if one["Key"].startswith("unlisted/")]
+
+
+def test_a_huge_object_is_no_document(moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not read into memory because it bears a document's name."""
+    monkeypatch.setattr(s3, "DOCUMENT_LIMIT_BYTES", 100)
+    store = store_at(moto, probed=False)
+    store.put("latest", bytes(101))
+    with pytest.raises(DamagedError, match="latest is no document"):
+        store.get("latest")
+    store.put("latest", bytes(100))
+    assert store.get("latest") == bytes(100)
