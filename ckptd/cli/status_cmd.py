@@ -11,11 +11,14 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ckptd.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 STALE_SECONDS = 60.0
 
@@ -35,6 +38,11 @@ def register(app: typer.Typer) -> None:
         document = find_status(job, Path(state_dir) if state_dir else None)
         alive = _is_alive(document)
         jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
+        if job is not None and not jobs and not as_json and not live:
+            msg = f"the daemon does not run {job} any more"
+            raise NotFoundError(
+                msg, hint="its job file was removed or cannot run; the daemon's log says which"
+            )
         if as_json:
             document["daemon"]["alive"] = alive
             print(json.dumps(document | {"jobs": jobs}, indent=2))
@@ -49,10 +57,11 @@ def register(app: typer.Typer) -> None:
 
 def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
     """The published document of the daemon that runs a job (None: the newest that is known)."""
-    places = [state_dir] if state_dir else _places(job)
     found: list[dict[str, Any]] = []
-    for place in places:
+    looked: list[str] = []
+    for place in [state_dir] if state_dir else _places(job):
         path = place / "status.json"
+        looked.append(str(path))
         try:
             found.append(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -64,8 +73,7 @@ def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
             break
     if found:
         return _joined(found)
-    looked = ", ".join(str(p / "status.json") for p in places) or "nowhere"
-    msg = f"no daemon has published a status (looked at {looked})"
+    msg = f"no daemon has published a status (looked at {', '.join(dict.fromkeys(looked)) or 'nowhere'})"
     raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
 
 
@@ -81,17 +89,26 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return newest | {"jobs": list(jobs.values())}
 
 
-def _places(job: str | None) -> list[Path]:
-    """Where a state directory may be; configuration is only read for a job that is no directory."""
-    if job is not None and ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
-        save_dir = Path(os.path.normpath(os.path.abspath(job)))
-        return [*_state_dirs(save_dir), *_base_dirs(save_dir.name)]
+def _places(job: str | None) -> Iterator[Path]:
+    """Where a state directory may be; the configuration is read only when a save_dir's own place has none."""
     if job is None:
-        return _all_known()
-    from ckptd.config import resolve_job
+        yield from _all_known()
+        return
+    if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
+        save_dir = Path(os.path.normpath(os.path.abspath(job)))
+        yield from _state_dirs(save_dir)
+        yield from _base_dirs(save_dir.name)
+    yield from _configured(job)
+
+
+def _configured(job: str) -> list[Path]:
+    """Where a job that the configuration knows keeps its state."""
+    from ckptd.config import default_config_dir, load_daemon, resolve_job
 
     config = resolve_job(job, os.environ)
-    return [*_state_dirs(config.save_dir), *_base_dirs(config.name)]
+    base = load_daemon(default_config_dir(os.environ) / "ckptd.toml", os.environ).state_dir
+    named = [base / config.name] if base is not None else []
+    return [*named, *_base_dirs(config.name), *_state_dirs(config.save_dir)]
 
 
 def _state_dirs(save_dir: Path) -> list[Path]:

@@ -1,0 +1,89 @@
+"""`ckptd status` over several jobs: each state directory holds its own, the command joins them (H33)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def document(*names: str, pid: int, at: str, root: Path) -> dict[str, Any]:
+    """What a daemon publishes for a job."""
+    daemon = {"pid": pid, "alive": True, "version": "0", "started_at": "2026-01-01T00:00:00.000Z"}
+    jobs = [
+        {
+            "name": name,
+            "save_dir": f"{root}/nvme/{name}",
+            "state": "ok",
+            "as_of": at,
+            "opt_outs": [],
+            "problems": [],
+            "checkpoints": [],
+        }
+        for name in names
+    ]
+    return {"schema_version": 1, "generated_at": at, "daemon": daemon, "jobs": jobs}
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """Three job files, and the state directory that ckptd.toml names."""
+    jobs = tmp_path / "etc" / "jobs.d"
+    jobs.mkdir(parents=True)
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "nas").mkdir()
+    (tmp_path / "etc" / "ckptd.toml").write_text(f'state_dir = "{tmp_path}/state"\n')
+    for name in ("a", "b", "c"):
+        (jobs / f"{name}.toml").write_text(
+            f'save_dir = "{tmp_path}/nvme/{name}"\n'
+            f'[[remote]]\nname = "nas"\nurl = "{tmp_path}/nas/{name}"\nsame_filesystem = true\n'
+        )
+        (tmp_path / "state" / name).mkdir(parents=True)
+    return tmp_path
+
+
+def publish(house: Path, name: str, text: dict[str, Any]) -> None:
+    """status.json of one job."""
+    (house / "state" / name / "status.json").write_text(json.dumps(text))
+
+
+def status(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, as any user runs it."""
+    environment = os.environ | {"CKPTD_CONFIG_DIR": str(house / "etc")}
+    command = [sys.executable, "-m", "ckptd", "status", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_jobs_of_one_daemon_are_joined_and_those_of_a_dead_one_are_not(house: Path) -> None:
+    now, before = "2026-11-21T10:00:00.000Z", "2026-11-20T10:00:00.000Z"
+    publish(house, "a", document("a", pid=os.getpid(), at=now, root=house))
+    publish(house, "b", document("b", pid=os.getpid(), at=now, root=house))
+    publish(house, "c", document("c", pid=1, at=before, root=house))
+    found = json.loads(status(house, "--json").stdout)
+    assert [job["name"] for job in found["jobs"]] == ["a", "b"]
+    shown = status(house)
+    assert shown.stdout.index("a") < shown.stdout.index("b")
+
+
+def test_a_job_that_the_daemon_does_not_run_any_more_is_said(house: Path) -> None:
+    publish(house, "a", document(pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house))
+    done = status(house, "a")
+    assert done.returncode == 66
+    assert "does not run a any more" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["b", "{root}/nvme/b", "{root}/etc/jobs.d/b.toml"])
+def test_a_job_is_found_by_name_by_save_dir_and_by_file(house: Path, word: str) -> None:
+    """Also where `state_dir` of ckptd.toml is the only place that has it."""
+    publish(house, "b", document("b", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house))
+    (house / "nvme" / "b").mkdir()
+    found = json.loads(status(house, word.format(root=house), "--json").stdout)
+    assert [job["name"] for job in found["jobs"]] == ["b"]
