@@ -33,6 +33,7 @@ READ_SECONDS = 60
 ATTEMPTS = 5
 CONNECTIONS = 8
 
+_SERVICES = ("s3", "sts", "sso", "portal.sso", "oidc")
 _CREDENTIALS_HINT = (
     'they are read again at every try; credentials = "env", "profile:NAME" or "file:PATH" says where they lie'
 )
@@ -204,6 +205,9 @@ class _SmallModels:
 def _without_prose(part: dict[str, Any]) -> dict[str, Any]:
     if isinstance(part.get("documentation"), str):
         part["documentation"] = ""
+    if "regions" in part and isinstance(services := part.get("services"), dict):
+        # the endpoints of some three hundred services, of which credentials and S3 need these
+        part["services"] = {name: services[name] for name in _SERVICES if name in services}
     return part
 
 
