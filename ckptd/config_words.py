@@ -46,7 +46,7 @@ LATER = {
     "keep_best": "retention by metric",
     "ephemeral": "ephemeral checkpoints",
     "ladder": "form ladders",
-    "abort_after": "object stores",
+    "abort_after": "giving up half uploads by their age (set a lifecycle rule of the bucket)",
     "metrics": "the metrics endpoint",
     "notify": "notifications",
     "metrics_file": "metrics of the trainer",

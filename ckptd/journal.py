@@ -18,9 +18,9 @@ from ckptd.core.identity import FileIdentity
 from ckptd.core.manifest import Decision
 from ckptd.core.rows import DeletionIntent, DeletionRow, ObjectRow, SaveRow, SaveState
 from ckptd.core.save import SealedSave
-from ckptd.core.tables import SCHEMA, TABLES
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
 from ckptd.errors import StorageError
+from ckptd.journal_tables import SCHEMA, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

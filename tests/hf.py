@@ -34,20 +34,15 @@ START_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HfRun:
-    """One run of the Trainer; the total batch is 8 whatever the number of processes."""
+class _Run:
+    """What both trainers are told; the total batch is 8 whatever the number of processes."""
 
     stage: int = 2
     processes: int = 2
     steps: int = 8
     save_steps: int = 2
     limit: int = 0
-    """The Trainer's own save_total_limit."""
-    save_only_model: bool = False
-    gather: bool = False
-    """stage3_gather_16bit_weights_on_model_save: no second writing of the shards."""
-    best: bool = False
-    """load_best_model_at_end, the metric such that the first checkpoint stays the best."""
+    """The trainer's own limit of checkpoints."""
     slow_seconds: float = 0.0
     """Between the parts of a save."""
     pause_seconds: float = 0.0
@@ -57,6 +52,17 @@ class HfRun:
     init_seed: int = 7
     hidden: int = 32
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfRun(_Run):
+    """One run of the Trainer."""
+
+    save_only_model: bool = False
+    gather: bool = False
+    """stage3_gather_16bit_weights_on_model_save: no second writing of the shards."""
+    best: bool = False
+    """load_best_model_at_end, the metric such that the first checkpoint stays the best."""
+
     @property
     def script(self) -> str:
         """Module below tests/."""
@@ -64,24 +70,14 @@ class HfRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccelerateRun:
+class AccelerateRun(_Run):
     """One loop with `accelerator.save_state`; with `name` always into save_dir/<name>, else automatic naming.
 
     With automatic naming save_dir is `<project>/checkpoints`, which Accelerate makes.
     """
 
-    stage: int = 2
-    processes: int = 2
     steps: int = 6
-    save_steps: int = 2
-    limit: int = 0
     name: str | None = "state"
-    slow_seconds: float = 0.0
-    pause_seconds: float = 0.0
-    resume: Path | None = None
-    universal: bool = False
-    init_seed: int = 7
-    hidden: int = 32
 
     @property
     def script(self) -> str:

@@ -31,6 +31,7 @@ RANK = {
     "convert": 6,
     "local": 6,
     "remote": 6,
+    "journal_tables": 5,
     "journal": 6,
     "recover": 7,
     "daemon": 8,

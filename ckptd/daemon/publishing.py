@@ -78,6 +78,7 @@ class Publisher:
         self._started_unix = time.time()
         self._parts: dict[Job, _Part] = {}
         self._header: object = None
+        self._budget_bytes = 0
         self._memory_bytes, self._measured_at_seconds = 0, -math.inf
         self.has_unsaid = False
         """Something changed that is not published yet: ask again within PROGRESS_SECONDS."""
@@ -94,6 +95,7 @@ class Publisher:
     ) -> str:
         """Write what is due; one line that says how all jobs are."""
         now = time.monotonic()
+        self._budget_bytes = memory_budget_bytes
         broken = [_invalid_status(one) for one in invalid]
         header = (tuple(broken), reloaded, alive)
         is_urgent = is_urgent or header != self._header
@@ -113,7 +115,7 @@ class Publisher:
     def retract(self, job: Job, why: Invalid | None = None) -> None:
         """A job that ends here is not told of any more, or only why it does not run."""
         if job.state is not None:
-            daemon = self._daemon(time.monotonic(), Reloaded(), 0, alive=True)
+            daemon = self._daemon(time.monotonic(), Reloaded(), self._budget_bytes, alive=True)
             self._write(job, _document(daemon, [_text(_invalid_status(why))] if why else []))
 
     def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:

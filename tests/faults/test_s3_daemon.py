@@ -31,7 +31,6 @@ from tests.stores import servers
 from tests.stores.proxy import Proxy, answer, proxy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.real, pytest.mark.faults, pytest.mark.stores]
@@ -44,18 +43,6 @@ ZERO_ONLY = 'forms = ["zero"]'
 def real_saves() -> None:
     """One training."""
     prepare([BIG_RUN])
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
-        yield server
 
 
 def remote_child(pid: int) -> int:

@@ -38,18 +38,6 @@ ZERO_ONLY = 'forms = ["zero"]'
 PAGE = b"<html><body>Welcome</body></html>"
 
 
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:

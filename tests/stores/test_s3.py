@@ -20,7 +20,7 @@ from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, sou
 from tests.stores.proxy import answer, proxy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 
 pytestmark = pytest.mark.stores
@@ -28,18 +28,6 @@ pytestmark = pytest.mark.stores
 PART_BYTES = 5 << 20
 BIG = DATA * 6
 """24 MiB and a bit: five parts of 5 MiB, the last one short."""
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,26 @@
+"""S3 servers as real processes, for whoever asks for them by name; one of each per test module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.stores import servers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """moto: takes any keys."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """`rclone serve s3`: checks keys."""
+    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
