@@ -15,6 +15,7 @@ from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
 from ckptd.torchfile.values import ITEM_BYTES, Storage, Tensor
 from ckptd.zero import stage3, stage12
 from ckptd.zero.facts import as_dict
+from ckptd.zero.optimizers import numbers_of
 from ckptd.zero.patterns import Patterns, Rule
 from ckptd.zero.survey import is_folder_name
 
@@ -114,10 +115,9 @@ class UniversalLayout:
             value = {k: v for k, v in inner.items() if k not in sharded}
             value["param_groups"] = groups
         if self.superset:
-            first = as_dict(next(iter(as_dict(base.get("state")).values()), None))
-            step = {"step": first["step"]} if "step" in first else {}
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
-            value["optimizer_state_dict"] = {"state": {0: step}, "param_groups": groups}
+            numbers = numbers_of(as_dict(base.get("state")), self.save.shards[0])
+            value["optimizer_state_dict"] = {"state": {0: numbers}, "param_groups": groups}
         return self._archive("zero/optimizer_state.pt", value, _from(self.save.rank0_optim.source.index))
 
     def _model_files(self) -> Iterator[OutputFile | OutputLink]:

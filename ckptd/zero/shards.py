@@ -122,9 +122,11 @@ def flat(value: Any, source: Source, what: str) -> Flat:
 
 
 def split_state(
-    state: dict[Any, Any], fp32: Flat, source: Source, where: str
+    state: dict[Any, Any], fp32: Flat, source: Source, where: str, padding: int = 0
 ) -> tuple[dict[str, Flat], dict[str, Any]]:
     """Sort one group's optimizer state into flat buffers and scalars (a step is 0-d or a number).
+
+    A buffer has one value per element of `fp32`, and may have `padding` elements more.
 
     Raises:
         RefusedError: a state that is neither (factored moments, for example).
@@ -133,7 +135,7 @@ def split_state(
     scalars: dict[str, Any] = {}
     for key, value in state.items():
         name = str(key)
-        if isinstance(value, Tensor) and value.shape != () and value.numel >= fp32.numel:
+        if isinstance(value, Tensor) and value.shape != () and 0 <= value.numel - fp32.numel <= padding:
             if not name.isidentifier() or name in ("fp32", "step"):
                 raise RefusedError(f"{source.path}: an optimizer state is called {name!r}")
             buffers[name] = flat(value, source, f"{where} state {name}")
