@@ -1,4 +1,4 @@
-"""Optimizers that keep other states than Adam's: carried under their own names, or refused in one sentence."""
+"""Optimizers with other states than Adam's: carried under their own names, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_moments_of_16_bits_stay_so(tmp_path: Path, stage: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_muon_is_refused(tmp_path: Path, stage: int) -> None:
-    """On one rank its momentum has the length of the partition, and yet is not one of its pieces elsewhere."""
+    """Its momentum may have the length of the partition by chance: the length alone is no proof."""
 
     def change(_: int, inner: dict[str, Any]) -> None:
         base = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
