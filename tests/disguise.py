@@ -1,4 +1,4 @@
-"""Checkpoints written again under other names or framing, by torch itself, so that the stock converter reads them.
+"""Checkpoints written again under other names or framing, by torch itself, for the stock converter to read.
 
 `python -m tests.disguise '[[source, destination, {"momentum_buffer": "exp_avg"}, zip], …]'` copies a
 checkpoint folder; optimizer states get the names given, and whichever of exp_avg and exp_avg_sq is then
