@@ -1,9 +1,10 @@
 """Real DeepSpeed training on CPU, run by torchrun: makes checkpoints and resumes from them for the tests.
 
 `python -m torch.distributed.run --standalone --nproc_per_node N make_ckpt.py JOBS.json`: JOBS is a list of
-{"out", "recipe", "load": null | "zero" | "universal", "tag", "steps", "save_at", "init_seed"}. Several jobs
-share one start, because the start costs more than the training. Data depend on (seed, step, sample) alone,
-never on the world size, so a run resumed with another one must show the same losses.
+{"out", "recipe", "load": null | "zero" | "universal", "load_optimizer_states", "tag", "steps", "save_at",
+"init_seed", "losses"}. Several jobs share one start, because the start costs more than the training. Data
+depend on (seed, step, sample) alone, never on the world size, so a run resumed with another one must show
+the same losses. Beside the losses lies `*.facts.json`: what the optimizer held after load and at each save.
 """
 
 from __future__ import annotations
@@ -20,18 +21,36 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 import torch.nn.functional as F  # noqa: N812
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from tests.make_optimizers import DS_TYPES, LEARNING_RATES, client_optimizer
+
 UC_KEY = "universal_checkpoint_info"
-BATCH, SEQ, SEED = 8, 16, 7
+BATCH, SEQ, SEED = 12, 16, 7
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention; all tensors are (batch, sequence, heads, head size)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same over a sequence that is spread over ranks."""
+    from deepspeed.sequence.layer import DistributedAttention
+    from deepspeed.utils import groups
+
+    over = DistributedAttention(attention, groups._get_sequence_parallel_group(), 2, 1)
+    return over(q.contiguous(), k.contiguous(), v.contiguous(), 0)
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """One decoder block; with experts its MLP is DeepSpeed's own MoE layer."""
+    """One decoder block; with experts its MLP is DeepSpeed's own MoE layer, with sp > 1 it is Ulysses'."""
 
-    def __init__(self, hidden: int, heads: int, experts: int = 0, ep: int = 1) -> None:
+    def __init__(self, hidden: int, heads: int, experts: int = 0, ep: int = 1, sp: int = 0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.sp = heads, sp
         self.ln1, self.ln2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.mlp: nn.Module = nn.Sequential(
@@ -45,9 +64,9 @@ class Block(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, h = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, h)
-        x = x + self.proj(y)
+        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, h // self.heads).unbind(2)
+        y = ulysses(q, k, v) if self.sp > 1 else attention(q, k, v)
+        x = x + self.proj(y.reshape(b, t, h))
         m = self.mlp(self.ln2(x))
         return x + (m[0] if self.is_moe else m)
 
@@ -59,8 +78,24 @@ class Embed(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.tok, self.pos = nn.Embedding(vocab, hidden), nn.Embedding(SEQ, hidden)
 
+    def forward(self, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        return self.tok(ids) + self.pos.weight[first : first + ids.shape[1]]
+
+
+class TiedEmbed(nn.Module):  # type: ignore[misc]
+    """Token embedding that a pipeline's first and last stage both hold."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(vocab, hidden) * 0.1)
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.tok(ids) + self.pos.weight[: ids.shape[1]]
+        return F.embedding(ids, self.weight)
+
+
+def tied_head(module: TiedEmbed, x: torch.Tensor) -> torch.Tensor:
+    """The last stage's use of it."""
+    return F.linear(x, module.weight)
 
 
 class Head(nn.Module):  # type: ignore[misc]
@@ -87,7 +122,7 @@ class Net(nn.Module):  # type: ignore[misc]
         hidden, vocab = r["hidden"], r["vocab"]
         self.embed = Embed(vocab, hidden)
         self.blocks = nn.ModuleList(
-            Block(hidden, r["heads"], r["moe"] if i % 2 else 0, r["ep"]) for i in range(r["layers"])
+            Block(hidden, r["heads"], r["moe"] if i % 2 else 0, r["ep"], r["sp"]) for i in range(r["layers"])
         )
         self.head = Head(vocab, hidden)
         self.register_buffer("scale", torch.ones(3))
@@ -99,8 +134,8 @@ class Net(nn.Module):  # type: ignore[misc]
         if r["freeze"]:
             self.embed.pos.weight.requires_grad_(False)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, first: int = 0) -> torch.Tensor:
+        x = self.embed(ids, first)
         if hasattr(self, "odd"):
             x = x + self.odd.sum()
         for block in self.blocks:
@@ -120,40 +155,76 @@ def batch_for(vocab: int, step: int, first: int, last: int) -> tuple[torch.Tenso
 
 def ds_config(r: dict[str, Any], dp: int, *, universal: bool) -> dict[str, Any]:
     """DeepSpeed's configuration for a recipe."""
+    rate = LEARNING_RATES[r["optimizer"]]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // dp,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero_config(r),
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": rate}},
+        "checkpoint": {"load_universal": universal},
+    }
+    if r["dtype"] != "fp32":
+        config[r["dtype"]] = {"enabled": True}
+    if r["dtype"] == "fp16":  # a scale that is seen to grow within the few steps
+        config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 2}
+    if r["bf16_optimizer_states"]:
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    if r["grad_accum_dtype"]:
+        config["data_types"] = {"grad_accum_dtype": r["grad_accum_dtype"]}
+    if r["optimizer"] in DS_TYPES:
+        config["optimizer"] = {"type": DS_TYPES[r["optimizer"]], "params": {"lr": rate}}
+    if r["tp"]:
+        config["tensor_parallel"] = {"autotp_size": r["tp"]}
+    if r["sp"]:
+        config |= {"data_parallel_size": dp, "sequence_parallel_size": r["sp"]}
+    return config
+
+
+def zero_config(r: dict[str, Any]) -> dict[str, Any]:
+    """Its section `zero_optimization`."""
     zero: dict[str, Any] = {"stage": r["stage"]}
     if r["sub_group_size"]:
         zero["sub_group_size"] = r["sub_group_size"]
     if r["round_robin"]:
         zero["round_robin_gradients"] = True
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": BATCH // dp,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-3}},
-        "checkpoint": {"load_universal": universal},
-    }
-    if r["dtype"] != "fp32":
-        config[r["dtype"]] = {"enabled": True}
-    if r["grad_accum_dtype"]:
-        config["data_types"] = {"grad_accum_dtype": r["grad_accum_dtype"]}
-    return config
+    if r["offload"] or r["optimizer"] == "cpu_adam":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    return zero
+
+
+def network(r: dict[str, Any]) -> nn.Module:
+    """The model of a recipe."""
+    hidden, vocab, heads = r["hidden"], r["vocab"], r["heads"]
+    if r["llama"] or r["tp"]:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": r["layers"]}
+        shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=vocab, max_position_embeddings=SEQ, use_cache=False, **shape)
+        )
+    if not r["pipe"]:
+        return Net(r)
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    blocks = [LayerSpec(Block, hidden, heads) for _ in range(r["layers"])]
+    ends: tuple[LayerSpec, ...] = (LayerSpec(Embed, vocab, hidden), LayerSpec(Head, vocab, hidden))
+    if r["pipe_tied"]:
+        tied = ("embed", TiedEmbed, vocab, hidden)
+        ends = (TiedLayerSpec(*tied), TiedLayerSpec(*tied, forward_fn=tied_head))
+    return PipelineModule(
+        [ends[0], *blocks, ends[1]], num_stages=r["pipe"], loss_fn=cross_entropy, partition_method="uniform"
+    )
 
 
 def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
     """The engine of a recipe."""
     torch.manual_seed(init_seed)
-    model: nn.Module
-    if r["pipe"]:
-        from deepspeed.pipe import LayerSpec, PipelineModule
-
-        blocks = [LayerSpec(Block, r["hidden"], r["heads"]) for _ in range(r["layers"])]
-        specs = [LayerSpec(Embed, r["vocab"], r["hidden"]), *blocks, LayerSpec(Head, r["vocab"], r["hidden"])]
-        model = PipelineModule(specs, num_stages=r["pipe"], loss_fn=cross_entropy, partition_method="uniform")
-    else:
-        model = Net(r)
+    model = network(r)
     if r["moe"]:  # with MoE layers the key is reserved: it must come from the module
         setattr(model, UC_KEY, {"universal_checkpoint_version": 0.2})
     wanted = [p for p in model.parameters() if p.requires_grad]
@@ -167,32 +238,67 @@ def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         groups = split_params_into_different_moe_groups_for_optimizer({"params": wanted, "name": "all"})
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    optimizer = client_optimizer(r["optimizer"], groups)
+    given = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     return engine
 
 
-def run(job: dict[str, Any]) -> dict[int, float]:
-    """One training run; returns {global step: mean loss over the global batch}."""
+def optimizer_facts(engine: Any) -> dict[str, Any]:
+    """Steps, names and settings that the optimizer inside DeepSpeed's own holds."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    states = [s for s in inner.state.values() if isinstance(s, dict)]
+    return {
+        "steps": sorted({float(s["step"]) for s in states if "step" in s}),
+        "states": sorted({key for s in states for key in s}),
+        "param_groups": [
+            {key: repr(value) for key, value in group.items() if key != "params"}
+            for group in inner.param_groups
+        ],
+    }
+
+
+def loss_of(
+    engine: Any, r: dict[str, Any], ids: torch.Tensor, labels: torch.Tensor, seq: int
+) -> torch.Tensor:
+    """One global step; `seq` is this rank's part of the sequence (Ulysses)."""
+    if r["pipe"]:
+        return engine.train_batch(iter([(ids, labels)]))
+    if r["llama"] or r["tp"]:
+        loss = cross_entropy(engine(input_ids=ids).logits, labels)
+    elif r["sp"]:
+        per = SEQ // r["sp"]
+        ids, labels = (x[:, seq * per : (seq + 1) * per].contiguous() for x in (ids, labels))
+        loss = engine(ids, labels, seq * per)
+    else:
+        loss = engine(ids, labels)
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def run(job: dict[str, Any]) -> tuple[dict[int, float], dict[str, Any]]:
+    """One training run; returns {global step: mean loss over the global batch} and optimizer facts."""
     r = job["recipe"]
     world, rank = dist.get_world_size(), dist.get_rank()
-    dp = world // r["pipe"] if r["pipe"] else world
+    apart = max(r["pipe"], r["tp"], r["sp"], 1)
+    dp = world // apart
     engine = build(r, ds_config(r, dp, universal=job["load"] == "universal"), job["init_seed"])
+    facts: dict[str, Any] = {}
     if job["load"]:
-        path, _ = engine.load_checkpoint(job["out"], tag=job["tag"])
+        path, _ = engine.load_checkpoint(
+            job["out"], tag=job["tag"], load_optimizer_states=job.get("load_optimizer_states", True)
+        )
         if path is None:
             raise SystemExit(f"{job['out']}/{job['tag']} was not loaded")
+        facts["loaded"] = optimizer_facts(engine)
     losses: dict[int, float] = {}
     first, per = engine.global_steps, BATCH // dp
+    # The ranks of a pipeline stage follow each other; with tensor and sequence parallelism a replica's do.
+    replica = rank // apart if r["tp"] or r["sp"] else rank % dp
     for step in range(first, first + job["steps"]):
-        ids, labels = batch_for(r["vocab"], step, (rank % dp) * per, (rank % dp + 1) * per)
-        if r["pipe"]:
-            loss = engine.train_batch(iter([(ids, labels)]))
-        else:
-            loss = engine(ids, labels)
-            engine.backward(loss)
-            engine.step()
-        mean = loss.detach().float().clone()
+        ids, labels = batch_for(r["vocab"], step, replica * per, (replica + 1) * per)
+        mean = loss_of(engine, r, ids, labels, rank % apart).detach().float().clone()
         dist.all_reduce(mean)
         losses[step + 1] = mean.item() / world
         if step + 1 in job["save_at"]:
@@ -200,19 +306,23 @@ def run(job: dict[str, Any]) -> dict[int, float]:
             if r["universal_info"] and not r["moe"]:
                 client[UC_KEY] = {"universal_checkpoint_version": 0.2}
             engine.save_checkpoint(job["out"], client_state=client)
+            facts[f"saved{step + 1}"] = optimizer_facts(engine)
     engine.destroy()
-    return losses
+    return losses, facts
 
 
 def main() -> None:
     """Run every job of the list; rank 0 writes losses beside each save_dir, or where `losses` says."""
     deepspeed.init_distributed()
     torch.set_num_threads(1)
+    # DeepSpeed refuses fp16 on a CPU without fast fp16; slow fp16 is as good for a checkpoint.
+    get_accelerator().is_fp16_supported = lambda: True
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        losses = run(job)
+        losses, facts = run(job)
         dist.barrier()
         if dist.get_rank() == 0:
             Path(job["losses"]).write_text(json.dumps(losses))
+            Path(job["losses"]).with_suffix(".facts.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
 
 

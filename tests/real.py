@@ -23,15 +23,16 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 CACHE = REPOSITORY / ".build" / "ckpts"
 SCRIPT = Path(__file__).resolve().parent / "make_ckpt.py"
+SCRIPTS = (SCRIPT, SCRIPT.with_name("make_optimizers.py"))
 SAVED_AT = 2
-STEPS = 5
+STEPS = 6
 TAG = f"global_step{SAVED_AT}"
 START_SECONDS = 280
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is trained; saved after step 2, run on to step 5 for the losses."""
+    """What is trained; saved after step 2, run on to step 6 for the losses."""
 
     stage: int
     world_size: int
@@ -45,9 +46,24 @@ class Recipe:
     sub_group_size: int = 0
     round_robin: bool = False
     universal_info: bool = True
+    optimizer: str = "adamw"
+    """A key of make_optimizers.LEARNING_RATES; `cpu_adam` brings its offload."""
+    offload: bool = False
+    """The optimizer's states in CPU memory, as `offload_optimizer` keeps them."""
+    bf16_optimizer_states: bool = False
+    """Master weights and moments in 16 bits."""
     pipe: int = 0
+    """Pipeline stages; the other ranks are data parallel (stage 1 alone)."""
+    pipe_tied: bool = False
+    """First and last layer share one TiedLayerSpec."""
     moe: int = 0
     ep: int = 1
+    tp: int = 0
+    """AutoTP over a tiny Llama; the other ranks are data parallel."""
+    sp: int = 0
+    """Ulysses sequence parallelism; the other ranks are data parallel."""
+    llama: bool = False
+    """The model of `tp` without tensor parallelism."""
     hidden: int = 64
     layers: int = 2
     heads: int = 4
@@ -58,7 +74,7 @@ class Recipe:
     def key(self) -> str:
         """Name of the cached folder."""
         versions = [importlib.metadata.version(p) for p in ("torch", "deepspeed")]
-        text = json.dumps([asdict(self), versions, SCRIPT.read_text()], sort_keys=True)
+        text = json.dumps([asdict(self), versions, *(s.read_text() for s in SCRIPTS)], sort_keys=True)
         return (
             f"z{self.stage}-{self.dtype}-{self.world_size}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         )
@@ -74,12 +90,23 @@ class Resume:
     load: str = "universal"
     steps: int = STEPS - SAVED_AT
     save_at: tuple[int, ...] = ()
+    load_optimizer_states: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What came of a `Resume`."""
+
+    losses: dict[int, float]
+    """By global step."""
+    optimizer: dict[str, Any]
+    """Right after loading: steps (sorted, distinct), states (names), param_groups (values as text)."""
 
 
 def real_checkpoint(stage: int, world_size: int, dtype: str = "bf16", **options: Any) -> Path:
     """The save_dir of a real training run (`latest`, `global_step2/`); never write into it.
 
-    `options` are further fields of `Recipe`. `losses.json` beside it holds {step: loss} of steps 1–5.
+    `options` are further fields of `Recipe`. `losses.json` beside it holds {step: loss} of steps 1–6.
     """
     recipe = Recipe(stage=stage, world_size=world_size, dtype=dtype, **options)
     prepare([recipe])
@@ -96,25 +123,41 @@ def losses_of(recipe: Recipe) -> dict[int, float]:
     return _losses(CACHE / recipe.key / "losses.json")
 
 
+def facts_of(recipe: Recipe) -> dict[str, Any]:
+    """What the optimizer held when it was saved: `saved2` → steps, states, param_groups."""
+    return _facts(CACHE / recipe.key / "losses.json")
+
+
 def prepare(recipes: Sequence[Recipe]) -> None:
-    """Make what is not cached yet, one start per world size (a pipeline gets its own)."""
+    """Make what is not cached yet, one start per world size and process groups."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with locked():
         missing = [r for r in dict.fromkeys(recipes) if not (CACHE / r.key / "done").exists()]
-        batches: dict[tuple[int, bool], list[Recipe]] = {}
+        batches: dict[tuple[int, ...], list[Recipe]] = {}
         for recipe in missing:
-            batches.setdefault((recipe.world_size, bool(recipe.pipe or recipe.moe)), []).append(recipe)
-        for (world_size, _), batch in batches.items():
+            batches.setdefault((recipe.world_size, *_process_groups(recipe)), []).append(recipe)
+        for (world_size, *_), batch in batches.items():
             _make(world_size, batch)
+
+
+def _process_groups(recipe: Recipe) -> tuple[int, ...]:
+    """What DeepSpeed keeps in globals: runs that differ here cannot share a start."""
+    return (recipe.pipe, recipe.moe and recipe.ep, recipe.tp, recipe.sp)
 
 
 def resume(world_size: int, resumes: Sequence[Resume], work: Path) -> list[dict[int, float]]:
     """Losses of several resumed runs, all in one start; other initial weights than the saved run's."""
+    return [run.losses for run in resumed(world_size, resumes, work)]
+
+
+def resumed(world_size: int, resumes: Sequence[Resume], work: Path) -> list[Resumed]:
+    """The same with what each optimizer held right after it was loaded."""
     jobs = [
         {
             "out": str(r.save_dir),
             "recipe": asdict(r.recipe),
             "load": r.load,
+            "load_optimizer_states": r.load_optimizer_states,
             "tag": r.tag,
             "steps": r.steps,
             "save_at": r.save_at,
@@ -124,7 +167,8 @@ def resume(world_size: int, resumes: Sequence[Resume], work: Path) -> list[dict[
         for i, r in enumerate(resumes)
     ]
     launch(world_size, jobs, work)
-    return [_losses(work / f"losses{i}.json") for i in range(len(resumes))]
+    files = [work / f"losses{i}.json" for i in range(len(resumes))]
+    return [Resumed(losses=_losses(f), optimizer=_facts(f).get("loaded", {})) for f in files]
 
 
 def launch(world_size: int, jobs: list[dict[str, Any]], work: Path) -> None:
@@ -135,6 +179,7 @@ def launch(world_size: int, jobs: list[dict[str, Any]], work: Path) -> None:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if p),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -164,6 +209,7 @@ def _make(world_size: int, batch: list[Recipe]) -> None:
                     "out": str(place / "save"),
                     "recipe": asdict(recipe),
                     "load": None,
+                    "load_optimizer_states": True,
                     "tag": None,
                     "steps": max(STEPS, *recipe.save_at),
                     "save_at": recipe.save_at,
@@ -182,6 +228,11 @@ def _make(world_size: int, batch: list[Recipe]) -> None:
 
 def _losses(path: Path) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in json.loads(path.read_text()).items()}
+
+
+def _facts(losses: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(losses.with_suffix(".facts.json").read_text())
+    return found
 
 
 @contextlib.contextmanager
