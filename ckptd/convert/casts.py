@@ -23,10 +23,10 @@ def widen(data: bytes, dtype: str) -> bytes:
     if dtype == "float16":
         table = _half_table()
         return _little(array("I", (table[int(h)] for h in _read("H", data))))
-    return _little(array("f", (_to_float(v) for v in _read(_CODES[dtype], data))))
+    return _little(array("f", (clamped(v) for v in _read(_CODES[dtype], data))))
 
 
-def _to_float(value: float) -> float:
+def clamped(value: float) -> float:
     """array("f") raises on doubles beyond float32; torch gives an infinity."""
     if -3.4028235677973362e38 < value < 3.4028235677973362e38 or value != value:
         return value

@@ -12,8 +12,9 @@ import threading
 from dataclasses import dataclass
 
 from ckptd import files
-from ckptd.convert.casts import widen
-from ckptd.convert.plan import SOURCE_ITEM_BYTES, Literal, OutputFile, Part, Range, Widen
+from ckptd.convert.parts import Literal, Part, Range, ranges_of
+from ckptd.convert.plan import OutputCheck, OutputFile
+from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.errors import NoSpaceError, RefusedError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 
@@ -210,7 +211,7 @@ class Worker:
         elif isinstance(part, Range):
             self._range(fd, at, part)
         else:
-            self._widen(fd, at, part)
+            self._made(fd, at, part)
 
     def _range(self, fd: int, at: int, part: Range) -> None:
         """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
@@ -246,15 +247,31 @@ class Worker:
                 files.drop_pages(source, offset + done, step)
             done += step
 
-    def _widen(self, fd: int, at: int, part: Widen) -> None:
-        item = SOURCE_ITEM_BYTES[part.dtype]
-        block = MIB // 4
-        for first in range(0, part.count, block):
+    def _made(self, fd: int, at: int, part: Part) -> None:
+        """What no file system can copy: read, rearrange, write, window by window."""
+        begin = flushed = at
+        for data in blocks_of(part, self.sources):
             self._check_stop()
-            count = min(block, part.count - first)
-            self._check_room(4 * count)
-            data = os.pread(self.sources[part.source], count * item, part.offset + first * item)
-            if len(data) != count * item:
-                raise RefusedError("a source ended early while it was read")
-            os.pwrite(fd, widen(data, part.dtype), at + 4 * first)
-            self.counters.add(nbytes=4 * count, copied=4 * count)
+            self._check_room(len(data))
+            os.pwrite(fd, data, at)
+            at += len(data)
+            self.counters.add(nbytes=len(data), copied=len(data))
+            if at - flushed >= self.settings.window_bytes:
+                files.flush_range(fd, flushed, at - flushed)
+                files.drop_pages(fd, flushed, at - flushed)
+                flushed = at
+        if at != begin + part.nbytes:
+            raise RefusedError("a source ended early while it was read")
+        for used in ranges_of(part):
+            source = self.sources[used.source]
+            if source in self.cold:
+                files.drop_pages(source, used.offset, used.nbytes)
+
+    def compare(self, check: OutputCheck) -> None:
+        """Refuse when copies of a parameter on several tensor ranks have drifted apart (formats.md §6.1)."""
+        self._check_stop()
+        if not same_bytes(check.one, check.other, self.sources):
+            raise RefusedError(
+                f"the tensor-parallel ranks hold different copies of {check.what}",
+                hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
+            )

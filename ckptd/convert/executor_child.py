@@ -19,12 +19,13 @@ from typing import Any
 
 from ckptd import files
 from ckptd.convert.execute import Counters, Folders, Settings, Stopped, Worker, own
-from ckptd.convert.plan import OutputFile, OutputLink, PlanReader
+from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader
 from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
 from ckptd.convert.verify import verify_outputs, verify_sources
 from ckptd.errors import CkptdError, SourceChanged, from_os_error
 
 PROGRESS_SECONDS = 0.25
+Work = queue.Queue[OutputFile | OutputCheck | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Execution:
 
     def _copy_all(self, plan: PlanReader) -> list[OutputLink]:
         """Hand outputs to the threads in plan order; returns the links."""
-        work: queue.Queue[OutputFile | None] = queue.Queue(maxsize=2 * self.settings.threads)
+        work: Work = queue.Queue(maxsize=2 * self.settings.threads)
         threads = [
             threading.Thread(target=self._serve, args=(number, work), daemon=True)
             for number in range(self.settings.threads)
@@ -175,7 +176,7 @@ class Execution:
         self._check_stop()
         return links
 
-    def _offer(self, work: queue.Queue[OutputFile | None], item: OutputFile | None) -> bool:
+    def _offer(self, work: Work, item: OutputFile | OutputCheck | None) -> bool:
         """Queue an item; False when the run is over because of a failure or a stop."""
         while True:
             if item is not None and (self.failures or self.stop.is_set()):
@@ -188,7 +189,7 @@ class Execution:
                 continue
             return True
 
-    def _serve(self, number: int, work: queue.Queue[OutputFile | None]) -> None:
+    def _serve(self, number: int, work: Work) -> None:
         worker = Worker(
             number,
             out_fd=self.out_fd,
@@ -204,7 +205,10 @@ class Execution:
             if self.failures or self.stop.is_set():
                 continue
             try:
-                worker.make(output)
+                if isinstance(output, OutputCheck):
+                    worker.compare(output)
+                else:
+                    worker.make(output)
             except (CkptdError, OSError, Stopped) as error:
                 self.failures.append(error)
         try:

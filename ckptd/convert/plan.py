@@ -7,71 +7,20 @@ same save at another place gives the same plan.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+from ckptd.convert.parts import Part, decode, encode, ranges_of
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.files import check_relative
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-FORMAT = 1
+FORMAT = 2
 MAX_LINE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """Bytes of ours."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Length in the output."""
-        return len(self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """`nbytes` bytes at `offset` of source file number `source`."""
-
-    source: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Widen:
-    """`count` elements of type `dtype` at `offset` of a source, written as float32."""
-
-    source: int
-    offset: int
-    count: int
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Length in the output."""
-        return 4 * self.count
-
-
-Part = Literal | Range | Widen
-SOURCE_ITEM_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float64": 8,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Element types that can be widened to float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +42,18 @@ class OutputLink:
 
     path: str
     target: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCheck:
+    """Two lists of parts that must be the same bytes: copies of a parameter on several tensor ranks."""
+
+    what: str
+    one: tuple[Part, ...]
+    other: tuple[Part, ...]
+
+
+Output = OutputFile | OutputLink | OutputCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +105,17 @@ class PlanWriter:
         self._line({"ckptd_plan": FORMAT, **named, "sources": sources})
         out.write(_encode({"identities": [list(i) for i in identities]}))
 
-    def add(self, output: OutputFile | OutputLink) -> None:
+    def add(self, output: Output) -> None:
         """Append one output.
 
         Raises:
             DamagedError: a range leaves its source, or a path comes twice.
         """
+        if isinstance(output, OutputCheck):
+            self._check_bounds(output.what, (*output.one, *output.other))
+            sides = [[encode(p) for p in side] for side in (output.one, output.other)]
+            self._line({"c": output.what, "p": sides})
+            return
         check_relative(output.path)
         if output.path in self._paths:
             raise DamagedError(f"two parameters would both be written to {output.path}")
@@ -157,14 +123,15 @@ class PlanWriter:
         if isinstance(output, OutputLink):
             self._line({"l": output.path, "t": output.target})
             return
-        for part in output.parts:
-            if not isinstance(part, Literal):
-                item = SOURCE_ITEM_BYTES[part.dtype] if isinstance(part, Widen) else 1
-                length = part.count * item if isinstance(part, Widen) else part.nbytes
-                if part.offset < 0 or length < 0 or part.offset + length > self._sizes[part.source]:
-                    raise DamagedError(f"a range of {output.path} leaves its source file")
+        self._check_bounds(output.path, output.parts)
         self._bytes += output.nbytes
-        self._line({"f": output.path, "n": output.nbytes, "p": [_part_out(p) for p in output.parts]})
+        self._line({"f": output.path, "n": output.nbytes, "p": [encode(p) for p in output.parts]})
+
+    def _check_bounds(self, what: str, parts: Iterable[Part]) -> None:
+        for part in parts:
+            for r in ranges_of(part):
+                if r.offset < 0 or r.nbytes < 0 or r.offset + r.nbytes > self._sizes[r.source]:
+                    raise DamagedError(f"a range of {what} leaves its source file")
 
     def finish(self) -> Trailer:
         """Write the trailer."""
@@ -183,22 +150,6 @@ def _encode(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
 
 
-def _part_out(part: Part) -> list[Any]:
-    if isinstance(part, Literal):
-        return ["b", base64.b64encode(part.data).decode()]
-    if isinstance(part, Range):
-        return ["r", part.source, part.offset, part.nbytes]
-    return ["w", part.source, part.offset, part.count, part.dtype]
-
-
-def _part_in(raw: list[Any]) -> Part:
-    if raw[0] == "b":
-        return Literal(base64.b64decode(raw[1], validate=True))
-    if raw[0] == "r":
-        return Range(int(raw[1]), int(raw[2]), int(raw[3]))
-    return Widen(int(raw[1]), int(raw[2]), int(raw[3]), str(raw[4]))
-
-
 class PlanReader:
     """Reads a plan file from its start; checks nothing that the writer's digest does not cover."""
 
@@ -215,14 +166,17 @@ class PlanReader:
         self.identities = [tuple(i) for i in self._read()["identities"]]
         self.trailer: Trailer | None = None
 
-    def __iter__(self) -> Iterator[OutputFile | OutputLink]:
+    def __iter__(self) -> Iterator[Output]:
         """Outputs in order; afterwards `trailer` is set."""
         while self.trailer is None:
             raw = self._read()
             if "f" in raw:
-                yield OutputFile(raw["f"], tuple(_part_in(p) for p in raw["p"]))
+                yield OutputFile(raw["f"], tuple(decode(p) for p in raw["p"]))
             elif "l" in raw:
                 yield OutputLink(raw["l"], raw["t"])
+            elif "c" in raw:
+                one, other = (tuple(decode(p) for p in side) for side in raw["p"])
+                yield OutputCheck(raw["c"], one, other)
             else:
                 self.trailer = Trailer(*raw["end"])
 

@@ -57,9 +57,9 @@ def _plan(request: dict[str, Any]) -> None:
         dp=save.dp,
         ds_version=save.ds_version,
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
-        parameters=sum(len(group) for group in save.shapes),
+        parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
-        notes=notes(save.shards),
+        notes=notes([cell.shards[0] for row in save.cells for cell in row]),
     )
     writer = PlanWriter(sys.stdout.buffer, header, (r.identity for r in save.reads))
     for output in layout.outputs():

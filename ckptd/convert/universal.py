@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptd.convert.plan import SOURCE_ITEM_BYTES, Literal, OutputFile, OutputLink, Part, Range, Widen
+from ckptd.convert.joining import JoinedState, join_states
+from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Part, Range, Widen
+from ckptd.convert.plan import Output, OutputFile, OutputLink
 from ckptd.errors import RefusedError
 from ckptd.torchfile.repickle import repickle
 from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
-from ckptd.torchfile.values import ITEM_BYTES, Storage, Tensor
-from ckptd.zero import stage3, stage12
+from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
+from ckptd.zero import stage12
 from ckptd.zero.facts import as_dict
 from ckptd.zero.optimizers import numbers_of
-from ckptd.zero.patterns import Patterns, Rule
+from ckptd.zero.patterns import Join, Patterns
 from ckptd.zero.survey import is_folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.zero.parameters import Parameter, StateRanges
-    from ckptd.zero.survey import Save
+    from ckptd.zero.parameters import Parameter
+    from ckptd.zero.save import Save
+    from ckptd.zero.shards import Opened
 
 CLONE_WORTH_BYTES = 64 << 10
 FP32_COPIES_SINCE = (0, 19, 8)
@@ -58,21 +61,22 @@ class UniversalLayout:
         self.superset = layout == "superset"
         self.block = block
         self.strict = strict
-        self.patterns = Patterns(save.universal_info if save.stage < 3 else None)
+        self.patterns = _patterns(save)
         self.written: set[str] = set()
 
-    def outputs(self) -> Iterator[OutputFile | OutputLink]:
+    def outputs(self) -> Iterator[Output]:
         """All files, state by state in source order, so that a cold source is read forwards."""
-        source = stage3.parameters if self.save.stage >= 3 else stage12.parameters
-        names = stage12.state_names(self.save.shards)
+        names = self.save.state_names
         for name in (*names[1:], names[0]):
-            for parameter in source(self.save.shards, self.save.shapes, name):
-                for state in parameter.states:
-                    yield self._state_file(parameter, state)
+            for ranks in self.save.parameters(name):
+                join, states = join_states(ranks, self.patterns)
+                for state in states:
+                    yield self._state_file(join, state)
+                    yield from state.checks
         if self.superset or self.save.stage < 3:
-            for parameter in source(self.save.shards, self.save.shapes, names[0]):
-                if "step" in parameter.scalars:
-                    yield self._step_file(parameter)
+            for ranks in self.save.parameters(names[0]):
+                if "step" in ranks[0].scalars:
+                    yield self._step_file(ranks[0])
         unmatched = self.patterns.unmatched()
         if self.strict and unmatched:
             raise RefusedError(
@@ -82,20 +86,17 @@ class UniversalLayout:
         yield self._optimizer_file()
         yield from self._model_files()
         if not self.superset and self.save.stage < 3:
-            yield from self._fp32_copies()
+            for model in self.save.models:
+                yield from self._fp32_copies(model)
 
-    def _state_file(self, parameter: Parameter, state: StateRanges) -> OutputFile:
-        rule = self.patterns.rule(parameter.name, parameter.shape)
-        shape = parameter.shape if rule.rows is None else (rule.rows, *parameter.shape[1:])
-        parts = _first_bytes(state, _numel(shape) * state.item_bytes)
+    def _state_file(self, join: Join, state: JoinedState) -> OutputFile:
         if state.name == "fp32":
-            self.written.add(parameter.name)
-        if self.save.stage >= 3 and not self.superset:
-            value: Any = _placeholder(state.dtype, (_numel(shape),))
+            self.written.add(state.parameter)
+        if self.save.stage >= 3 and self.save.tp == 1 and not self.superset:
+            value: Any = _placeholder(state.dtype, (_numel(state.shape),))
         else:
-            value = _entry(rule, _placeholder(state.dtype, shape))
-        path = f"zero/{parameter.name}/{state.name}.pt"
-        return self._archive(path, value, lambda _: parts)
+            value = _entry(join, _placeholder(state.dtype, state.shape))
+        return self._archive(f"zero/{state.parameter}/{state.name}.pt", value, lambda _: state.parts)
 
     def _step_file(self, parameter: Parameter) -> OutputFile:
         path = f"zero/{parameter.name}/step.pt"
@@ -116,35 +117,37 @@ class UniversalLayout:
             value["param_groups"] = groups
         if self.superset:
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
-            numbers = numbers_of(as_dict(base.get("state")), self.save.shards[0])
+            numbers = numbers_of(as_dict(base.get("state")), self.save.cells[0][0].shards[0])
             value["optimizer_state_dict"] = {"state": {0: numbers}, "param_groups": groups}
         return self._archive("zero/optimizer_state.pt", value, _from(self.save.rank0_optim.source.index))
 
-    def _model_files(self) -> Iterator[OutputFile | OutputLink]:
+    def _model_files(self) -> Iterator[Output]:
         """Byte copies of the trainer's model states; never a link to a trainer's file."""
         for source in self.save.model_sources:
             size = self.save.reads[source.index].size_bytes
             yield OutputFile(source.path, (Range(source.index, 0, size),))
         if self.superset:
-            other = "mp_rank_00" if self.save.stage >= 3 else "zero_pp_rank_0_mp_rank_00"
-            yield OutputLink(f"{other}_model_states.pt", self.save.model_sources[0].path)
+            for model in self.save.models:
+                mm = f"mp_rank_{model.source.mm or 0:02d}_model_states.pt"
+                other = mm if self.save.stage >= 3 else f"zero_pp_rank_0_{mm}"
+                yield OutputLink(other, model.source.path)
 
-    def _fp32_copies(self) -> Iterator[OutputFile]:
+    def _fp32_copies(self, model: Opened) -> Iterator[OutputFile]:
         """What 0.19.8 writes for names of `module` that no optimizer holds; no loader reads them."""
         if version_tuple(self.save.ds_version) < FP32_COPIES_SINCE:
             return
-        source = self.save.rank0_model.source
-        for name, tensor in as_dict(self.save.rank0_model.root.get("module")).items():
+        for name, tensor in as_dict(model.root.get("module")).items():
             if name in self.written or not isinstance(tensor, Tensor):
                 continue
+            self.written.add(name)
             if not is_folder_name(name):
-                raise RefusedError(f"{source.path} names a tensor {name!r}")
+                raise RefusedError(f"{model.source.path} names a tensor {name!r}")
             if tensor.dtype != "float32" and tensor.dtype not in SOURCE_ITEM_BYTES:
                 raise RefusedError(
-                    f"{source.path}: {name} of type {tensor.dtype} has no float32 copy here",
+                    f"{model.source.path}: {name} of type {tensor.dtype} has no float32 copy here",
                     hint="convert with --compat superset, which needs none",
                 )
-            yield self._fp32_copy(name, tensor, source.index)
+            yield self._fp32_copy(name, tensor, model.source.index)
 
     def _fp32_copy(self, name: str, tensor: Tensor, source: int) -> OutputFile:
         span = _span(tensor)
@@ -183,14 +186,36 @@ class UniversalLayout:
         return wanted
 
 
-def _entry(rule: Rule, tensor: Tensor) -> dict[str, Any]:
+def _patterns(save: Save) -> Patterns:
+    """The trainer's description of the parameters; one tensor rank of stage 3 never has one."""
+    if save.tp == 1 and save.stage >= 3:
+        return Patterns(None)
+    if save.tp > 1 and save.universal_info is None:
+        raise RefusedError(
+            f"nothing says how the {save.tp} tensor-parallel ranks join: "
+            f"{save.rank0_model.source.path} has no universal_checkpoint_info",
+            hint="let the trainer put it into client_state (AutoTP and Megatron-DeepSpeed do); "
+            "the ZeRO form is safe all the same",
+        )
+    return Patterns(save.universal_info)
+
+
+def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
     """The dictionary of a state file, keys in the stock converter's order."""
     entry: dict[str, Any] = {}
-    if rule.cat_dim is not None:
-        entry["cat_dim"] = rule.cat_dim
-    if rule.sub_params is not None:
-        entry["param_n_sub_params"] = rule.sub_params
-    if rule.vocabulary:
+    if join.cat_dim is not None:
+        entry["cat_dim"] = join.cat_dim
+    if join.two_sub_params:
+        entry["param_n_sub_params"] = 2
+    if join.sub_params is not None:
+        origin = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+        marks = {
+            "patterns": join.sub_params.patterns,
+            "shape": join.sub_params.shape,
+            "partition_dim": join.sub_params.partition_dim,
+        }
+        entry["sub_param_shape"] = Inert(origin, (), marks, made_by_new=True)
+    if join.vocabulary:
         entry["vocab_tensor"] = True
     return {**entry, "param": tensor}
 
@@ -204,18 +229,6 @@ def _numel(shape: tuple[int, ...]) -> int:
     for n in shape:
         total *= n
     return total
-
-
-def _first_bytes(state: StateRanges, nbytes: int) -> tuple[Part, ...]:
-    """The pieces of a state, cut to `nbytes` (padded vocabulary rows lie at the end)."""
-    parts: list[Part] = []
-    left = nbytes
-    for piece in state.pieces:
-        if left <= 0:
-            break
-        parts.append(Range(piece.source, piece.offset, min(left, piece.nbytes)))
-        left -= piece.nbytes
-    return tuple(parts)
 
 
 def _placeholder(dtype: str, shape: tuple[int, ...]) -> Tensor:

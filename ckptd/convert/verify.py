@@ -10,16 +10,14 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.convert.casts import widen
-from ckptd.convert.plan import SOURCE_ITEM_BYTES, Header, Literal, OutputFile, Part, PlanReader, Range
+from ckptd.convert.plan import Header, OutputFile, PlanReader
+from ckptd.convert.reading import blocks_of
 from ckptd.errors import VerifyError
 from ckptd.torchfile.archive import read_directory
 from ckptd.torchfile.fingerprint import check_crcs, fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-_BLOCK_BYTES = 1 << 20
+    from collections.abc import Callable
 
 
 def verify_sources(header: Header, sources: list[int], check_stop: Callable[[], None]) -> None:
@@ -53,23 +51,8 @@ def verify_outputs(plan: PlanReader, sources: list[int], out_fd: int, check_stop
                 raise VerifyError(f"{output.path} holds {size} bytes instead of {output.nbytes}")
             at = 0
             for part in output.parts:
-                for expected in _expected(part, sources):
+                for expected in blocks_of(part, sources):
                     if os.pread(fd, len(expected), at) != expected:
                         raise VerifyError(f"{output.path} differs from its source near byte {at}")
                     at += len(expected)
             files.drop_pages(fd)
-
-
-def _expected(part: Part, sources: list[int]) -> Iterator[bytes]:
-    """The bytes of a part in blocks; a source that ends early gives a short block, which then differs."""
-    if isinstance(part, Literal):
-        yield part.data
-        return
-    item = 1 if isinstance(part, Range) else SOURCE_ITEM_BYTES[part.dtype]
-    length = part.nbytes if isinstance(part, Range) else part.count * item
-    for first in range(0, length, _BLOCK_BYTES):
-        count = min(_BLOCK_BYTES, length - first)
-        data = os.pread(sources[part.source], count, part.offset + first)
-        if len(data) != count:
-            raise VerifyError("a source ended early while it was read")
-        yield data if isinstance(part, Range) else widen(data, part.dtype)

@@ -37,9 +37,12 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
 
 
 def notes(shards: Sequence[OptimShard]) -> tuple[str, ...]:
-    """Sentences about what a resumed run will find; empty for Adam and its like."""
+    """Sentences about what a resumed run will find; empty for Adam and its like.
+
+    `shards`: one of each model-parallel rank.
+    """
     found: list[str] = []
-    groups = shards[0].groups
+    groups = [group for shard in shards for group in shard.groups]
     lacking = sorted({name for group in groups for name in STAGE3_READS if name not in group.states})
     stepless = not any("step" in group.scalars for group in groups)
     if lacking or stepless:

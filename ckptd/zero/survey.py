@@ -9,50 +9,34 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import stage3, stage12
-from ckptd.zero.facts import RawFacts, as_dict, numel
+from ckptd.zero.facts import as_dict, numel
+from ckptd.zero.save import Cell, Read, Save
 from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
 
 Opening = Callable[[str], AbstractContextManager[int]]
 SAFE = "the ZeRO form is safe all the same"
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A source file as it was when it was read; `identity` = dev, ino, size, mtime_ns, ctime_ns."""
-
-    path: str
-    role: str
-    size_bytes: int
-    identity: tuple[int, int, int, int, int]
-    fingerprint: str
+Listed = dict[tuple[int, int], Source]
 
 
-@dataclass(slots=True)
-class Save:
-    """A complete, consistent save of one tensor-parallel rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """The grid: data-parallel ranks, tensor ranks, pipeline stages."""
 
-    stage: int
     dp: int
-    ds_version: str
-    global_steps: int | None
-    optimizer_step: int | None
-    shapes: stage12.Shapes
-    shards: list[OptimShard]
-    rank0_optim: Opened
-    rank0_model: Opened
-    model_sources: list[Source]
-    reads: list[Read] = field(default_factory=list)
+    tp: int
+    pp: int
+    stage: int
 
-    @property
-    def universal_info(self) -> dict[Any, Any] | None:
-        """`universal_checkpoint_info` of the model states; None when the trainer wrote none."""
-        info = self.rank0_model.root.get("universal_checkpoint_info")
-        return info if isinstance(info, dict) else None
+    def number(self, pp: int, tp: int) -> int:
+        """The model-parallel number in file names (pipeline-major, docs/formats.md §1)."""
+        return pp * self.tp + tp
 
 
 class Surveyor:
@@ -74,34 +58,57 @@ class Surveyor:
         optim = self._by_rank("optim")
         first = self._open(optim[min(optim)])
         stage = first.facts.zero_stage or 1
-        models = self._models(stage)
+        models = self._by_rank("model", named_by_rank=stage >= 3)
+        if not models:
+            name = "zero_pp_rank_0_mp_rank_00" if stage >= 3 else "mp_rank_00"
+            raise DamagedError(f"{name}_model_states.pt is missing")
         model0 = self._open(models[min(models)])
         self._refuse_by_facts(model0, first)
-        dp = self._degree(model0, first)
-        self._expect(optim, models, dp, stage)
-        shapes = _shapes(model0)
-        shards = [
-            self._cut(first if d == min(optim) else self._open(optim[d]), first, stage) for d in range(dp)
+        grid = self._grid(model0, first, optim)
+        self._expect(grid, optim, models)
+        model_sources: list[Source] = []
+        cells = [
+            [
+                self._cell(grid, (pp, tp), (first, model0), (optim, models), model_sources)
+                for tp in range(grid.tp)
+            ]
+            for pp in range(grid.pp)
         ]
-        model_sources = [model0.source]
-        for d in sorted(models)[1:] if stage >= 3 else []:
-            if d < dp:
-                other = self._open(models[d])
-                _agree_models(other, model0)
-                model_sources.append(other.source)
         return Save(
             stage=stage,
-            dp=dp,
+            dp=grid.dp,
             ds_version=first.facts.ds_version or model0.facts.ds_version or "",
             global_steps=model0.facts.global_steps,
             optimizer_step=first.facts.optimizer_step,
-            shapes=shapes,
-            shards=shards,
+            cells=cells,
             rank0_optim=first,
-            rank0_model=model0,
             model_sources=model_sources,
             reads=self.reads,
         )
+
+    def _cell(
+        self,
+        grid: Degrees,
+        place: tuple[int, int],
+        first: tuple[Opened, Opened],
+        listed: tuple[Listed, Listed],
+        model_sources: list[Source],
+    ) -> Cell:
+        """Read one model-parallel rank; what was opened as the first is not opened again."""
+        (pp, tp), (optim0, model0), (optim, models) = place, first, listed
+        mm = grid.number(pp, tp)
+        model = model0 if mm == 0 else self._open(models[mm, 0])
+        _agree_models(model, model0, same_rank=mm == 0)
+        model_sources.append(model.source)
+        shards = [
+            self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
+            for d in range(grid.dp)
+        ]
+        for d in range(1, grid.dp) if grid.stage >= 3 else ():
+            other = self._open(models[mm, d])
+            _agree_models(other, model, same_rank=True)
+            model_sources.append(other.source)
+        return Cell(pp, tp, model, _shapes(model), shards)
 
     def _look(self, source: Source) -> Opened:
         with self.opening(source.path) as fd:
@@ -127,9 +134,6 @@ class Surveyor:
             raise RefusedError("a native mixture-of-experts checkpoint is not converted yet", hint=SAFE)
         if "optim" not in roles:
             self._refuse_without_optimizer()
-        ranks = {s.mm for s in self.sources if s.role in ("optim", "model")}
-        if "layer" in roles or ranks - {0}:
-            self._refuse_model_parallel(len(ranks), pipeline="layer" in roles)
 
     def _refuse_without_optimizer(self) -> None:
         model = next((s for s in self.sources if s.role == "model"), None)
@@ -140,35 +144,19 @@ class Surveyor:
             raise RefusedError("a checkpoint without ZeRO (stage 0) has no universal form", hint=SAFE)
         raise DamagedError("no optimizer shard is here (*_optim_states.pt), only model states")
 
-    def _refuse_model_parallel(self, ranks: int, *, pipeline: bool) -> None:
-        model = next((s for s in self.sources if s.role == "model"), None)
-        facts = self._look(model).facts if model else RawFacts()
-        tp, pp = facts.tp or (1 if pipeline else ranks), facts.pp or (ranks if pipeline else 1)
-        what = f"pipeline parallel degree {pp}" if pp > 1 else f"tensor parallel degree {tp}"
-        if pp > 1 and tp > 1:
-            what += f" and tensor parallel degree {tp}"
-        raise RefusedError(f"a checkpoint of {what} is not supported yet", hint=SAFE)
-
-    def _by_rank(self, role: str) -> dict[int, Source]:
-        found: dict[int, Source] = {}
+    def _by_rank(self, role: str, *, named_by_rank: bool = True) -> Listed:
+        """Shards of a role by (model-parallel, data-parallel) rank; `mp_rank_*` model states have no d."""
+        found: Listed = {}
         for source in self.sources:
-            if source.role == role and source.d is not None:
-                if source.d in found:
-                    raise RefusedError(
-                        f"{found[source.d].path} and {source.path} are both rank {source.d}: two saves here"
-                    )
-                found[source.d] = source
+            if source.role != role or (source.d is not None) != named_by_rank:
+                continue
+            place = (source.mm or 0, source.d or 0)
+            if place in found:
+                raise RefusedError(
+                    f"{found[place].path} and {source.path} are both rank {place[1]}: two saves here"
+                )
+            found[place] = source
         return found
-
-    def _models(self, stage: int) -> dict[int, Source]:
-        if stage >= 3:
-            models = self._by_rank("model")
-        else:
-            models = dict(enumerate(s for s in self.sources if s.role == "model" and s.d is None))
-        if not models:
-            name = "zero_pp_rank_0_mp_rank_00" if stage >= 3 else "mp_rank_00"
-            raise DamagedError(f"{name}_model_states.pt is missing")
-        return models
 
     @staticmethod
     def _refuse_by_facts(model: Opened, optim: Opened) -> None:
@@ -176,16 +164,6 @@ class Surveyor:
             raise RefusedError("a native mixture-of-experts checkpoint is not converted yet", hint=SAFE)
         if model.root.get("ds_autoep_layers") or model.root.get("autoep_layers"):
             raise RefusedError("an AutoEP checkpoint is not converted yet", hint=SAFE)
-        for what, degree in (("tensor", model.facts.tp or 1), ("pipeline", model.facts.pp or 1)):
-            if degree > 1:
-                raise RefusedError(
-                    f"a checkpoint of {what} parallel degree {degree} is not supported yet", hint=SAFE
-                )
-        if (model.facts.mp_world_size or 1) > 1:
-            raise RefusedError(
-                f"a checkpoint of model parallel degree {model.facts.mp_world_size} is not supported yet",
-                hint=SAFE,
-            )
         stages = {optim.facts.zero_stage, model.facts.zero_stage} - {None}
         if len(stages) > 1:
             raise RefusedError(
@@ -193,39 +171,64 @@ class Surveyor:
                 f"{model.source.path} of stage {model.facts.zero_stage}: two saves in one folder"
             )
 
-    @staticmethod
-    def _degree(model: Opened, optim: Opened) -> int:
-        """The data-parallel degree that metadata proves."""
-        counts = set(optim.facts.partition_count)
-        if len(counts) > 1:
+    def _grid(self, model: Opened, optim: Opened, listed: Listed) -> Degrees:
+        """The degrees that metadata prove; without them (before 0.19.5) what the names show."""
+        world = model.facts.mp_world_size or 1
+        layers = [s.mm or 0 for s in self.sources if s.role == "layer"]
+        tp, pp = model.facts.tp, model.facts.pp
+        if tp is None or pp is None:
+            numbers = max(world, 1 + max(mm for mm, _ in listed))
+            tp = 1 + max(layers) if layers else numbers
+            pp = -(-numbers // tp)
+        if tp < 1 or pp < 1 or world not in (1, tp, tp * pp):
             raise RefusedError(
-                f"{optim.source.path} partitions its groups over {sorted(counts)} ranks (expert parallelism)",
-                hint=SAFE,
+                f"{model.source.path} contradicts itself: mp_world_size {world}, "
+                f"tensor parallel degree {tp}, pipeline parallel degree {pp}"
             )
-        said = counts.pop() if counts else None
-        world = model.facts.dp_world_size
-        if said is not None and world is not None and said != world:
-            raise RefusedError(
-                f"{optim.source.path} is of {said} ranks, {model.source.path} of {world}: two saves here"
-            )
-        dp = said or world
-        if not dp or dp > 1 << 20:
-            raise RefusedError(f"{optim.source.path} does not say how many ranks there are")
-        return dp
+        return Degrees(dp=_data_parallel(model, optim), tp=tp, pp=pp, stage=optim.facts.zero_stage or 1)
 
-    def _expect(self, optim: dict[int, Source], models: dict[int, Source], dp: int, stage: int) -> None:
-        prefix = "bf16_" if optim[min(optim)].path.startswith("bf16_") else ""
+    @staticmethod
+    def _expect(grid: Degrees, optim: Listed, models: Listed) -> None:
+        prefix = "bf16_" if next(iter(optim.values())).path.startswith("bf16_") else ""
+        numbers = range(grid.tp * grid.pp)
         missing = [
-            f"{prefix}zero_pp_rank_{d}_mp_rank_00_optim_states.pt" for d in range(dp) if d not in optim
+            f"{prefix}zero_pp_rank_{d}_mp_rank_{mm:02d}_optim_states.pt"
+            for mm in numbers
+            for d in range(grid.dp)
+            if (mm, d) not in optim
         ]
-        if stage >= 3:
-            missing += [f"zero_pp_rank_{d}_mp_rank_00_model_states.pt" for d in range(dp) if d not in models]
+        for mm in numbers:
+            for d in range(grid.dp if grid.stage >= 3 else 1):
+                if (mm, d) not in models:
+                    rank = f"zero_pp_rank_{d}_" if grid.stage >= 3 else ""
+                    missing.append(f"{rank}mp_rank_{mm:02d}_model_states.pt")
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            ranks = f"{grid.dp} ranks" if len(numbers) == 1 else f"{grid.dp} × {len(numbers)} ranks"
             raise DamagedError(
-                f"the save of {dp} ranks lacks {', '.join(missing[:3])}{more}",
+                f"the save of {ranks} lacks {', '.join(missing[:3])}{more}",
                 hint="gather the shards of all nodes in one folder, or use an older checkpoint",
             )
+
+
+def _data_parallel(model: Opened, optim: Opened) -> int:
+    """The data-parallel degree that metadata proves."""
+    counts = set(optim.facts.partition_count)
+    if len(counts) > 1:
+        raise RefusedError(
+            f"{optim.source.path} partitions its groups over {sorted(counts)} ranks (expert parallelism)",
+            hint=SAFE,
+        )
+    said = counts.pop() if counts else None
+    world = model.facts.dp_world_size
+    if said is not None and world is not None and said != world:
+        raise RefusedError(
+            f"{optim.source.path} is of {said} ranks, {model.source.path} of {world}: two saves here"
+        )
+    dp = said or world
+    if not dp or dp > 1 << 20:
+        raise RefusedError(f"{optim.source.path} does not say how many ranks there are")
+    return dp
 
 
 def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
@@ -236,18 +239,19 @@ def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> R
 
 
 def _agree_optims(shard: Opened, first: Opened) -> None:
-    for what in ("ds_version", "zero_stage", "partition_count", "optimizer_step"):
+    same_rank = ("partition_count",) if shard.source.mm == first.source.mm else ()
+    for what in ("ds_version", "zero_stage", "optimizer_step", *same_rank):
         mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
         if mine != theirs and not (what == "optimizer_step" and None in (mine, theirs)):
             raise _differs(what, shard, mine, first, theirs)
 
 
-def _agree_models(shard: Opened, first: Opened) -> None:
-    for what in ("ds_version", "dp_world_size", "global_steps"):
+def _agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
+    for what in ("ds_version", "dp_world_size", "global_steps", "tp", "pp"):
         mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
         if mine != theirs:
             raise _differs(what, shard, mine, first, theirs)
-    if _shape_digest(shard) != _shape_digest(first):
+    if same_rank and _shape_digest(shard) != _shape_digest(first):
         raise _differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
 
 

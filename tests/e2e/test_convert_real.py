@@ -24,6 +24,7 @@ STAGE_3 = Recipe(stage=3, world_size=2)
 BF16 = Recipe(stage=1, world_size=2, grad_accum_dtype="fp32", two_groups=True)
 ROUND_ROBIN = Recipe(stage=2, world_size=2, round_robin=True, odd=True, universal_info=False)
 GROUPS_TIED_FROZEN = Recipe(stage=2, world_size=4, dtype="fp32", two_groups=True, tie=True, freeze=True)
+PIPELINE = Recipe(stage=1, world_size=2, pipe=2)
 SUB_GROUPS = Recipe(stage=3, world_size=4, sub_group_size=20_000, freeze=True, odd=True)
 CONVERTED = {
     "stage 1, fp32, 1 rank": STAGE_1,
@@ -33,6 +34,7 @@ CONVERTED = {
     "round robin, odd sizes, no universal info": ROUND_ROBIN,
     "two groups, tied, frozen, fp32, 4 ranks": GROUPS_TIED_FROZEN,
     "stage 3, sub-groups, frozen, odd, 4 ranks": SUB_GROUPS,
+    "two pipeline stages": PIPELINE,
 }
 SOME = {
     1: [("stage 2, bf16", 3), ("stage 3, bf16", 2)],
@@ -55,7 +57,6 @@ EVERYTHING = {
 }
 """`make loader-matrix`. Stage 3 loads the first group's settings for all, so two groups stay out of it."""
 STAGE_0 = Recipe(stage=0, world_size=2)
-PIPELINE = Recipe(stage=1, world_size=2, pipe=2)
 EXPERTS = Recipe(stage=2, world_size=2, moe=4, ep=2)
 
 
@@ -105,7 +106,6 @@ def _folder(name: str) -> str:
     ("recipe", "words"),
     [
         (STAGE_0, "stage 0"),
-        (PIPELINE, "pipeline parallel degree 2"),
         (EXPERTS, "mixture-of-experts"),
     ],
 )

@@ -10,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.convert.casts import widen
+from ckptd.convert.parts import Literal, Part, Range, Widen
 from ckptd.convert.plan import (
     Header,
-    Literal,
     OutputFile,
     OutputLink,
-    Part,
     PlanReader,
     PlanWriter,
-    Range,
     SourceFile,
-    Widen,
     read_trailer,
 )
 from ckptd.errors import CkptdError, DamagedError, RefusedError

@@ -1,0 +1,142 @@
+"""The bytes of a part, in blocks: what the executor writes when it cannot copy, and what `--verify` expects.
+
+Reads by offset from open descriptors, holds a block or two, knows nothing of outputs (P12).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from operator import add
+
+from ckptd.convert.casts import clamped, widen
+from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Mean, Part, Range, Stream, Widen, Woven
+from ckptd.errors import SourceChanged
+
+BLOCK_BYTES = 1 << 20
+_NARROW_BYTES = 64
+"""Strands below this width are gathered column by column, which is cheaper than row by row."""
+
+
+def blocks_of(part: Part, sources: list[int]) -> Iterator[bytes]:
+    """The part's output bytes in blocks of about 1 MiB.
+
+    Raises:
+        SourceChanged: a source ends early.
+    """
+    if isinstance(part, Literal):
+        yield part.data
+    elif isinstance(part, Range):
+        yield from _read((part,), sources)
+    elif isinstance(part, Widen):
+        item = SOURCE_ITEM_BYTES[part.dtype]
+        ranges = (Range(part.source, part.offset, part.count * item),)
+        for data in _read(ranges, sources, BLOCK_BYTES // 4 * item):
+            yield widen(data, part.dtype)
+    elif isinstance(part, Mean):
+        yield from _mean(part, sources)
+    else:
+        yield from _woven(part, sources)
+
+
+def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: list[int]) -> bool:
+    """True when two lists of parts are the same bytes."""
+    one, other = Taker(_all(a, sources)), Taker(_all(b, sources))
+    while True:
+        mine, theirs = one.take(BLOCK_BYTES), other.take(BLOCK_BYTES)
+        if mine != theirs:
+            return False
+        if not mine:
+            return True
+
+
+def _all(parts: Iterable[Part], sources: list[int]) -> Iterator[bytes]:
+    for part in parts:
+        yield from blocks_of(part, sources)
+
+
+class Taker:
+    """Hands out an iterator of blocks in pieces of the length asked for."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def take(self, length: int) -> bytes:
+        """The next `length` bytes, fewer at the end."""
+        if length <= len(self._rest):
+            taken, self._rest = bytes(self._rest[:length]), self._rest[length:]
+            return taken
+        found = bytearray(self._rest)
+        self._rest = memoryview(b"")
+        for block in self._blocks:
+            room = length - len(found)
+            found += block[:room]
+            if len(found) == length:
+                self._rest = memoryview(block)[room:]
+                break
+        return bytes(found)
+
+
+def _read(ranges: Iterable[Range], sources: list[int], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """Ranges one after another; no block crosses from one to the next."""
+    for part in ranges:
+        for first in range(0, part.nbytes, block_bytes):
+            count = min(block_bytes, part.nbytes - first)
+            data = os.pread(sources[part.source], count, part.offset + first)
+            if len(data) != count:
+                raise SourceChanged("a source ended early while it was read")
+            yield data
+
+
+def _mean(part: Mean, sources: list[int]) -> Iterator[bytes]:
+    """Sums in double and rounds to float32 after each addition, which is float32's own sum (§6.1)."""
+    takers = [Taker(_read(copy, sources)) for copy in part.copies]
+    for first in range(0, part.count, BLOCK_BYTES // 4):
+        count = min(BLOCK_BYTES // 4, part.count - first)
+        total = array("f", bytes(4 * count))
+        for taker in takers:
+            total = _rounded(map(add, total, array("f", taker.take(4 * count))))
+        yield _rounded(value / len(takers) for value in total).tobytes()
+
+
+def _rounded(values: Iterable[float]) -> array[float]:
+    return array("f", (clamped(v) for v in values))
+
+
+def _woven(part: Woven, sources: list[int]) -> Iterator[bytes]:
+    """Row blocks: each stream is read forwards once, its strands scattered into the rows."""
+    row_bytes = sum(width for _, _, width in part.strands)
+    widest = max([row_bytes, *(stream.stride for stream in part.streams)])
+    step = max(1, BLOCK_BYTES // max(widest, 1))
+    takers = [Taker(_read(stream.ranges, sources)) for stream in part.streams]
+    for first in range(0, part.rows, step):
+        rows = min(step, part.rows - first)
+        out = bytearray(rows * row_bytes)
+        data = [_rows(t, s, rows) for t, s in zip(takers, part.streams, strict=True)]
+        at = 0
+        for stream, start, width in part.strands:
+            _scatter(out, at, row_bytes, data[stream], start, part.streams[stream].stride, width, rows)
+            at += width
+        yield bytes(out)
+
+
+def _rows(taker: Taker, stream: Stream, rows: int) -> bytes:
+    return taker.take(rows * stream.stride)
+
+
+def _scatter(
+    out: bytearray, at: int, row_bytes: int, data: bytes, start: int, stride: int, width: int, rows: int
+) -> None:
+    """`width` bytes of every row of `data` to every row of `out`."""
+    if len(data) < start + (rows - 1) * stride + width:
+        raise SourceChanged("a source ended early while it was read")
+    if width < _NARROW_BYTES:
+        for k in range(width):
+            out[at + k :: row_bytes] = data[start + k : start + k + (rows - 1) * stride + 1 : stride]
+        return
+    view = memoryview(data)
+    for row in range(rows):
+        to, begin = at + row * row_bytes, start + row * stride
+        out[to : to + width] = view[begin : begin + width]
