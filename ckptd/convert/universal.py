@@ -164,8 +164,8 @@ class UniversalLayout:
         pickled = repickle(value, path, spans={0: span} if span is not None else None)
         filled = [ranges(tensor) for tensor in pickled.tensors]
         slots = [
-            Slot(str(i), sum(p.nbytes for p in parts), self._congruence(parts))
-            for i, parts in enumerate(filled)
+            Slot(str(i), sum(p.nbytes for p in parts), self._congruence(parts, tensor.item_bytes))
+            for i, (parts, tensor) in enumerate(zip(filled, pickled.tensors, strict=True))
         ]
         laid = skeleton(pickled.data, slots)
         parts: list[Part] = []
@@ -174,13 +174,17 @@ class UniversalLayout:
             parts.extend(payload)
         return OutputFile(path, tuple(parts))
 
-    def _congruence(self, parts: tuple[Part, ...]) -> int | None:
-        """Where a storage should begin, modulo the block, so that its largest range can be cloned."""
+    def _congruence(self, parts: tuple[Part, ...], item_bytes: int) -> int | None:
+        """Where a storage should begin, modulo the block, so that its largest range can be cloned.
+
+        Never between two elements' natural places: in a legacy file a storage may begin at any byte.
+        """
         if not self.block:
             return None
         at, best, wanted = 0, CLONE_WORTH_BYTES, None
         for part in parts:
-            if isinstance(part, Range) and part.nbytes >= best:
+            aligned = isinstance(part, Range) and (part.offset - at) % item_bytes == 0
+            if isinstance(part, Range) and aligned and part.nbytes >= best:
                 best, wanted = part.nbytes, (part.offset - at) % BLOCK_BYTES
             at += part.nbytes
         return wanted

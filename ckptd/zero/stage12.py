@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.torchfile.values import Inert
-from ckptd.zero.facts import as_dict, as_int, numel
+from ckptd.zero.facts import as_dict, as_int, numel, shown
 from ckptd.zero.optimizers import refuse_unknown_layout
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
 from ckptd.zero.shards import Flat, Opened, OptimShard, ShardGroup, Source, flat, split_state
@@ -71,7 +71,9 @@ def _mapping(value: Any, source: Source, group: int) -> list[tuple[str, int, int
         if isinstance(address, Inert):
             start, length = as_int(address.field("start")), as_int(address.field("numel"))
         if not isinstance(name, str) or start is None or length is None or start < 0 or length < 0:
-            raise RefusedError(f"{source.path}: group {group} has an unreadable slice mapping for {name!r}")
+            raise RefusedError(
+                f"{source.path}: group {group} has an unreadable slice mapping for {shown(name)}"
+            )
         fragments.append((name, start, length))
     return fragments
 
