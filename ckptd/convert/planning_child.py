@@ -59,7 +59,7 @@ def _plan(request: dict[str, Any]) -> None:
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
-        notes=notes([cell.shards[0] for row in save.cells for cell in row]),
+        notes=notes(save),
     )
     writer = PlanWriter(sys.stdout.buffer, header, (r.identity for r in save.reads))
     for output in layout.outputs():

@@ -1,4 +1,4 @@
-"""Real checkpoints of before torch 1.6's zips, by torch and by DeepSpeed itself, against the stock converter."""
+"""Real checkpoints in the framing of old, by torch and by DeepSpeed itself, against the stock converter."""
 
 from __future__ import annotations
 
