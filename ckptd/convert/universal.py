@@ -60,7 +60,7 @@ class UniversalLayout:
         self.superset = layout == "superset"
         self.block = block
         self.strict = strict
-        self.patterns = _patterns(save)
+        self.patterns = _patterns(save, strict=strict)
         self.written: set[str] = set()
 
     def outputs(self) -> Iterator[Output]:
@@ -186,18 +186,20 @@ class UniversalLayout:
         return wanted
 
 
-def _patterns(save: Save) -> Patterns:
+def _patterns(save: Save, *, strict: bool) -> Patterns:
     """The trainer's description of the parameters; one tensor rank of stage 3 never has one."""
     if save.tp == 1 and save.stage >= 3:
         return Patterns(None)
-    if save.tp > 1 and save.universal_info is None:
+    patterns = Patterns(save.universal_info)
+    if save.tp > 1 and (save.universal_info is None or (strict and not patterns.says_anything)):
+        where = f"universal_checkpoint_info of {save.rank0_model.source.path}"
         raise RefusedError(
-            f"nothing says how the {save.tp} tensor-parallel ranks join: "
-            f"{save.rank0_model.source.path} has no universal_checkpoint_info",
-            hint="let the trainer put it into client_state (AutoTP and Megatron-DeepSpeed do); "
+            f"{where} {'is missing and ' if save.universal_info is None else ''}"
+            f"says nothing of how the {save.tp} tensor-parallel ranks join",
+            hint="AutoTP and Megatron-DeepSpeed describe it unless client_state overwrites the key; "
             "the ZeRO form is safe all the same",
         )
-    return Patterns(save.universal_info)
+    return patterns
 
 
 def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:

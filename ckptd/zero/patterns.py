@@ -74,6 +74,11 @@ class Patterns:
         except RefusedError as error:
             raise RefusedError(f"{name}: {error.message}", hint=error.hint) from error
 
+    @property
+    def says_anything(self) -> bool:
+        """False when no rule is there: then only the default is left, one after another along dimension 0."""
+        return bool(any(self._lists.values()) or self._subs or self._affine)
+
     def unmatched(self) -> list[str]:
         """Patterns that matched no parameter (strict conversion refuses them)."""
         return sorted(self._unmatched)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,26 @@ import pytest
 from ckptd.convert.supervise import ConvertOptions, convert
 from ckptd.errors import CkptdError
 from tests import stock
-from tests.real import REPOSITORY, TAG, Recipe, prepare, save_dir_of
+from tests.real import REPOSITORY, TAG, Recipe, Resume, losses_of, prepare, resume, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
-AUTO_TP = [Recipe(stage=stage, world_size=4, tp=2) for stage in (1, 3)]
+TP_1, TP_3 = (Recipe(stage=stage, world_size=4, tp=2, universal_info=False) for stage in (1, 3))
+"""AutoTP describes the parameters itself, where client_state says nothing."""
+PIPELINE = Recipe(stage=1, world_size=4, pipe=2)
+TIED = Recipe(stage=1, world_size=4, pipe=2, pipe_tied=True)
+RESUMES: list[tuple[int, list[tuple[Recipe, Recipe]]]] = [
+    (4, [(TP_1, replace(TP_1, tp=4))]),
+    (4, [(TP_1, replace(TP_1, stage=3)), (TP_3, replace(TP_3, stage=1))]),
+    (2, [(TP_3, replace(TP_3, tp=0, llama=True))]),
+    (2, [(PIPELINE, PIPELINE), (TIED, TIED)]),
+]
+FULL: list[tuple[int, list[tuple[Recipe, Recipe]]]] = [
+    (4, [(TP_1, replace(TP_1, tp=0, llama=True)), (TP_3, replace(TP_3, tp=0, llama=True))]),
+    (2, [(TP_1, TP_1), (TP_3, TP_3)]),
+    (4, [(PIPELINE, PIPELINE), (TIED, TIED)]),
+]
+"""World size, [(source, what loads it)] of one start: DeepSpeed's groups allow one tensor degree in each."""
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -42,9 +58,9 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_rule_equals_the_stock_converter(saves: Path, tmp_path: Path) -> None:
-    prepare(AUTO_TP)
+    prepare([TP_1, TP_3])
     sources = {path.name: path for path in sorted(saves.iterdir())}
-    sources |= {f"AutoTP, stage {r.stage}": save_dir_of(r) / TAG for r in AUTO_TP}
+    sources |= {f"AutoTP, stage {r.stage}": save_dir_of(r) / TAG for r in (TP_1, TP_3)}
     pairs = []
     for i, source in enumerate(sources.values()):
         convert(source, tmp_path / f"ours{i}", ConvertOptions(compat="strict", verify=True))
@@ -52,6 +68,27 @@ def test_every_rule_equals_the_stock_converter(saves: Path, tmp_path: Path) -> N
     stock.convert(pairs)
     found = stock.differences([(tmp_path / f"stock{i}", tmp_path / f"ours{i}") for i in range(len(pairs))])
     assert dict(zip(sources, found, strict=True)) == {name: [] for name in sources}
+
+
+def test_resumed_on_other_grids(tmp_path: Path) -> None:
+    """Losses go on within 1e-3, and exactly where no rank's share of the work changed."""
+    prepare([TP_1, TP_3, PIPELINE, TIED])
+    sources = [TP_1, TP_3, PIPELINE, TIED]
+    for i, source in enumerate(sources):
+        convert(save_dir_of(source) / TAG, tmp_path / f"u{i}", ConvertOptions(compat="superset"))
+    for i, (world_size, loads) in enumerate(RESUMES + (FULL if os.environ.get("CKPTD_FULL") else [])):
+        work = tmp_path / f"start{i}"
+        work.mkdir()
+        resumes = [
+            Resume(recipe=loading, save_dir=tmp_path, tag=f"u{sources.index(source)}")
+            for source, loading in loads
+        ]
+        for (source, loading), losses in zip(loads, resume(world_size, resumes, work), strict=True):
+            expected = losses_of(source)
+            assert set(losses) == {3, 4, 5, 6}
+            apart = max(abs(loss - expected[step]) for step, loss in losses.items())
+            same_grid = world_size == source.world_size and loading.tp == source.tp
+            assert apart <= (0 if same_grid else 1e-3), f"{source} as {loading} on {world_size} ranks"
 
 
 def changed(saves: Path, name: str, folder: Path, change: Change, pattern: str = "mp_rank_*") -> Path:
@@ -101,7 +138,12 @@ def forget(state: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[str, Change, str, str]] = {
-    "no description": ("tp2", forget, "mp_rank_*", "nothing says how the 2 tensor-parallel ranks join"),
+    "no description": (
+        "tp2",
+        forget,
+        "mp_rank_*",
+        "is missing and says nothing of how the 2 tensor-parallel ranks join",
+    ),
     "drifted copies": (
         "tp2",
         drift,
@@ -126,6 +168,12 @@ REFUSED: dict[str, tuple[str, Change, str, str]] = {
         ),
         "mp_rank_*",
         r"sizes \[7, 5\] were cut over 2 tensor ranks",
+    ),
+    "a description that says nothing of tensor ranks": (
+        "tp2",
+        lambda s: s.update(universal_checkpoint_info={"universal_checkpoint_version": 0.2}),
+        "mp_rank_*",
+        "says nothing of how the 2 tensor-parallel ranks join",
     ),
     "a pattern too many": (
         "tp2",
