@@ -15,8 +15,9 @@ from typing import Any
 from ckptd import files
 from ckptd.convert.sandbox import restrict
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
-from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
+from ckptd.torchfile.archive import Directory, Framing, frame
 from ckptd.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
+from ckptd.torchfile.legacy import read_archive
 from ckptd.torchfile.unpickle import unpickle
 from ckptd.zero.facts import shard_facts
 
@@ -50,6 +51,9 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
     try:
         with files.reading(dir_fd, path) as fd:
             before = os.fstat(fd)
+            if item["expected"] and frame(fd, expected=True) is Framing.LEGACY:
+                # its records are found by running its pickle: first what is known without
+                _emit({"index": index, "bytes": before.st_size, **_unread_legacy(fd)})
             found = _framing(fd, path, expected=item["expected"])
             directory = found.pop("directory", None)
             if directory is not None and item["facts"]:
@@ -92,26 +96,32 @@ def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
     framing = frame(fd, expected=expected)
     directory: Directory | None = None
     reason: str | None = None
-    if framing is Framing.ZIP:
+    if framing is Framing.ZIP or (framing is Framing.LEGACY and expected):
         try:
-            directory = read_directory(fd, path)
+            directory = read_archive(fd, path)
         except TornArchiveError as error:
             # A side file that merely starts with "PK" was never promised to be a torch archive.
             framing = Framing.TORN if expected else Framing.OTHER
             reason = error.message if expected else None
         except RefusedError as error:
-            framing, reason = Framing.OTHER, error.message if expected else None
+            framing = framing if framing is Framing.LEGACY else Framing.OTHER
+            reason = error.message if expected else None
     elif framing is Framing.EMPTY and expected:
         reason = f"{path} is empty"
     elif framing is Framing.TORN:
         reason = f"{path} is no torch.save archive"
     found: dict[str, Any] = {"archive": framing.value, "reason": reason, "directory": directory}
-    if framing is not Framing.TORN and framing is not Framing.EMPTY:
-        found["fingerprint"] = fingerprint(fd, directory)
+    whole = framing is not Framing.TORN and framing is not Framing.EMPTY
+    found["fingerprint"] = fingerprint(fd, directory) if whole else ""
     if directory is not None:
         found["has_crc"] = has_crc(directory)
         found["tensor_fingerprint"] = tensor_fingerprint(fd, directory)
     return found
+
+
+def _unread_legacy(fd: int) -> dict[str, Any]:
+    """What stands if reading the pickle ends this process."""
+    return {"archive": Framing.LEGACY.value, "fingerprint": fingerprint(fd, None)}
 
 
 def _facts(fd: int, path: str, directory: Directory) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ckptd.convert.sandbox import peak_rss_bytes, restrict
 from ckptd.convert.universal import UniversalLayout, choose_layout
 from ckptd.errors import CkptdError, RefusedError, StorageError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
+from ckptd.zero.optimizers import notes
 from ckptd.zero.shards import Source
 from ckptd.zero.survey import Surveyor
 
@@ -58,6 +59,7 @@ def _plan(request: dict[str, Any]) -> None:
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
+        notes=notes([cell.shards[0] for row in save.cells for cell in row]),
     )
     writer = PlanWriter(sys.stdout.buffer, header, (r.identity for r in save.reads))
     for output in layout.outputs():

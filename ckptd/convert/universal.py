@@ -17,6 +17,7 @@ from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
 from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
 from ckptd.zero import stage12
 from ckptd.zero.facts import as_dict
+from ckptd.zero.optimizers import numbers_of
 from ckptd.zero.patterns import Join, Patterns
 from ckptd.zero.survey import is_folder_name
 
@@ -115,10 +116,9 @@ class UniversalLayout:
             value = {k: v for k, v in inner.items() if k not in sharded}
             value["param_groups"] = groups
         if self.superset:
-            first = as_dict(next(iter(as_dict(base.get("state")).values()), None))
-            step = {"step": first["step"]} if "step" in first else {}
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
-            value["optimizer_state_dict"] = {"state": {0: step}, "param_groups": groups}
+            numbers = numbers_of(as_dict(base.get("state")), self.save.cells[0][0].shards[0])
+            value["optimizer_state_dict"] = {"state": {0: numbers}, "param_groups": groups}
         return self._archive("zero/optimizer_state.pt", value, _from(self.save.rank0_optim.source.index))
 
     def _model_files(self) -> Iterator[Output]:
@@ -164,8 +164,8 @@ class UniversalLayout:
         pickled = repickle(value, path, spans={0: span} if span is not None else None)
         filled = [ranges(tensor) for tensor in pickled.tensors]
         slots = [
-            Slot(str(i), sum(p.nbytes for p in parts), self._congruence(parts))
-            for i, parts in enumerate(filled)
+            Slot(str(i), sum(p.nbytes for p in parts), self._congruence(parts, tensor.item_bytes))
+            for i, (parts, tensor) in enumerate(zip(filled, pickled.tensors, strict=True))
         ]
         laid = skeleton(pickled.data, slots)
         parts: list[Part] = []
@@ -174,13 +174,17 @@ class UniversalLayout:
             parts.extend(payload)
         return OutputFile(path, tuple(parts))
 
-    def _congruence(self, parts: tuple[Part, ...]) -> int | None:
-        """Where a storage should begin, modulo the block, so that its largest range can be cloned."""
+    def _congruence(self, parts: tuple[Part, ...], item_bytes: int) -> int | None:
+        """Where a storage should begin, modulo the block, so that its largest range can be cloned.
+
+        Never between two elements' natural places: in a legacy file a storage may begin at any byte.
+        """
         if not self.block:
             return None
         at, best, wanted = 0, CLONE_WORTH_BYTES, None
         for part in parts:
-            if isinstance(part, Range) and part.nbytes >= best:
+            aligned = isinstance(part, Range) and (part.offset - at) % item_bytes == 0
+            if isinstance(part, Range) and aligned and part.nbytes >= best:
                 best, wanted = part.nbytes, (part.offset - at) % BLOCK_BYTES
             at += part.nbytes
         return wanted

@@ -13,7 +13,7 @@ from ckptd import files
 from ckptd.convert.plan import Header, OutputFile, PlanReader
 from ckptd.convert.reading import blocks_of
 from ckptd.errors import VerifyError
-from ckptd.torchfile.archive import read_directory
+from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
 from ckptd.torchfile.fingerprint import check_crcs, fingerprint
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ def verify_sources(header: Header, sources: list[int], check_stop: Callable[[], 
     """
     for source, fd in zip(header.sources, sources, strict=True):
         check_stop()
-        directory = read_directory(fd, source.path)
-        check_crcs(fd, directory, source.path)
+        directory: Directory | None = None
+        if frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory
+            directory = read_directory(fd, source.path)
+            check_crcs(fd, directory, source.path)
         if fingerprint(fd, directory) != source.fingerprint:
             raise VerifyError(f"{source.path} is not the file that was planned")
 

@@ -22,7 +22,7 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _TAIL_BYTES = 65_535 + _EOCD.size
-_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ENCRYPTED_FLAGS = 0x2041
 
 
@@ -54,6 +54,8 @@ class Directory:
     records: dict[str, Record]
     """By name without the prefix: "data.pkl", "data/0", "version" …, in directory order."""
     file_bytes: int
+    has_crcs: bool = True
+    """False for legacy files, whose framing has none."""
 
     def storages(self) -> list[Record]:
         """The tensor payloads (`data/<key>`), in directory order."""
@@ -71,7 +73,7 @@ def frame(fd: int, *, expected: bool) -> Framing:
     head = os.pread(fd, 16, 0)
     if head.startswith(b"PK"):
         return Framing.ZIP
-    if head.startswith(_LEGACY_MAGIC):
+    if head.startswith(LEGACY_MAGIC):
         return Framing.LEGACY
     return Framing.TORN if expected else Framing.OTHER
 

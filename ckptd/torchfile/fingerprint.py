@@ -2,7 +2,9 @@
 
 docs/design.md §3 *Fingerprint*: SHA-256 over the zip directory's names, sizes and CRC32s, or over the
 whole file when it is no zip or any record of ≥ 1 KiB carries CRC 0; the tensor fingerprint is the same
-over the storages only, so that replicas whose pickles differ still agree.
+over the storages only, so that replicas whose pickles differ still agree. A legacy file has no CRCs and may
+be as large as a shard is: of it samples are read (docs/adr/0080), at places that its size alone decides, so
+that whoever must not unpickle can compare it too.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from ckptd.errors import DamagedError
+from ckptd.torchfile.archive import Framing, frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,11 +24,17 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 1 << 20
 _CRC_MATTERS_BYTES = 1024
+_SAMPLE_BYTES = 4096
+_FILE_SAMPLES = 2048
+"""Of a legacy file: all of one up to 8 MiB, 8 MiB of a larger one."""
+_STORAGE_SAMPLES = 16
+"""Of each storage of a legacy file."""
 
 
 def has_crc(directory: Directory) -> bool:
     """True when the directory's CRC32s say something of every record of 1 KiB or more."""
-    return all(record.crc != 0 for record in directory.records.values() if record.size >= _CRC_MATTERS_BYTES)
+    large = (r for r in directory.records.values() if r.size >= _CRC_MATTERS_BYTES)
+    return directory.has_crcs and all(record.crc != 0 for record in large)
 
 
 def directory_digest(records: Iterable[Record], prefix: str) -> str:
@@ -41,10 +50,29 @@ def fingerprint(fd: int, directory: Directory | None) -> str:
     """Fingerprint of the file open at `fd`; `directory` None when it is no zip (SHA-256 hex)."""
     if directory is not None and has_crc(directory):
         return directory_digest(directory.records.values(), directory.prefix)
+    size = os.fstat(fd).st_size
+    if frame(fd, expected=False) is Framing.LEGACY:
+        return _samples(fd, 0, size, _FILE_SAMPLES).hexdigest()
     digest = hashlib.sha256()
-    for block in _blocks(fd, 0, os.fstat(fd).st_size):
+    for block in _blocks(fd, 0, size):
         digest.update(block)
     return digest.hexdigest()
+
+
+def _samples(fd: int, offset: int, length: int, count: int) -> hashlib._Hash:
+    """Digest of a range's length and of `count` evenly spaced blocks, its first and last among them.
+
+    All of it is read when that is no more.
+    """
+    digest = hashlib.sha256(f"{length}\0".encode())
+    if length <= count * _SAMPLE_BYTES:
+        places = list(range(0, length, _SAMPLE_BYTES))
+    else:
+        places = [i * (length - _SAMPLE_BYTES) // (count - 1) for i in range(count)]
+    for place in places:
+        for block in _blocks(fd, offset + place, min(_SAMPLE_BYTES, length - place)):
+            digest.update(block)
+    return digest
 
 
 def tensor_fingerprint(fd: int, directory: Directory) -> str:
@@ -52,6 +80,9 @@ def tensor_fingerprint(fd: int, directory: Directory) -> str:
     storages = directory.storages()
     if has_crc(directory):
         return directory_digest(storages, "")
+    if not directory.has_crcs:  # keys are addresses of the process that saved: only the bytes compare
+        parts = (_samples(fd, r.offset, r.size, _STORAGE_SAMPLES).digest() for r in storages)
+        return hashlib.sha256(b"".join(sorted(parts))).hexdigest()
     digest = hashlib.sha256()
     for record in sorted(storages, key=lambda r: r.name):
         digest.update(f"{record.name}\0{record.size}\0".encode())

@@ -83,7 +83,12 @@ class Rebuilder:
         return Inert(cls, arguments, made_by_new=True)
 
     def storage(self, pid: Any) -> Any:
-        """A persistent id: `('storage', type, key, location, numel)`."""
+        """A persistent id: `('storage', type, key, location, numel)`.
+
+        Legacy files add a sixth item: None, or (key, start, elements) of a view into that storage.
+        """
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Global):
+            return pid[1]  # legacy files put a class's source beside its name
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
             raise RefusedError(f"{self.name}: data.pkl has a persistent id that is no storage")
         kind, key, numel = pid[1], pid[2], pid[4]
@@ -91,8 +96,13 @@ class Rebuilder:
         if dtype is None or not isinstance(key, str) or not _is_count(numel):
             raise RefusedError(f"{self.name}: data.pkl describes a storage of unknown type")
         known = self._storages.get((key, dtype))
-        if known is not None and known.numel == numel:
-            return known
+        if known is None or known.numel != numel:
+            known = Storage(dtype, key, self.place(key, dtype, numel), numel * ITEM_BYTES[dtype], numel)
+            self._storages[key, dtype] = known
+        return known if len(pid) < 6 or pid[5] is None else self._view(known, pid[5])
+
+    def place(self, key: str, dtype: str, numel: int) -> int:
+        """Where in the file a storage begins."""
         record = self.directory.records.get(f"data/{key}")
         if record is None:
             raise TornArchiveError(f"{self.name} lacks the record of storage {key}")
@@ -101,9 +111,17 @@ class Rebuilder:
             raise TornArchiveError(
                 f"{self.name}: storage {key} claims {nbytes} bytes, its record holds {record.size}"
             )
-        made = Storage(dtype, key, record.offset, nbytes, numel)
-        self._storages[key, dtype] = made
-        return made
+        return record.offset
+
+    def _view(self, root: Storage, view: Any) -> Storage:
+        """A part of a storage, as torch before 1.0 shared memory."""
+        if not isinstance(view, tuple) or len(view) != 3 or not all(_is_count(n) for n in view[1:]):
+            raise RefusedError(f"{self.name}: data.pkl describes a storage's view that is none")
+        start, numel = view[1:]
+        if start + numel > root.numel:
+            raise TornArchiveError(f"{self.name}: a view leaves its storage {root.key}")
+        item = ITEM_BYTES[root.dtype]
+        return Storage(root.dtype, str(view[0]), root.offset + start * item, numel * item, numel)
 
     def _dictionary(self, origin: Global, arguments: tuple[Any, ...]) -> InertDict:
         pairs = arguments[-1] if arguments and isinstance(arguments[-1], list) else []

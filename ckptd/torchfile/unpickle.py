@@ -31,13 +31,18 @@ def unpickle(data: bytes, name: str, directory: Directory, limits: Limits = DEFA
         TornArchiveError: the pickle ends early or is garbled.
         RefusedError: an opcode that no `torch.save` writes, or work beyond `limits`.
     """
+    return run_pickle(data, name, Rebuilder(name, directory, limits), limits)[0]
+
+
+def run_pickle(data: bytes, name: str, rebuild: Rebuilder, limits: Limits) -> tuple[Any, int]:
+    """(value, bytes used) of the pickle that `data` begins with; raises as `unpickle` does."""
     if len(data) > limits.pickle_bytes:
         raise RefusedError(
             f"{name}: data.pkl of {len(data)} bytes is beyond the limit of {limits.pickle_bytes}"
         )
-    machine = Machine(data, name, Rebuilder(name, directory, limits), limits)
+    machine = Machine(data, name, rebuild, limits)
     try:
-        return machine.run()
+        return machine.run(), machine.at
     except (IndexError, struct.error) as error:
         raise TornArchiveError(f"{name}: data.pkl is garbled at byte {machine.at}") from error
     except (MemoryError, RecursionError) as error:

@@ -65,10 +65,19 @@ class RawFacts:
 
 
 def as_int(value: Any) -> int | None:
-    """An int, an int-like enum member (`ZeroStageEnum(2)`), else None."""
+    """An int of at most 64 bits, an int-like enum member (`ZeroStageEnum(2)`), else None."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
+
+
+def shown(value: Any) -> str:
+    """A value of a pickle for a message: one short line, whatever it is."""
+    if isinstance(value, str):
+        return ascii(value[:80])[1:-1]
+    if isinstance(value, tuple) and len(value) <= 8:
+        return f"({', '.join(map(shown, value))})"
+    return str(value) if value is None or as_int(value) is not None else f"a {type(value).__name__}"
 
 
 def as_dict(value: Any) -> dict[Any, Any]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.errors import RefusedError
-from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
+from ckptd.torchfile.archive import Directory
 from ckptd.torchfile.fingerprint import fingerprint, tensor_fingerprint
+from ckptd.torchfile.legacy import read_archive
 from ckptd.torchfile.unpickle import unpickle
 from ckptd.torchfile.values import Tensor
-from ckptd.zero.facts import RawFacts, shard_facts
+from ckptd.zero.facts import RawFacts, shard_facts, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,11 @@ def open_shard(fd: int, source: Source) -> Opened:
     """Read directory, fingerprint and pickle of the shard open at `fd`.
 
     Raises:
-        RefusedError: a pre-zip archive, or one that is no DeepSpeed shard.
+        RefusedError: an archive that is no DeepSpeed shard.
         TornArchiveError: truncated or garbled.
     """
     status = os.fstat(fd)
-    if frame(fd, expected=True) is Framing.LEGACY:
-        raise RefusedError(
-            f"{source.path} is a pre-zip torch.save file",
-            hint="set checkpoint.checkpoint_serialization to true; the ZeRO form is safe all the same",
-        )
-    directory = read_directory(fd, source.path)
+    directory = read_archive(fd, source.path)
     record = directory.records["data.pkl"]
     root = unpickle(os.pread(fd, record.size, record.offset), source.path, directory)
     if not isinstance(root, dict):
@@ -122,9 +118,11 @@ def flat(value: Any, source: Source, what: str) -> Flat:
 
 
 def split_state(
-    state: dict[Any, Any], fp32: Flat, source: Source, where: str
+    state: dict[Any, Any], fp32: Flat, source: Source, where: str, padding: int = 0
 ) -> tuple[dict[str, Flat], dict[str, Any]]:
     """Sort one group's optimizer state into flat buffers and scalars (a step is 0-d or a number).
+
+    A buffer has one value per element of `fp32`, and may have `padding` elements more.
 
     Raises:
         RefusedError: a state that is neither (factored moments, for example).
@@ -133,9 +131,9 @@ def split_state(
     scalars: dict[str, Any] = {}
     for key, value in state.items():
         name = str(key)
-        if isinstance(value, Tensor) and value.shape != () and value.numel >= fp32.numel:
+        if isinstance(value, Tensor) and value.shape != () and 0 <= value.numel - fp32.numel <= padding:
             if not name.isidentifier() or name in ("fp32", "step"):
-                raise RefusedError(f"{source.path}: an optimizer state is called {name!r}")
+                raise RefusedError(f"{source.path}: an optimizer state is called {shown(name)}")
             buffers[name] = flat(value, source, f"{where} state {name}")
         elif value is None or (isinstance(value, bool | int | float | str | Tensor) and _is_scalar(value)):
             scalars[name] = value

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.torchfile.values import Inert
-from ckptd.zero.facts import as_dict, as_int, numel
+from ckptd.zero.facts import as_dict, as_int, numel, shown
+from ckptd.zero.optimizers import refuse_unknown_layout
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
 from ckptd.zero.shards import Flat, Opened, OptimShard, ShardGroup, Source, flat, split_state
 
@@ -40,14 +41,16 @@ def cut(opened: Opened) -> OptimShard:
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its param_slice_mappings")
     if len(fp32_groups) != len(mappings):
         raise RefusedError(f"{source.path} has {len(fp32_groups)} fp32 groups and {len(mappings)} mappings")
+    refuse_unknown_layout(base, source)
     states = as_dict(base.get("state"))
     paddings = _paddings(inner.get("group_paddings"), len(mappings))
     aligned = inner.get("param_alignment_paddings")
     groups: list[ShardGroup] = []
     for g, (tensor, mapping) in enumerate(zip(fp32_groups, mappings, strict=True)):
         fp32 = flat(tensor, source, f"fp32 partition of group {g}")
-        buffers, scalars = split_state(as_dict(states.get(g)), fp32, source, f"group {g}")
         alignment = sum(_integers(aligned[g])) if isinstance(aligned, list) and g < len(aligned) else 0
+        room = paddings[g] + alignment
+        buffers, scalars = split_state(as_dict(states.get(g)), fp32, source, f"group {g}", room)
         groups.append(ShardGroup(buffers, scalars, _mapping(mapping, source, g), paddings[g], alignment))
     return OptimShard(source, groups)
 
@@ -68,7 +71,9 @@ def _mapping(value: Any, source: Source, group: int) -> list[tuple[str, int, int
         if isinstance(address, Inert):
             start, length = as_int(address.field("start")), as_int(address.field("numel"))
         if not isinstance(name, str) or start is None or length is None or start < 0 or length < 0:
-            raise RefusedError(f"{source.path}: group {group} has an unreadable slice mapping for {name!r}")
+            raise RefusedError(
+                f"{source.path}: group {group} has an unreadable slice mapping for {shown(name)}"
+            )
         fragments.append((name, start, length))
     return fragments
 

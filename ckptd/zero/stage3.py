@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero.facts import as_dict, numel
+from ckptd.zero.optimizers import refuse_unknown_layout
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
 from ckptd.zero.shards import Opened, OptimShard, ShardGroup, flat, split_state
 from ckptd.zero.stage12 import Shapes
@@ -33,6 +34,7 @@ def cut(opened: Opened) -> OptimShard:
     fp32_groups, base = inner.get("fp32_flat_groups"), inner.get("optimizer_state_dict")
     if not isinstance(fp32_groups, list) or not isinstance(base, dict):
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its optimizer state")
+    refuse_unknown_layout(base, source)
     states = as_dict(base.get("state"))
     groups: list[ShardGroup] = []
     for s, tensor in enumerate(fp32_groups):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import stage3, stage12
-from ckptd.zero.facts import as_dict, numel
+from ckptd.zero.facts import as_dict, numel, shown
 from ckptd.zero.save import Cell, Read, Save
 from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
 
@@ -233,7 +233,8 @@ def _data_parallel(model: Opened, optim: Opened) -> int:
 
 def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
     return RefusedError(
-        f"{one.source.path} has {what} {mine}, {other.source.path} has {theirs}: shards of two saves",
+        f"{one.source.path} has {what} {shown(mine)}, {other.source.path} has {shown(theirs)}: "
+        "shards of two saves",
         hint="mixing saves trains wrongly without a warning, so nothing was converted",
     )
 
@@ -265,7 +266,7 @@ def _shapes(model: Opened) -> stage12.Shapes:
         current: dict[str, tuple[int, ...]] = {}
         for name, shape in as_dict(group).items():
             if numel(shape) is None or not is_folder_name(name):
-                raise RefusedError(f"{model.source.path} names a parameter {name!r} of shape {shape!r}")
+                raise RefusedError(f"{model.source.path} names {shown(name)}, which can be no parameter")
             if name in seen:
                 raise RefusedError(f"{model.source.path} lists {name} twice in param_shapes")
             seen.add(name)

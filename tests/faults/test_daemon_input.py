@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.disguise import disguise
 from tests.e2e.harness import OTHER_RUN, RUN, Node, node, same_bytes, shards_in_order
 from tests.real import prepare, save_dir_of
 
@@ -79,26 +78,38 @@ def test_damaged_saves_are_named_and_never_committed(
         assert [p.name for p in (here.save_dir / "_ckptd" / "aside").iterdir()]
 
 
-def test_legacy_shard_ships_raw_and_is_not_converted(tmp_path: Path) -> None:
-    """A pre-zip torch.save shard is committed as it is; status says why there is no universal form."""
-    script = (
-        "import sys, torch; p = sys.argv[1]; "
-        "torch.save(torch.load(p, weights_only=False), p, _use_new_zipfile_serialization=False)"
-    )
+def test_legacy_shards_prove_their_grid_and_are_converted(tmp_path: Path) -> None:
+    """Pre-zip torch.save shards are read like any: committed by their own proof, then made universal."""
+    with node(tmp_path) as here:
+        here.save(1, tag="staged")
+        disguise([(here.save_dir / "staged", tmp_path / "legacy", None, False)])
+        shutil.rmtree(here.save_dir / "staged")
+        here.start()
+        shutil.copytree(tmp_path / "legacy", here.save_dir / "global_step1")
+        here.wait_committed("global_step1~g1")
+        (commit,) = here.commits().values()
+        assert "dp_world_size" in commit["grid"]["proof"], "metadata, not names"
+        here.wait("universal", lambda: "global_step1~g1" in here.commits("universal"))
+        assert (here.nas / "global_step1" / RANK0).read_bytes() == (tmp_path / "legacy" / RANK0).read_bytes()
+
+
+def test_a_legacy_shard_that_cannot_be_read_ships_raw_and_is_not_converted(tmp_path: Path) -> None:
+    """Names prove its grid after a longer quiet time; status says why there is no universal form (H28)."""
     with node(tmp_path) as here:
         here.save(1, tag="staged")
         folder = tmp_path / "legacy"
-        shutil.move(here.save_dir / "staged", folder)
-        for path in folder.iterdir():
-            environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-            subprocess.run(
-                [sys.executable, "-c", script, str(path)], check=True, env=environment, timeout=120
-            )
+        disguise([(here.save_dir / "staged", folder, None, False)])
+        shutil.rmtree(here.save_dir / "staged")
+        data = bytearray((folder / RANK0).read_bytes())
+        data[data.index(b"\x88", data.index(b"little_endian"))] = 0x89  # False
+        (folder / RANK0).write_bytes(data)
         here.start()
         shutil.copytree(folder, here.save_dir / "global_step1")
         here.wait_committed("global_step1~g1", 40)
+        (commit,) = here.commits().values()
+        assert "names" in commit["grid"]["proof"]
         here.wait("refused", lambda: "conversion-refused" in here.problems())
-        assert (here.nas / "global_step1" / RANK0).read_bytes() == (folder / RANK0).read_bytes()
+        assert (here.nas / "global_step1" / RANK0).read_bytes() == data
 
 
 def test_foreign_things_are_left_alone(tmp_path: Path) -> None:

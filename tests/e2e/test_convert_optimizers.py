@@ -1,0 +1,80 @@
+"""Real checkpoints by many optimizers: every state byte is where the stock converter would have put it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptd.convert.supervise import ConvertOptions, convert
+from tests import stock
+from tests.disguise import disguise
+from tests.real import TAG, Recipe, prepare, save_dir_of
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+ADAMS = {
+    "DeepSpeedCPUAdam, offloaded, stage 2": Recipe(stage=2, world_size=2, optimizer="cpu_adam", odd=True),
+    "DeepSpeedCPUAdam, offloaded, stage 3": Recipe(stage=3, world_size=2, optimizer="cpu_adam", odd=True),
+    "16-bit masters and moments": Recipe(stage=2, world_size=2, bf16_optimizer_states=True),
+    "fp16 with its loss scaler, stage 2": Recipe(stage=2, world_size=2, dtype="fp16"),
+    "fp16 with its loss scaler, stage 3": Recipe(stage=3, world_size=2, dtype="fp16"),
+    "a step in the group alone": Recipe(stage=2, world_size=2, optimizer="group_step_adam"),
+}
+"""The stock converter reads these itself."""
+OTHERS = {
+    "Lion, stage 2": (Recipe(stage=2, world_size=2, optimizer="lion"), {}),
+    "Lion, stage 3": (Recipe(stage=3, world_size=2, optimizer="lion"), {}),
+    "SGD, stage 2": (Recipe(stage=2, world_size=2, optimizer="sgd"), {"momentum_buffer": "exp_avg"}),
+    "SGD, stage 3": (Recipe(stage=3, world_size=2, optimizer="sgd"), {"momentum_buffer": "exp_avg"}),
+    "Adagrad, stage 1": (Recipe(stage=1, world_size=2, optimizer="adagrad"), {"sum": "exp_avg"}),
+    "DeepSpeedCPUAdagrad, stage 3": (Recipe(stage=3, world_size=2, optimizer="cpu_adagrad"), {}),
+}
+"""These it reads with their states under the names of Adam's."""
+STAGE_3_LACKS = "loads in stages 1 and 2"
+
+
+def test_strict_equals_the_stock_converter(tmp_path: Path) -> None:
+    prepare(list(ADAMS.values()))
+    pairs = [(save_dir_of(r) / TAG, tmp_path / f"stock{i}") for i, r in enumerate(ADAMS.values())]
+    for i, (source, _) in enumerate(pairs):
+        report = convert(source, tmp_path / f"ours{i}", ConvertOptions(compat="strict", verify=True))
+        assert bool(report.notes) is ("group alone" in list(ADAMS)[i])
+    stock.convert(pairs)
+    found = stock.differences([(tmp_path / f"stock{i}", tmp_path / f"ours{i}") for i in range(len(pairs))])
+    assert dict(zip(ADAMS, found, strict=True)) == {name: [] for name in ADAMS}
+
+
+def test_other_states_lie_where_adams_would(tmp_path: Path) -> None:
+    prepare([recipe for recipe, _ in OTHERS.values()])
+    pairs = []
+    for i, (recipe, _) in enumerate(OTHERS.values()):
+        report = convert(save_dir_of(recipe) / TAG, tmp_path / f"ours{i}", ConvertOptions(compat="strict"))
+        assert STAGE_3_LACKS in report.notes[0]
+        pairs.append((tmp_path / f"ours{i}", save_dir_of(recipe) / TAG))
+    jobs = [
+        (source, tmp_path / f"adam{i}", names, True)
+        for i, ((_, source), (_, names)) in enumerate(zip(pairs, OTHERS.values(), strict=True))
+    ]
+    disguise(jobs)
+    stock.convert([(tmp_path / f"adam{i}", tmp_path / f"stock{i}") for i in range(len(jobs))])
+    for i, (_, names) in enumerate(OTHERS.values()):
+        as_adam(tmp_path / f"ours{i}" / "zero", names)
+    found = stock.differences([(tmp_path / f"stock{i}", tmp_path / f"ours{i}") for i in range(len(jobs))])
+    for name, differences in zip(OTHERS, found, strict=True):
+        states = [d for d in differences if d.startswith("zero/") and "optimizer_state.pt" not in d]
+        assert states == [], name
+        assert {d.rpartition("/")[2] for d in differences if d.startswith("only")} <= {
+            "exp_avg.pt",
+            "exp_avg_sq.pt",
+        }, name
+        assert not [d for d in differences if d.startswith("only ckptd")], name
+
+
+def as_adam(zero: Path, names: dict[str, str]) -> None:
+    """Our folder under the disguise's names."""
+    for old, new in names.items():
+        found = list(zero.rglob(f"{old}.pt"))
+        assert found
+        for path in found:
+            path.rename(path.with_name(f"{new}.pt"))
