@@ -12,14 +12,14 @@ import threading
 from dataclasses import dataclass
 
 from ckptd import files
+from ckptd.convert.cloning import interior
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reading import blocks_of, same_bytes
+from ckptd.convert.sources import Sources
 from ckptd.errors import NoSpaceError, RefusedError
-from ckptd.torchfile.skeleton import BLOCK_BYTES
 
 MIB = 1 << 20
-MIN_CLONE_BYTES = 16 << 10
 _BATCH_FILES = 48
 
 
@@ -126,8 +126,7 @@ class Worker:
         *,
         out_fd: int,
         temporary_fd: int,
-        sources: list[int],
-        cold: frozenset[int],
+        sources: Sources,
         folders: Folders,
         settings: Settings,
         counters: Counters,
@@ -137,7 +136,6 @@ class Worker:
         self.out_fd = out_fd
         self.temporary_fd = temporary_fd
         self.sources = sources
-        self.cold = cold
         self.folders = folders
         self.settings = settings
         self.counters = counters
@@ -216,10 +214,9 @@ class Worker:
     def _range(self, fd: int, at: int, part: Range) -> None:
         """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
         source = self.sources[part.source]
-        begin = part.offset + (-part.offset) % BLOCK_BYTES
-        end = (part.offset + part.nbytes) // BLOCK_BYTES * BLOCK_BYTES
-        aligned = (part.offset - at) % BLOCK_BYTES == 0 and end - begin >= MIN_CLONE_BYTES
-        if self.clone and aligned:
+        inside = interior(part.offset, part.nbytes, at) if self.clone else None
+        if inside is not None:
+            begin, end = inside
             shift = at - part.offset
             self._copy(source, part.offset, fd, at, begin - part.offset)
             if files.clone_range(source, begin, fd, begin + shift, end - begin):
@@ -232,18 +229,28 @@ class Worker:
         self._copy(source, part.offset, fd, at, part.nbytes)
 
     def _copy(self, source: int, offset: int, fd: int, at: int, length: int) -> None:
-        """Copy in windows; each window's pages are on their way to disk before the next one begins."""
+        """Copy in windows; each window's pages are on their way to disk before the next one begins.
+
+        Where extents clone, a hole stays a hole (the output has its full size already).
+        """
         done = 0
         while done < length:
             self._check_stop()
             step = min(self.settings.window_bytes, length - done)
+            if self.clone:
+                hole, extent = self.sources.extent_at(source, offset + done, length - done)
+                if hole:
+                    self.counters.add(nbytes=extent)
+                    done += extent
+                    continue
+                step = min(step, extent)
             self._check_room(step)
             files.copy_range(source, offset + done, fd, at + done, step)
             self.counters.add(nbytes=step, copied=step)
             if done or step < length:
                 files.flush_range(fd, at + done, step)
                 files.drop_pages(fd, at + done, step)
-            if source in self.cold:
+            if self.sources.was_cold(source):
                 files.drop_pages(source, offset + done, step)
             done += step
 
@@ -264,7 +271,7 @@ class Worker:
             raise RefusedError("a source ended early while it was read")
         for used in ranges_of(part):
             source = self.sources[used.source]
-            if source in self.cold:
+            if self.sources.was_cold(source):
                 files.drop_pages(source, used.offset, used.nbytes)
 
     def compare(self, check: OutputCheck) -> None:

@@ -141,7 +141,7 @@ class Conversion:
             child = children.start("planning_child", stdout=out, stderr=subprocess.PIPE)
             watched = self._watch(child, request, None, PLAN_SECONDS)
         if watched.status != 0:
-            raise _failure(watched, "planning the conversion")
+            raise failure(watched, "planning the conversion")
         self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
         with place.reading_plan(PLAN + ".new") as stream:
             return read_trailer(stream)
@@ -195,7 +195,7 @@ class Conversion:
         child = children.start("executor_child", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         watched = self._watch(child, request, on_line, None)
         if watched.status != 0:
-            raise _failure(watched, "converting")
+            raise failure(watched, "converting")
 
     def _watch(
         self,
@@ -240,7 +240,7 @@ def _threads(budget_bytes: int) -> int:
     return max(1, min(MAX_THREADS, os.cpu_count() or 1, (budget_bytes - (48 << 20)) // (32 << 20)))
 
 
-def _failure(watched: Watched, what: str) -> errors.CkptdError:
+def failure(watched: Watched, what: str) -> errors.CkptdError:
     """The child's own words as an error of the tree; else how it died."""
     if watched.stopped:
         return errors.BehindError(f"{what} was stopped", hint="the next attempt goes on where it ended")
