@@ -100,9 +100,14 @@ def flush_range(fd: int, offset: int, length: int) -> None:
     )
 
 
-def start_flush(fd: int) -> None:
-    """Start writing back all dirty pages of a file and do not wait: a later fsync finds little to do."""
-    _libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_WRITE))
+def start_flush(fd: int, offset: int = 0, length: int = 0) -> None:
+    """Start writing back the dirty pages of a range (`length` 0: to the end), and do not wait.
+
+    A later fsync, or `flush_range`, finds little to do.
+    """
+    _libc.sync_file_range(
+        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_SYNC_WRITE)
+    )
 
 
 def cached_bytes(fd: int) -> int | None:
