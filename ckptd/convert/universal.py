@@ -217,6 +217,9 @@ def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
         entry["sub_param_shape"] = Inert(origin, (), marks, made_by_new=True)
     if join.vocabulary:
         entry["vocab_tensor"] = True
+    if join.experts is not None:
+        entry["is_expert_param"] = True
+        entry["ep_num_experts"] = join.experts
     return {**entry, "param": tensor}
 
 
