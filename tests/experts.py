@@ -65,7 +65,13 @@ def resume(
     """Losses by step of each (experts, save_dir, tag, "zero" or "universal"), all in one start."""
     jobs = [
         one.job(
-            out, work / f"losses{i}.json", load=load, tag=tag, steps=STEPS - SAVED_AT, save_at=[], init_seed=99
+            out,
+            work / f"losses{i}.json",
+            load=load,
+            tag=tag,
+            steps=STEPS - SAVED_AT,
+            save_at=[],
+            init_seed=99,
         )
         for i, (one, out, tag, load) in enumerate(runs)
     ]
@@ -88,4 +94,4 @@ def launch(world_size: int, jobs: list[dict[str, Any]], work: Path) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-9000:]}")

@@ -1,7 +1,7 @@
 """make_ckpt.py with what only mixtures of experts need: the other order of ranks, and AutoEP over a Mixtral.
 
 Started by torchrun as make_ckpt.py is; a job's recipe has two keys more: `in_blocks`
-(use_data_before_expert_parallelism) and `auto` (AutoEP's expert-parallel size; 0 = DeepSpeed's own MoE layer).
+(use_data_before_expert_parallelism) and `auto` (AutoEP's expert-parallel size; 0 = native).
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ def network(r: dict[str, Any]) -> nn.Module:
     if not r["auto"]:
         return _network(r)
     from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.utils import output_capturing
+
+    # DeepSpeed 0.19.8 gives this registry's get a default, which transformers 5.23 does not take.
+    registry: Any = type(output_capturing._CAN_RECORD_REGISTRY)
+    plain = registry.get
+    registry.get = lambda self, key, *default: (dict.get if isinstance(key, str) else plain)(
+        self, key, *default
+    )
 
     shape = {"hidden_size": r["hidden"], "intermediate_size": r["hidden"], "num_hidden_layers": r["layers"]}
     shape |= {"num_attention_heads": r["heads"], "num_key_value_heads": r["heads"] // 2}

@@ -157,6 +157,7 @@ def _print_table(report: ConvertReport) -> None:
         ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
         ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
+        *(("note", note) for note in report.notes),
     ):
         table.add_row(name, value)
     Console().print(table)

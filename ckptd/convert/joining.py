@@ -78,7 +78,7 @@ def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[Join, list[
         [(s.name, s.dtype) for s in r.states] != [(s.name, s.dtype) for s in ranks[0].states] for r in ranks
     ):
         raise RefusedError(f"{name} has other optimizer states or types on some tensor ranks")
-    if experts > 1:
+    if experts:
         try:
             join = stacked(join, shapes, experts)
         except RefusedError as error:

@@ -61,3 +61,5 @@ class ConvertReport:
     peak_rss_bytes: int
     """Largest resident set of the children."""
     verified: bool
+    notes: tuple[str, ...] = ()
+    """What a resumed run will find different: optimizer state that a loader leaves out."""

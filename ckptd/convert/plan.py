@@ -79,6 +79,7 @@ class Header:
     step: int | None
     parameters: int
     sources: tuple[SourceFile, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ class PlanReader:
         if raw.get("ckptd_plan") != FORMAT:
             raise RefusedError("not a plan of this version of ckptd")
         self.header = Header(
-            **{k: raw[k] for k in Header.__slots__ if k != "sources"},
+            **{k: raw[k] for k in Header.__slots__ if k not in ("sources", "notes")},
+            notes=tuple(raw["notes"]),
             sources=tuple(SourceFile(*entry) for entry in raw["sources"]),
         )
         self.identities = [tuple(i) for i in self._read()["identities"]]

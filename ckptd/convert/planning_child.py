@@ -14,7 +14,7 @@ from typing import Any
 from ckptd import files
 from ckptd.convert.plan import Header, PlanWriter, SourceFile
 from ckptd.convert.sandbox import peak_rss_bytes, restrict
-from ckptd.convert.universal import UniversalLayout, choose_layout
+from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.errors import CkptdError, RefusedError, StorageError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.shards import Source
@@ -47,6 +47,8 @@ def _plan(request: dict[str, Any]) -> None:
         sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
         save = Surveyor(lambda path: files.reading(dir_fd, path), sources, request["folders"]).survey()
     layout_name = choose_layout(request["compat"], save.ds_version)
+    if request["compat"] == "auto":
+        refuse_unread(save)
     layout = UniversalLayout(save, layout_name, block=request["block"], strict=request["strict"])
     header = Header(
         form="universal",
@@ -58,6 +60,7 @@ def _plan(request: dict[str, Any]) -> None:
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
+        notes=save.experts.notes(),
     )
     writer = PlanWriter(sys.stdout.buffer, header, (r.identity for r in save.reads))
     for output in layout.outputs():

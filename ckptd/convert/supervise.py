@@ -232,6 +232,7 @@ class Conversion:
             seconds=seconds,
             peak_rss_bytes=self.peak_rss_bytes,
             verified=self.options.verify,
+            notes=header.notes,
         )
 
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
+from ckptd.zero import autoep
 from ckptd.zero.blocks import Copy, Step, Weave
 from ckptd.zero.facts import as_dict
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from ckptd.zero.patterns import Join
     from ckptd.zero.shards import Opened, Source
 
-READ_SINCE = (0, 19, 2)
-"""First version whose stage 1/2 loader takes its own part of a stacked parameter (DeepSpeed PR 7938)."""
 SAFE = "the ZeRO form is safe all the same"
 _FILE_NAME = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_\d+_model_states\.pt")
 _GROUP_NAME = re.compile(r"ep_size_([1-9][0-9]{0,6})")
@@ -39,6 +38,8 @@ class Experts:
     ep: int = 1
     groups: frozenset[int] = frozenset()
     in_blocks: bool = False
+    automatic: bool = False
+    """AutoEP: a stacked parameter is a whole layer, of no particular expert-parallel size."""
 
     def owners(self, group: int, dp: int) -> list[range]:
         """Data-parallel ranks of each expert-parallel rank, in the order of their pieces.
@@ -54,7 +55,7 @@ class Experts:
 
     def notes(self) -> tuple[str, ...]:
         """What a resumed run must hold to."""
-        if not self.groups:
+        if not self.groups or self.automatic:
             return ()
         said = f"experts are shared by {self.ep} ranks: resume with ep_size {self.ep}"
         return (f"{said}, in ZeRO stage 1 or 2, with DeepSpeed 0.19.2 or newer",)
@@ -71,11 +72,12 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
     """
     base = as_dict(as_dict(optim.root.get("optimizer_state_dict")).get("base_optimizer_state"))
     named = base.get("param_groups")
+    automatic = bool(autoep.layers(model))
     found: dict[int, int] = {}
     for g, count in enumerate(optim.facts.partition_count):
         group = as_dict(named[g]) if isinstance(named, list) and g < len(named) else {}
         ep = _expert_parallel(optim, g, group, count, dp)
-        if ep > 1:
+        if ep > 1 or (automatic and ep):
             found[g] = ep
     sizes = sorted(set(found.values()))
     if not sizes:
@@ -98,16 +100,18 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
     ordered = as_dict(model.root.get("ds_config")).get("use_data_before_expert_parallelism", False)
     if not isinstance(ordered, bool):
         raise RefusedError(f"{model.source.path}: use_data_before_expert_parallelism is {ordered!r}")
-    return Experts(ep=ep, groups=frozenset(found), in_blocks=ordered)
+    if automatic:
+        autoep.check(model, ep, found)
+    return Experts(ep=ep, groups=frozenset(found), in_blocks=ordered, automatic=automatic)
 
 
 def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int) -> int:
-    """How many ranks share the experts of a group; 1 for a group that all ranks partition."""
+    """How many ranks share the experts of a group; 0 for a group of other parameters."""
     where = f"{optim.source.path} partitions group {g} over {count} of {dp} ranks"
     name = group.get("name")
     match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) and group.get("moe") is True else None
     if count == dp and match is None:
-        return 1
+        return 0
     if count < 1 or dp % count:
         raise RefusedError(f"{where}, which no expert parallelism does")
     if match is None:

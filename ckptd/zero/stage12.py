@@ -7,6 +7,7 @@ inside a rank (round_robin_gradients shuffles those).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
@@ -102,7 +103,8 @@ def parameters(
         held = [_by_parameter(shards, ranks, g, group_shapes) for ranks in owners]
         for name, shape in group_shapes.items():
             fragments = [of.pop(name, []) for of in held]
-            yield _parameter(name, shape, fragments, shards, g, names)
+            made = _parameter(name, shape, fragments, shards, g, names)
+            yield replace(made, experts=experts.ep) if g in experts.groups else made
 
 
 def _same_states(shards: list[OptimShard], g: int) -> list[str]:
@@ -187,4 +189,4 @@ def _parameter(
         states.append(StateRanges(key, dtype, item, tuple(pieces)))
     first = shards[fragments[0][0]] if fragments else shards[0]
     scalars = first.groups[g].scalars
-    return Parameter(name, tuple(shape), tuple(states), scalars, first.source.index, len(held))
+    return Parameter(name, tuple(shape), tuple(states), scalars, first.source.index)

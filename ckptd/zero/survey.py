@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.zero import stage3, stage12
+from ckptd.zero import autoep, stage3, stage12
 from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
 from ckptd.zero.facts import as_dict, numel
 from ckptd.zero.save import Cell, Read, Save
@@ -90,6 +90,11 @@ class Surveyor:
         )
 
     def _experts(self, grid: Degrees, model: Opened, optim: Opened) -> Experts:
+        if grid.stage >= 3 and autoep.layers(model):
+            raise RefusedError(
+                "an AutoEP checkpoint of ZeRO stage 3 is not converted; stages 1 and 2 are",
+                hint="DeepSpeed's ds_to_universal converts it; " + SAFE,
+            )
         if grid.stage >= 3:
             return NO_EXPERTS
         check_files(model, self.sources)
@@ -174,8 +179,6 @@ class Surveyor:
 
     @staticmethod
     def _refuse_by_facts(model: Opened, optim: Opened) -> None:
-        if model.root.get("ds_autoep_layers") or model.root.get("autoep_layers"):
-            raise RefusedError("an AutoEP checkpoint is not converted yet", hint=SAFE)
         stages = {optim.facts.zero_stage, model.facts.zero_stage} - {None}
         if len(stages) > 1:
             raise RefusedError(
