@@ -18,7 +18,7 @@ from ckptd import files
 from ckptd.convert.cloning import Tally
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.convert.sandbox import peak_rss_bytes, restrict
-from ckptd.convert.universal import UniversalLayout, choose_layout
+from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.errors import CkptdError, RefusedError, StorageError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.optimizers import notes
@@ -61,6 +61,8 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
         sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
         save = Surveyor(lambda path: files.reading(dir_fd, path), sources, request["folders"]).survey()
     layout_name = choose_layout(request["compat"], save.ds_version)
+    if request["compat"] == "auto":
+        refuse_unread(save)
     layout = UniversalLayout(save, layout_name, block=request["block"], strict=request["strict"])
     header = Header(
         form="universal",
@@ -72,7 +74,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
-        notes=notes([cell.shards[0] for row in save.cells for cell in row]),
+        notes=notes([cell.shards[0] for row in save.cells for cell in row]) + save.experts.notes(),
     )
     writer = PlanWriter(out, header, (r.identity for r in save.reads))
     tally = Tally()

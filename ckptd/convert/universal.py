@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CLONE_WORTH_BYTES = 64 << 10
 FP32_COPIES_SINCE = (0, 19, 8)
 """First version whose converter writes fp32.pt for buffers, frozen parameters and aliases."""
+EXPERTS_SINCE = (0, 19, 2)
+"""First version whose stage 1/2 loader takes its part of a stacked parameter (DeepSpeed PR 7938)."""
 SUPERSET_SINCE = (0, 19, 4)
 """First version whose stage 3 loader reads dictionaries (DeepSpeed PR 8168)."""
 
@@ -51,6 +53,21 @@ def choose_layout(compat: str, ds_version: str) -> str:
     if compat != "auto":
         return compat
     return "superset" if version_tuple(ds_version) >= SUPERSET_SINCE else "strict"
+
+
+def refuse_unread(save: Save) -> None:
+    """Refuse experts in a save of a version whose own loader could not read them back.
+
+    Raises:
+        RefusedError: with what to do; naming a layout converts all the same.
+    """
+    if save.experts.groups and version_tuple(save.ds_version) < EXPERTS_SINCE:
+        raise RefusedError(
+            f"experts saved by DeepSpeed {save.ds_version or '(version unknown)'} have no universal form "
+            "that it could load; 0.19.2 and newer can",
+            hint="upgrade the trainer, or convert for a newer one with --compat superset; "
+            "the ZeRO form is safe all the same",
+        )
 
 
 class UniversalLayout:
@@ -223,6 +240,8 @@ def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
         entry["sub_param_shape"] = Inert(origin, (), marks, made_by_new=True)
     if join.vocabulary:
         entry["vocab_tensor"] = True
+    if join.experts is not None:
+        return {"param": tensor, **entry, "is_expert_param": True, "ep_num_experts": join.experts}
     return {**entry, "param": tensor}
 
 

@@ -32,6 +32,7 @@ class Join:
 
     `averaged`: each rank's shard is a full parameter and the mean of all counts (`steps` is of rank 0).
     `equal`: pairs of step lists that must hold the same bytes (copies on several ranks).
+    `experts`: rows of `shape` that a loader divides by its expert-parallel size; None for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class Join:
     vocabulary: bool = False
     averaged: bool = False
     equal: tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...] = ()
+    experts: int | None = None
 
 
 class Patterns:
