@@ -177,8 +177,10 @@ def ds_config(r: dict[str, Any], dp: int, *, universal: bool) -> dict[str, Any]:
         config["data_types"] = {"grad_accum_dtype": r["grad_accum_dtype"]}
     if r["optimizer"] in DS_TYPES:
         config["optimizer"] = {"type": DS_TYPES[r["optimizer"]], "params": {"lr": rate}}
-    if r["tp"]:
+    if r["tp"]:  # DeepSpeed counts TP ranks in a given train_batch_size
         config["tensor_parallel"] = {"autotp_size": r["tp"]}
+    else:
+        config["train_batch_size"] = BATCH
     return config
 
 
