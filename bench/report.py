@@ -123,14 +123,19 @@ def verdicts(stage: Stage) -> list[str]:
     return said
 
 
-def write(text: str, stages: list[Stage]) -> None:
-    """Replace the measured part of the page, keep the rest."""
+def replace_part(text: str, begin: str, end: str) -> None:
+    """Replace what stands between two marks of the page, keep the rest."""
     page = PAGE.read_text()
-    head, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{text}{END}{rest.partition(END)[2]}")
+    head, _, rest = page.partition(begin)
+    PAGE.write_text(f"{head}{begin}\n{text}{end}{rest.partition(end)[2]}")
+    print(f"wrote {PAGE}")
+
+
+def write(text: str, stages: list[Stage]) -> None:
+    """Replace the measured part of the page and draw it."""
+    replace_part(text, BEGIN, END)
     if importlib.util.find_spec("matplotlib") is not None:
         _draw(stages)
-    print(f"wrote {PAGE}")
 
 
 def _draw(stages: list[Stage]) -> None:

@@ -79,6 +79,20 @@ def copy_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, lengt
         done += count
 
 
+def extent_at(fd: int, offset: int, length: int) -> tuple[bool, int]:
+    """Whether a hole of the file begins at `offset`, and how far hole or data reach, at most `length`.
+
+    File systems that know no holes say that all is data. `offset + length` must lie inside the file.
+    """
+    try:
+        data = os.lseek(fd, offset, os.SEEK_DATA)
+        if data > offset:
+            return True, min(length, data - offset)
+        return False, min(length, os.lseek(fd, offset, os.SEEK_HOLE) - offset)
+    except OSError as error:
+        return error.errno == errno.ENXIO, length  # ENXIO: no data up to the end of the file
+
+
 def flush_range(fd: int, offset: int, length: int) -> None:
     """Write back the dirty pages of a range and wait (no metadata: not durability, only bounded memory)."""
     _libc.sync_file_range(
@@ -86,9 +100,14 @@ def flush_range(fd: int, offset: int, length: int) -> None:
     )
 
 
-def start_flush(fd: int) -> None:
-    """Start writing back all dirty pages of a file and do not wait: a later fsync finds little to do."""
-    _libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_SYNC_WRITE))
+def start_flush(fd: int, offset: int = 0, length: int = 0) -> None:
+    """Start writing back the dirty pages of a range (`length` 0: to the end), and do not wait.
+
+    A later fsync, or `flush_range`, finds little to do.
+    """
+    _libc.sync_file_range(
+        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_SYNC_WRITE)
+    )
 
 
 def cached_bytes(fd: int) -> int | None:

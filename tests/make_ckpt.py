@@ -177,10 +177,10 @@ def ds_config(r: dict[str, Any], dp: int, *, universal: bool) -> dict[str, Any]:
         config["data_types"] = {"grad_accum_dtype": r["grad_accum_dtype"]}
     if r["optimizer"] in DS_TYPES:
         config["optimizer"] = {"type": DS_TYPES[r["optimizer"]], "params": {"lr": rate}}
-    if r["tp"]:
+    if r["tp"]:  # DeepSpeed counts TP ranks in a given train_batch_size
         config["tensor_parallel"] = {"autotp_size": r["tp"]}
-    if r["sp"]:
-        config |= {"data_parallel_size": dp, "sequence_parallel_size": r["sp"]}
+    else:
+        config["train_batch_size"] = BATCH
     return config
 
 
@@ -239,9 +239,20 @@ def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
 
         groups = split_params_into_different_moe_groups_for_optimizer({"params": wanted, "name": "all"})
     optimizer = client_optimizer(r["optimizer"], groups)
-    given = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer}
+    given: dict[str, Any] = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer}
+    if r["sp"]:
+        given["mpu"] = sequence_groups(r["sp"])
     engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     return engine
+
+
+def sequence_groups(sp: int) -> Any:
+    """DeepSpeed's process groups of Ulysses, which exist once per process."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+        parallel_state_sp.initialize_sequence_parallel(sp)
+    return parallel_state_sp
 
 
 def optimizer_facts(engine: Any) -> dict[str, Any]:

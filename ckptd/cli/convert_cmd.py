@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 if TYPE_CHECKING:
-    import threading
     from pathlib import Path
 
+    from ckptd.convert.forecast import Forecast
     from ckptd.convert.options import Compat, ConvertOptions, ConvertReport
 
 
@@ -35,12 +35,23 @@ def register(app: typer.Typer) -> None:
             "--inject_missing_state",
             help="Accepted for the stock converter's sake; ckptd never needs that state.",
         ),
-        as_json: bool = typer.Option(False, "--json", help="Result as JSON on stdout."),
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="Only plan, and say what converting would make and cost."
+        ),
+        as_json: bool = typer.Option(
+            False, "--json", help="Result as JSON on stdout; progress as JSON lines on stderr."
+        ),
     ) -> None:
         from pathlib import Path
 
         options = _options(form, compat, memory_budget, verify, not no_strict, inject_missing_state)
-        report = run(Path(source), Path(destination), options, quiet=as_json)
+        if dry_run:
+            from ckptd.convert.forecast import forecast
+
+            seen = forecast(resolve_source(Path(source)), Path(destination), options)
+            _print_json(seen) if as_json else _print_forecast(seen)
+            return
+        report = run(Path(source), Path(destination), options, as_json=as_json)
         _print_json(report) if as_json else _print_table(report)
 
 
@@ -94,12 +105,12 @@ def resolve_source(source: Path) -> Path:
     return source / tag
 
 
-def run(source: Path, destination: Path, options: ConvertOptions, *, quiet: bool) -> ConvertReport:
-    """Convert with a progress bar on a terminal; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
+def run(source: Path, destination: Path, options: ConvertOptions, *, as_json: bool) -> ConvertReport:
+    """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
     import signal
-    import sys
     import threading
 
+    from ckptd.cli.convert_progress import showing
     from ckptd.convert.supervise import convert as convert_folder
 
     stop = threading.Event()
@@ -107,35 +118,29 @@ def run(source: Path, destination: Path, options: ConvertOptions, *, quiet: bool
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     folder = resolve_source(source)
-    if quiet or not sys.stderr.isatty():
-        return convert_folder(folder, destination, options, should_stop=stop.is_set)
-    return _with_progress(folder, destination, options, stop)
+    with showing(as_json=as_json) as tell:
+        return convert_folder(folder, destination, options, on_progress=tell, should_stop=stop.is_set)
 
 
-def _with_progress(
-    folder: Path, destination: Path, options: ConvertOptions, stop: threading.Event
-) -> ConvertReport:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from ckptd.convert.options import ConvertProgress
-    from ckptd.convert.supervise import convert as convert_folder
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("planning", total=None)
-
-        def show(p: ConvertProgress) -> None:
-            progress.update(task, description=p.phase, completed=p.bytes_done, total=p.bytes_total or None)
-
-        return convert_folder(folder, destination, options, on_progress=show, should_stop=stop.is_set)
-
-
-def _print_json(report: ConvertReport) -> None:
+def _print_json(report: ConvertReport | Forecast) -> None:
     import json
     from dataclasses import asdict
+    from pathlib import Path
 
-    print(json.dumps({**asdict(report), "destination": str(report.destination)}, indent=1))
+    plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(report).items()}
+    print(json.dumps(plain, indent=1))
+
+
+def _print_forecast(seen: Forecast) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ckptd.cli.convert_progress import forecast_rows
+
+    table = Table(show_header=False, box=None)
+    for name, value in forecast_rows(seen):
+        table.add_row(name, value)
+    Console().print(table)
 
 
 def _print_table(report: ConvertReport) -> None:

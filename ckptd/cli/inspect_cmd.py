@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckptd.cli.inspect_look import Seen, SeenCheckpoint
+    from ckptd.cli.inspect_look import Seen, SeenCheckpoint, SeenConversion
 
 _MANY_FILES = 40
 
@@ -97,7 +97,25 @@ def _print_facts(console: Console, c: SeenCheckpoint) -> None:
             table.add_row(name, str(value))
     for note in c.notes:
         table.add_row("note", note)
+    for row in _conversion_rows(c.conversion) if c.conversion is not None else ():
+        table.add_row(*row)
     console.print(table)
+
+
+def _conversion_rows(seen: SeenConversion) -> list[tuple[str, str]]:
+    """What converting would make here, or why it would not."""
+    if not seen.converts:
+        return [("converts", f"no: {seen.reason}"), *([("", f"→ {seen.hint}")] if seen.hint else [])]
+    how = f"{seen.bytes_cloned or 0:,} bytes cloned, {seen.bytes_copied or 0:,} copied"
+    if seen.bytes_misplaced:
+        how += f" (of these {seen.bytes_misplaced:,} because shards do not meet at whole blocks)"
+    memory = (seen.memory_bytes or 0) / 1048576
+    return [
+        ("converts", f"yes: {seen.bytes or 0:,} bytes in {seen.files or 0:,} files, {seen.layout} layout"),
+        ("", f"by {how}"),
+        ("", f"about {seen.disk_bytes or 0:,} bytes of new disk of {seen.free_bytes or 0:,} free"),
+        ("", f"at most {memory:.0f} MiB of memory with the pages it dirties"),
+    ]
 
 
 def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> None:

@@ -38,6 +38,26 @@ class SeenFile(Model):
     """What is wrong with it; None when nothing is."""
 
 
+class SeenConversion(Model):
+    """Whether a ZeRO checkpoint has a universal form here, and what that would cost (sizes in bytes)."""
+
+    converts: bool
+    reason: str | None = None
+    """Why it does not convert, in one sentence."""
+    hint: str | None = None
+    layout: str | None = None
+    parameters: int | None = None
+    files: int | None = None
+    bytes: int | None = None
+    bytes_cloned: int | None = None
+    bytes_copied: int | None = None
+    bytes_misplaced: int | None = None
+    """Copied although extents clone here: in ranges whose offsets do not agree modulo the block."""
+    disk_bytes: int | None = None
+    free_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
 class SeenCheckpoint(Model):
     """One folder and the verdict on it."""
 
@@ -59,6 +79,8 @@ class SeenCheckpoint(Model):
     bytes: int
     saved_seconds_apart: float | None = None
     notes: tuple[str, ...] = ()
+    conversion: SeenConversion | None = None
+    """Of a single ZeRO folder; None in the overview of a save_dir."""
     files: tuple[SeenFile, ...]
 
 
@@ -94,8 +116,25 @@ def look(path: Path) -> Seen:
     if _is_universal(listing):
         return Seen(path=str(path), kind="universal", checkpoints=(_universal(listing, Path(parent)),))
     if listing.shards:
-        return Seen(path=str(path), kind="zero", checkpoints=(_zero(listing, Path(parent)),))
+        checkpoint = _zero(listing, Path(parent))
+        told = checkpoint.model_copy(update={"conversion": look_ahead(Path(absolute))})
+        return Seen(path=str(path), kind="zero", checkpoints=(told,))
     return _save_dir(path, absolute)
+
+
+def look_ahead(folder: Path) -> SeenConversion:
+    """What `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
+    from ckptd.convert.forecast import forecast
+
+    try:
+        seen = forecast(folder, folder.parent / f".{folder.name}.ckptd-forecast")
+    except (CkptdError, OSError) as error:
+        message = error.message if isinstance(error, CkptdError) else str(error)
+        return SeenConversion(
+            converts=False, reason=message, hint=error.hint if isinstance(error, CkptdError) else None
+        )
+    names = [n for n in SeenConversion.model_fields if n not in ("converts", "reason", "hint")]
+    return SeenConversion(converts=True, **{name: getattr(seen, name) for name in names})
 
 
 def _save_dir(path: Path, absolute: str) -> Seen:

@@ -12,14 +12,14 @@ import threading
 from dataclasses import dataclass
 
 from ckptd import files
+from ckptd.convert.cloning import interior
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reading import blocks_of, same_bytes
+from ckptd.convert.sources import Sources
 from ckptd.errors import NoSpaceError, RefusedError
-from ckptd.torchfile.skeleton import BLOCK_BYTES
 
 MIB = 1 << 20
-MIN_CLONE_BYTES = 16 << 10
 _BATCH_FILES = 48
 
 
@@ -117,6 +117,37 @@ def own(fd: int, gid: int, mode: int) -> None:
     os.fchmod(fd, mode)
 
 
+class Dirty:
+    """The dirty pages of one file being written front to back: never more than a window of them (P12).
+
+    While one half of the window is on its way to disk, the other is filled.
+    """
+
+    def __init__(self, fd: int, window_bytes: int) -> None:
+        self._fd = fd
+        self._half_bytes = max(1, window_bytes // 2)
+        self._begin = 0
+        self._bytes = 0
+        self._under_way: tuple[int, int] | None = None
+
+    def room(self) -> int:
+        """How much may be written before `wrote`."""
+        return self._half_bytes - self._bytes
+
+    def wrote(self, at: int, length: int) -> None:
+        """`length` bytes were written, the last of them before `at`."""
+        self._bytes += length
+        if self._bytes < self._half_bytes:
+            return
+        if self._under_way is not None:
+            begin, nbytes = self._under_way
+            files.flush_range(self._fd, begin, nbytes)
+            files.drop_pages(self._fd, begin, nbytes)
+        self._under_way = (self._begin, at - self._begin)
+        files.start_flush(self._fd, *self._under_way)
+        self._begin, self._bytes = at, 0
+
+
 class Worker:
     """One copying thread's state: its batch of files that are written but not yet flushed and renamed."""
 
@@ -126,8 +157,7 @@ class Worker:
         *,
         out_fd: int,
         temporary_fd: int,
-        sources: list[int],
-        cold: frozenset[int],
+        sources: Sources,
         folders: Folders,
         settings: Settings,
         counters: Counters,
@@ -137,7 +167,6 @@ class Worker:
         self.out_fd = out_fd
         self.temporary_fd = temporary_fd
         self.sources = sources
-        self.cold = cold
         self.folders = folders
         self.settings = settings
         self.counters = counters
@@ -161,10 +190,11 @@ class Worker:
         self.batch.append((fd, name, output))
         if self.clone:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
+        dirty = Dirty(fd, self.settings.window_bytes)
         at = 0
         for part in output.parts:
             self._check_stop()
-            self._part(fd, at, part)
+            self._part(fd, at, part, dirty)
             at += part.nbytes
         own(fd, self.settings.gid, self.settings.file_mode)
         files.start_flush(fd)
@@ -204,67 +234,69 @@ class Worker:
                 f"writing on would leave less than {self.settings.reserve_bytes} bytes free for the next save"
             )
 
-    def _part(self, fd: int, at: int, part: Part) -> None:
+    def _part(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
         if isinstance(part, Literal):
             os.pwrite(fd, part.data, at)
             self.counters.add(nbytes=part.nbytes)
+            dirty.wrote(at + part.nbytes, part.nbytes)
         elif isinstance(part, Range):
-            self._range(fd, at, part)
+            self._range(fd, at, part, dirty)
         else:
-            self._made(fd, at, part)
+            self._made(fd, at, part, dirty)
 
-    def _range(self, fd: int, at: int, part: Range) -> None:
+    def _range(self, fd: int, at: int, part: Range, dirty: Dirty) -> None:
         """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
         source = self.sources[part.source]
-        begin = part.offset + (-part.offset) % BLOCK_BYTES
-        end = (part.offset + part.nbytes) // BLOCK_BYTES * BLOCK_BYTES
-        aligned = (part.offset - at) % BLOCK_BYTES == 0 and end - begin >= MIN_CLONE_BYTES
-        if self.clone and aligned:
+        inside = interior(part.offset, part.nbytes, at) if self.clone else None
+        if inside is not None:
+            begin, end = inside
             shift = at - part.offset
-            self._copy(source, part.offset, fd, at, begin - part.offset)
+            self._copy(source, part.offset, fd, at, begin - part.offset, dirty)
             if files.clone_range(source, begin, fd, begin + shift, end - begin):
                 self.counters.add(nbytes=end - begin, cloned=end - begin)
-                self._copy(source, end, fd, end + shift, part.offset + part.nbytes - end)
+                self._copy(source, end, fd, end + shift, part.offset + part.nbytes - end, dirty)
                 return
             self.clone = False
-            self._copy(source, begin, fd, begin + shift, part.offset + part.nbytes - begin)
+            self._copy(source, begin, fd, begin + shift, part.offset + part.nbytes - begin, dirty)
             return
-        self._copy(source, part.offset, fd, at, part.nbytes)
+        self._copy(source, part.offset, fd, at, part.nbytes, dirty)
 
-    def _copy(self, source: int, offset: int, fd: int, at: int, length: int) -> None:
-        """Copy in windows; each window's pages are on their way to disk before the next one begins."""
+    def _copy(self, source: int, offset: int, fd: int, at: int, length: int, dirty: Dirty) -> None:
+        """Copy in steps; where extents clone, a hole stays a hole (the output has its full size already)."""
         done = 0
         while done < length:
             self._check_stop()
-            step = min(self.settings.window_bytes, length - done)
+            step = min(dirty.room(), length - done)
+            if self.clone:
+                hole, extent = self.sources.extent_at(source, offset + done, length - done)
+                if hole:
+                    self.counters.add(nbytes=extent)
+                    done += extent
+                    continue
+                step = min(step, extent)
             self._check_room(step)
             files.copy_range(source, offset + done, fd, at + done, step)
             self.counters.add(nbytes=step, copied=step)
-            if done or step < length:
-                files.flush_range(fd, at + done, step)
-                files.drop_pages(fd, at + done, step)
-            if source in self.cold:
+            dirty.wrote(at + done + step, step)
+            if self.sources.was_cold(source):
                 files.drop_pages(source, offset + done, step)
             done += step
 
-    def _made(self, fd: int, at: int, part: Part) -> None:
-        """What no file system can copy: read, rearrange, write, window by window."""
-        begin = flushed = at
+    def _made(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
+        """What no file system can copy: read, rearrange, write, block by block."""
+        begin = at
         for data in blocks_of(part, self.sources):
             self._check_stop()
             self._check_room(len(data))
             os.pwrite(fd, data, at)
             at += len(data)
             self.counters.add(nbytes=len(data), copied=len(data))
-            if at - flushed >= self.settings.window_bytes:
-                files.flush_range(fd, flushed, at - flushed)
-                files.drop_pages(fd, flushed, at - flushed)
-                flushed = at
+            dirty.wrote(at, len(data))
         if at != begin + part.nbytes:
             raise RefusedError("a source ended early while it was read")
         for used in ranges_of(part):
             source = self.sources[used.source]
-            if source in self.cold:
+            if self.sources.was_cold(source):
                 files.drop_pages(source, used.offset, used.nbytes)
 
     def compare(self, check: OutputCheck) -> None:

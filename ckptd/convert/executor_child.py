@@ -21,6 +21,7 @@ from ckptd import files
 from ckptd.convert.execute import Counters, Folders, Settings, Stopped, Worker, own
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader
 from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
+from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.verify import verify_outputs, verify_sources
 from ckptd.errors import CkptdError, SourceChanged, from_os_error
 
@@ -86,9 +87,7 @@ class Execution:
         self.phase = "copying"
         self.out_fd = files.open_dir_beneath(work_fd, "out")
         self.temporary_fd = files.open_dir_beneath(work_fd, "tmp")
-        self.sources: list[int] = []
-        self.cold: frozenset[int] = frozenset()
-        """Descriptors of sources that were not in the page cache: what we read of them is dropped again."""
+        self.sources = Sources(source_fd, [], [])
         self.settings = Settings.within(
             request.memory_budget_bytes,
             threads=request.threads,
@@ -104,7 +103,7 @@ class Execution:
         plan_fd = files.open_beneath(self.work_fd, "plan.jsonl")
         with open(plan_fd, "rb") as stream:
             plan = PlanReader(stream)
-            self._open_sources(plan)
+            self.sources = self._open_sources(plan)
             with Ticker(self):
                 if self.request.verify:
                     self.phase = "verifying"
@@ -125,25 +124,18 @@ class Execution:
         if self.stop.is_set():
             raise Stopped
 
-    def _open_sources(self, plan: PlanReader) -> None:
+    def _open_sources(self, plan: PlanReader) -> Sources:
         """Only names that the parent listed; each still the file that was planned (P4)."""
         allowed = set(self.request.files)
-        for source, identity in zip(plan.header.sources, plan.identities, strict=True):
+        for source in plan.header.sources:
             if source.path not in allowed:
                 raise SourceChanged(f"the plan names {source.path}, which was not listed")
-            fd = files.open_beneath(self.source_fd, source.path)
-            self.sources.append(fd)
-            if _identity(os.fstat(fd)) != identity:
-                raise SourceChanged(f"{source.path} was written since it was read")
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            cached = files.cached_bytes(fd)
-            if cached is not None and cached < source.bytes // 2:
-                self.cold |= {fd}
+        return Sources(self.source_fd, [s.path for s in plan.header.sources], plan.identities)
 
     def _recheck_sources(self, plan: PlanReader) -> None:
         for source, identity in zip(plan.header.sources, plan.identities, strict=True):
             status = files.stat_beneath(self.source_fd, source.path)
-            if status is None or _identity(status) != identity:
+            if status is None or identity_of(status) != identity:
                 raise SourceChanged(
                     f"{source.path} was written or removed while it was converted",
                     hint="nothing was published; convert again when the save is complete",
@@ -195,7 +187,6 @@ class Execution:
             out_fd=self.out_fd,
             temporary_fd=self.temporary_fd,
             sources=self.sources,
-            cold=self.cold,
             folders=self.folders,
             settings=self.settings,
             counters=self.counters,
@@ -294,10 +285,6 @@ class Ticker:
         }
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 if __name__ == "__main__":

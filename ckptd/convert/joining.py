@@ -16,6 +16,7 @@ from ckptd.convert.parts import Mean, Part, Range, Stream, Woven
 from ckptd.convert.plan import OutputCheck
 from ckptd.errors import RefusedError
 from ckptd.zero.blocks import Copy, Step, Strand, Weave
+from ckptd.zero.experts import stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,11 +72,17 @@ def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[Join, list[
         RefusedError: the shards contradict the trainer's description of them.
     """
     name = ranks[0].name
-    join = patterns.join(name, [rank.shape for rank in ranks])
+    shapes, experts = [rank.shape for rank in ranks], ranks[0].experts
+    join = patterns.join(name, shapes)
     if any(
         [(s.name, s.dtype) for s in r.states] != [(s.name, s.dtype) for s in ranks[0].states] for r in ranks
     ):
         raise RefusedError(f"{name} has other optimizer states or types on some tensor ranks")
+    if experts:
+        try:
+            join = stacked(join, shapes, experts)
+        except RefusedError as error:
+            raise RefusedError(f"{name}: {error.message}", hint=error.hint) from error
     joined: list[JoinedState] = []
     for states in zip(*(rank.states for rank in ranks), strict=True):
         try:

@@ -1,20 +1,24 @@
 """`python -m ckptd.convert.planning_child`: reads a save's pickles and prints a plan (P14).
 
-Request on stdin: {"folder", "files": [[path, role, d, mm]], "folders": [...], "compat", "block", "strict"}.
-The plan goes to stdout; a refusal goes to stderr as one JSON line {"error", "message", "hint"}. It opens
-no file for writing, has no network and no environment.
+Request on stdin: {"folder", "files": [[path, role, d, mm]], "folders": [...], "compat", "block", "strict",
+"dry"}. The plan goes to stdout (nowhere when `dry`), what it comes to goes to stderr as one JSON line; a
+refusal goes there too: {"error", "message", "hint"}. It opens no file for writing, has no network and no
+environment.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from typing import Any
+from dataclasses import asdict
+from typing import IO, Any
 
 from ckptd import files
-from ckptd.convert.plan import Header, PlanWriter, SourceFile
+from ckptd.convert.cloning import Tally
+from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.convert.sandbox import peak_rss_bytes, restrict
-from ckptd.convert.universal import UniversalLayout, choose_layout
+from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.errors import CkptdError, RefusedError, StorageError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.optimizers import notes
@@ -32,8 +36,8 @@ def main() -> int:
     seconds = 120 + CPU_SECONDS_PER_FILE * len(request["files"])
     restrict(memory_bytes=MEMORY_BYTES, cpu_seconds=seconds, file_bytes=PLAN_BYTES)
     try:
-        _plan(request)
-        sys.stderr.write(json.dumps({"peak_rss_bytes": peak_rss_bytes()}) + "\n")
+        words = _plan(request, Nowhere() if request.get("dry") else sys.stdout.buffer)
+        sys.stderr.write(json.dumps({**words, "peak_rss_bytes": peak_rss_bytes()}) + "\n")
     except CkptdError as error:
         return _refuse(error)
     except OSError as error:
@@ -43,11 +47,22 @@ def main() -> int:
     return 0
 
 
-def _plan(request: dict[str, Any]) -> None:
+class Nowhere(io.BytesIO):
+    """Swallows a plan that is only counted."""
+
+    def write(self, data: Any, /) -> int:
+        """Keep nothing."""
+        return len(memoryview(data))
+
+
+def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
+    """Write the plan; returns what it comes to."""
     with files.opened_dir(request["folder"]) as dir_fd:
         sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
         save = Surveyor(lambda path: files.reading(dir_fd, path), sources, request["folders"]).survey()
     layout_name = choose_layout(request["compat"], save.ds_version)
+    if request["compat"] == "auto":
+        refuse_unread(save)
     layout = UniversalLayout(save, layout_name, block=request["block"], strict=request["strict"])
     header = Header(
         form="universal",
@@ -59,12 +74,16 @@ def _plan(request: dict[str, Any]) -> None:
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
-        notes=notes(save),
+        notes=notes(save) + save.experts.notes(),
     )
-    writer = PlanWriter(sys.stdout.buffer, header, (r.identity for r in save.reads))
+    writer = PlanWriter(out, header, (r.identity for r in save.reads))
+    tally = Tally()
     for output in layout.outputs():
         writer.add(output)
-    writer.finish()
+        if isinstance(output, OutputFile):
+            tally.add(output)
+    words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters")}
+    return words | asdict(tally) | asdict(writer.finish())
 
 
 def _refuse(error: CkptdError) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import add
 
 from ckptd.convert.casts import clamped, widen
@@ -19,7 +19,7 @@ _NARROW_BYTES = 64
 """Strands below this width are gathered column by column, which is cheaper than row by row."""
 
 
-def blocks_of(part: Part, sources: list[int]) -> Iterator[bytes]:
+def blocks_of(part: Part, sources: Sequence[int]) -> Iterator[bytes]:
     """The part's output bytes in blocks of about 1 MiB.
 
     Raises:
@@ -40,7 +40,7 @@ def blocks_of(part: Part, sources: list[int]) -> Iterator[bytes]:
         yield from _woven(part, sources)
 
 
-def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: list[int]) -> bool:
+def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Sequence[int]) -> bool:
     """True when two lists of parts are the same bytes."""
     one, other = Taker(_all(a, sources)), Taker(_all(b, sources))
     while True:
@@ -51,7 +51,7 @@ def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: list[int]) -> bool
             return True
 
 
-def _all(parts: Iterable[Part], sources: list[int]) -> Iterator[bytes]:
+def _all(parts: Iterable[Part], sources: Sequence[int]) -> Iterator[bytes]:
     for part in parts:
         yield from blocks_of(part, sources)
 
@@ -79,7 +79,7 @@ class Taker:
         return bytes(found)
 
 
-def _read(ranges: Iterable[Range], sources: list[int], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+def _read(ranges: Iterable[Range], sources: Sequence[int], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
     """Ranges one after another; no block crosses from one to the next."""
     for part in ranges:
         for first in range(0, part.nbytes, block_bytes):
@@ -90,7 +90,7 @@ def _read(ranges: Iterable[Range], sources: list[int], block_bytes: int = BLOCK_
             yield data
 
 
-def _mean(part: Mean, sources: list[int]) -> Iterator[bytes]:
+def _mean(part: Mean, sources: Sequence[int]) -> Iterator[bytes]:
     """Sums in double and rounds to float32 after each addition, which is float32's own sum (§6.1)."""
     takers = [Taker(_read(copy, sources)) for copy in part.copies]
     for first in range(0, part.count, BLOCK_BYTES // 4):
@@ -105,7 +105,7 @@ def _rounded(values: Iterable[float]) -> array[float]:
     return array("f", (clamped(v) for v in values))
 
 
-def _woven(part: Woven, sources: list[int]) -> Iterator[bytes]:
+def _woven(part: Woven, sources: Sequence[int]) -> Iterator[bytes]:
     """Row blocks: each stream is read forwards once, its strands scattered into the rows."""
     row_bytes = sum(width for _, _, width in part.strands)
     widest = max([row_bytes, *(stream.stride for stream in part.streams)])

@@ -18,7 +18,7 @@ from ckptd import errors, files
 from ckptd.convert import children
 from ckptd.convert.inspection import inspect_files, probe_restrictions
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
-from ckptd.convert.plan import Header, Trailer, read_trailer
+from ckptd.convert.plan import Header, Trailer
 from ckptd.convert.watch import Watched, watch
 from ckptd.convert.workplace import (
     PLAN,
@@ -27,7 +27,9 @@ from ckptd.convert.workplace import (
     check_destination,
     look_at_source,
     opened_workplace,
+    partial_name,
     remove_workplace,
+    was_published,
 )
 
 if TYPE_CHECKING:
@@ -72,25 +74,40 @@ def convert(
         raise errors.UsageError(f"there is no form {chosen.form!r} to convert to", hint="universal is one")
     started = time.monotonic()
     folder = look_at_source(source)
-    target = check_destination(folder, destination)
-    parent, name = os.path.split(target)
-    place_parent = os.path.realpath(work_dir) if work_dir is not None else parent
+    parent, name = os.path.split(os.path.abspath(destination))
+    place_parent = os.path.realpath(work_dir if work_dir is not None else parent)
     conversion = Conversion(folder, chosen, on_progress, should_stop, should_pause)
     try:
+        target = check_destination(folder, destination)
+    except errors.TargetExists:
+        report = conversion.published_before(place_parent, destination, started)
+        if report is None:
+            raise
+    else:
+        report = _convert(conversion, place_parent, destination, target, started)
+    if chosen.write_latest:
+        with files.opened_dir(parent) as parent_fd:
+            files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
+    remove_workplace(place_parent, name)
+    return report
+
+
+def _convert(
+    conversion: Conversion, place_parent: str, destination: Path, target: str, started: float
+) -> ConvertReport:
+    """Convert and publish; a failure removes the partial folder, a stop or a kill leaves it."""
+    parent, name = os.path.split(target)
+    try:
         with opened_workplace(place_parent, name, parent) as place:
-            report = conversion.run(place, destination, target, started)
-    except errors.LockHeld:
-        raise
-    except (errors.BehindError, KeyboardInterrupt):
+            return conversion.run(place, destination, target, started)
+    except (errors.LockHeld, errors.BehindError):
         raise  # stopped: what is finished stays for the next attempt
     except errors.CkptdError:
         remove_workplace(place_parent, name)
         raise
-    remove_workplace(place_parent, name)
-    if chosen.write_latest:
-        with files.opened_dir(parent) as parent_fd:
-            files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
-    return report
+    except OSError as error:
+        remove_workplace(place_parent, name)
+        raise errors.from_os_error(error, f"converting into {destination}") from error
 
 
 class Conversion:
@@ -124,6 +141,20 @@ class Conversion:
         place.publish(target)
         return self._report(destination, header, trailer, time.monotonic() - started)
 
+    def published_before(self, place_parent: str, destination: Path, started: float) -> ConvertReport | None:
+        """The report of an attempt that was killed after its result got its name; None: it is not ours."""
+        parent, name = os.path.split(os.path.realpath(destination))
+        if not os.path.isdir(os.path.join(place_parent, partial_name(name))):
+            return None
+        with opened_workplace(place_parent, name, parent) as place:
+            found = was_published(place, self.folder, os.path.join(parent, name))
+            if found is None:
+                return None
+            with files.opened_dir(parent) as fd:
+                files.fsync_dir(fd)
+        self.last = {"resumed": found[1].files}
+        return self._report(destination, *found, time.monotonic() - started)
+
     def _plan(self, place: Workplace, *, clone: bool) -> Trailer:
         self._tell(
             ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0)
@@ -141,10 +172,9 @@ class Conversion:
             child = children.start("planning_child", stdout=out, stderr=subprocess.PIPE)
             watched = self._watch(child, request, None, PLAN_SECONDS)
         if watched.status != 0:
-            raise _failure(watched, "planning the conversion")
+            raise failure(watched, "planning the conversion")
         self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
-        with place.reading_plan(PLAN + ".new") as stream:
-            return read_trailer(stream)
+        return place.trailer(PLAN + ".new")
 
     def _check_room(self, place: Workplace, trailer: Trailer) -> None:
         """P13 before the first byte; what an earlier attempt wrote is there already."""
@@ -195,7 +225,7 @@ class Conversion:
         child = children.start("executor_child", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         watched = self._watch(child, request, on_line, None)
         if watched.status != 0:
-            raise _failure(watched, "converting")
+            raise failure(watched, "converting")
 
     def _watch(
         self,
@@ -241,7 +271,7 @@ def _threads(budget_bytes: int) -> int:
     return max(1, min(MAX_THREADS, os.cpu_count() or 1, (budget_bytes - (48 << 20)) // (32 << 20)))
 
 
-def _failure(watched: Watched, what: str) -> errors.CkptdError:
+def failure(watched: Watched, what: str) -> errors.CkptdError:
     """The child's own words as an error of the tree; else how it died."""
     if watched.stopped:
         return errors.BehindError(f"{what} was stopped", hint="the next attempt goes on where it ended")

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CLONE_WORTH_BYTES = 64 << 10
 FP32_COPIES_SINCE = (0, 19, 8)
 """First version whose converter writes fp32.pt for buffers, frozen parameters and aliases."""
+EXPERTS_SINCE = (0, 19, 2)
+"""First version whose stage 1/2 loader takes its part of a stacked parameter (DeepSpeed PR 7938)."""
 SUPERSET_SINCE = (0, 19, 4)
 """First version whose stage 3 loader reads dictionaries (DeepSpeed PR 8168)."""
 
@@ -53,6 +55,21 @@ def choose_layout(compat: str, ds_version: str) -> str:
     return "superset" if version_tuple(ds_version) >= SUPERSET_SINCE else "strict"
 
 
+def refuse_unread(save: Save) -> None:
+    """Refuse experts in a save of a version whose own loader could not read them back.
+
+    Raises:
+        RefusedError: with what to do; naming a layout converts all the same.
+    """
+    if save.experts.groups and version_tuple(save.ds_version) < EXPERTS_SINCE:
+        raise RefusedError(
+            f"experts saved by DeepSpeed {save.ds_version or '(version unknown)'} have no universal form "
+            "that it could load; 0.19.2 and newer can",
+            hint="upgrade the trainer, or convert for a newer one with --compat superset; "
+            "the ZeRO form is safe all the same",
+        )
+
+
 class UniversalLayout:
     """Yields the outputs of one save."""
 
@@ -61,7 +78,7 @@ class UniversalLayout:
         self.superset = layout == "superset"
         self.block = block
         self.strict = strict
-        self.patterns = _patterns(save)
+        self.patterns = _patterns(save, strict=strict)
         self.written: set[str] = set()
 
     def outputs(self) -> Iterator[Output]:
@@ -190,18 +207,20 @@ class UniversalLayout:
         return wanted
 
 
-def _patterns(save: Save) -> Patterns:
+def _patterns(save: Save, *, strict: bool) -> Patterns:
     """The trainer's description of the parameters; one tensor rank of stage 3 never has one."""
     if save.tp == 1 and save.stage >= 3:
         return Patterns(None)
-    if save.tp > 1 and save.universal_info is None:
+    patterns = Patterns(save.universal_info)
+    if save.tp > 1 and (save.universal_info is None or (strict and not patterns.says_anything)):
+        where = f"universal_checkpoint_info of {save.rank0_model.source.path}"
         raise RefusedError(
-            f"nothing says how the {save.tp} tensor-parallel ranks join: "
-            f"{save.rank0_model.source.path} has no universal_checkpoint_info",
-            hint="let the trainer put it into client_state (AutoTP and Megatron-DeepSpeed do); "
+            f"{where} {'is missing and ' if save.universal_info is None else ''}"
+            f"says nothing of how the {save.tp} tensor-parallel ranks join",
+            hint="AutoTP and Megatron-DeepSpeed describe it unless client_state overwrites the key; "
             "the ZeRO form is safe all the same",
         )
-    return Patterns(save.universal_info)
+    return patterns
 
 
 def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
@@ -221,6 +240,8 @@ def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
         entry["sub_param_shape"] = Inert(origin, (), marks, made_by_new=True)
     if join.vocabulary:
         entry["vocab_tensor"] = True
+    if join.experts is not None:
+        return {"param": tensor, **entry, "is_expert_param": True, "ep_num_experts": join.experts}
     return {**entry, "param": tensor}
 
 

@@ -17,10 +17,10 @@ from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
 from ckptd.torchfile.fingerprint import check_crcs, fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
-def verify_sources(header: Header, sources: list[int], check_stop: Callable[[], None]) -> None:
+def verify_sources(header: Header, sources: Sequence[int], check_stop: Callable[[], None]) -> None:
     """Compare every record of every source with its CRC32, and its fingerprint with the plan's.
 
     Raises:
@@ -36,7 +36,9 @@ def verify_sources(header: Header, sources: list[int], check_stop: Callable[[], 
             raise VerifyError(f"{source.path} is not the file that was planned")
 
 
-def verify_outputs(plan: PlanReader, sources: list[int], out_fd: int, check_stop: Callable[[], None]) -> None:
+def verify_outputs(
+    plan: PlanReader, sources: Sequence[int], out_fd: int, check_stop: Callable[[], None]
+) -> None:
     """Read every output back from disk and compare it with what the plan says.
 
     Raises:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import stat
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from ckptd import files
-from ckptd.convert.plan import PlanReader, Trailer, read_trailer
+from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
+from ckptd.convert.sources import identity_of
 from ckptd.core.layouts import NamedShard, parse_shard_name
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, TargetExists, UsageError
 
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 TEMPORARIES = "tmp"
 OUTPUT = "out"
 PLAN = "plan.jsonl"
+
+
+def partial_name(name: str) -> str:
+    """Name of the folder in which `name` is built."""
+    return f".{name}.ckptd-partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +111,18 @@ class Workplace:
 
     def _current_digest(self) -> str:
         try:
-            with self.reading_plan() as stream:
-                return read_trailer(stream).sha256
+            return self.trailer().sha256
         except (OSError, CkptdError, ValueError):
             return ""
+
+    def trailer(self, name: str = PLAN) -> Trailer:
+        """Totals of a plan.
+
+        Raises:
+            DamagedError, OSError: it is not there or not finished.
+        """
+        with self.reading_plan(name) as stream:
+            return read_trailer(stream)
 
     @contextlib.contextmanager
     def reading_plan(self, name: str = PLAN) -> Iterator[IO[bytes]]:
@@ -159,7 +174,7 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
         LockHeld: another conversion works on it.
         UsageError: it lies on another file system than the destination.
     """
-    folder = f".{name}.ckptd-partial"
+    folder = partial_name(name)
     with files.opened_dir(parent) as parent_fd:
         if os.fstat(parent_fd).st_dev != os.stat(target_parent).st_dev:
             raise UsageError(f"{parent} is on another file system than {target_parent}")
@@ -178,6 +193,30 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
 
 
 def remove_workplace(parent: str, name: str) -> None:
-    """Remove the partial folder and all in it."""
+    """Remove the partial folder and all in it; the plan last, which tells whose leftovers these are."""
+    folder = partial_name(name)
     with files.opened_dir(parent) as parent_fd:
-        files.remove_tree(parent_fd, f".{name}.ckptd-partial")
+        with contextlib.suppress(FileNotFoundError), files.opened_dir(folder, parent_fd) as fd:
+            for inner in (OUTPUT, TEMPORARIES):
+                files.remove_tree(fd, inner)
+        files.remove_tree(parent_fd, folder)
+
+
+def was_published(place: Workplace, source: SourceFolder, target: str) -> tuple[Header, Trailer] | None:
+    """What an attempt made that was killed between publishing and tidying up; None when `target` is not that.
+
+    It is when the plan in `place` is of the source files as they are now and `target` says that it is
+    the plan's result (the rename that makes it is the last step of a conversion).
+    """
+    try:
+        reader, trailer = place.plan_reader(PLAN), place.trailer()
+        with files.opened_dir(target) as fd:
+            made = json.loads(files.read_beneath(fd, "ckptd.json"))["plan_sha256"]
+        with files.opened_dir(source.path) as fd:
+            for planned, identity in zip(reader.header.sources, reader.identities, strict=True):
+                status = files.stat_beneath(fd, planned.path)
+                if status is None or identity_of(status) != identity:
+                    return None
+    except (OSError, CkptdError, ValueError, KeyError, TypeError):
+        return None
+    return (reader.header, trailer) if made == trailer.sha256 else None

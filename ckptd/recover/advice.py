@@ -47,7 +47,12 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
             "accelerator.load_state(PATH) with exactly this path: the universal form lies there under the "
             "name that it opens"
         )
-    if facts is not None and plan.world_size is not None:
+    if grid.mm_count > 1:
+        lines.append(
+            f"saved with tensor parallel degree {grid.tp or 1} and pipeline parallel degree {grid.pp or 1}: "
+            "the universal form loads with other degrees too, the training script chooses them"
+        )
+    if facts is not None and plan.world_size is not None and plan.world_size % grid.mm_count == 0:
         lines += _batch(facts, plan.world_size // grid.mm_count)
     if facts is None or facts.frozen_parameters or facts.buffers:
         lines.append(

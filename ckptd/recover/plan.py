@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import State
 from ckptd.core.trainers import Trainer
-from ckptd.errors import RefusedError
 from ckptd.recover.beside import beside, bring
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate
 from ckptd.recover.steps import (
@@ -91,18 +90,10 @@ def make_plan(
 
 
 def needs_universal(candidate: Candidate, world_size: int | None) -> bool:
-    """Whether so many ranks need the universal form.
-
-    Raises:
-        RefusedError: no load on that many ranks is possible.
-    """
-    if candidate.grid.is_model_only or world_size is None or world_size == candidate.saved_world_size:
+    """Whether so many ranks need the universal form."""
+    if candidate.grid.is_model_only or world_size is None:
         return False
-    if world_size % candidate.grid.mm_count:
-        count = candidate.grid.mm_count
-        msg = f"{candidate.tag} has {count} model-parallel ranks, {world_size} is no multiple"
-        raise RefusedError(msg, hint="choose another --world-size")
-    return True
+    return world_size != candidate.saved_world_size
 
 
 def _plain(

@@ -72,6 +72,9 @@ class Maps:
         except re.error as error:
             raise RefusedError(f"the affine map holds an invalid pattern ({error})") from error
 
+    def __bool__(self) -> bool:
+        return bool(self._params)
+
     def find(self, name: str) -> Map | None:
         """The map of a parameter.
 

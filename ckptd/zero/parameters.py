@@ -30,7 +30,8 @@ class StateRanges:
 class Parameter:
     """A full parameter: name, real shape, states (fp32 first), scalar states (the step) as they are.
 
-    `scalar_source` is the index of the file that scalar tensors lie in.
+    `scalar_source` is the index of the file that scalar tensors lie in. `experts` > 0: that many
+    expert-parallel ranks' tensors, each of `shape`, follow one another in the pieces (docs/formats.md §7.1).
     """
 
     name: str
@@ -38,8 +39,9 @@ class Parameter:
     states: tuple[StateRanges, ...]
     scalars: dict[str, Any]
     scalar_source: int
+    experts: int = 0
 
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
-        return prod(self.shape)
+        return max(1, self.experts) * prod(self.shape)

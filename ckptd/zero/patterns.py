@@ -32,6 +32,7 @@ class Join:
 
     `averaged`: each rank's shard is a full parameter and the mean of all counts (`steps` is of rank 0).
     `equal`: pairs of step lists that must hold the same bytes (copies on several ranks).
+    `experts`: rows of `shape` that a loader divides by its expert-parallel size; None for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class Join:
     vocabulary: bool = False
     averaged: bool = False
     equal: tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...] = ()
+    experts: int | None = None
 
 
 class Patterns:
@@ -73,6 +75,11 @@ class Patterns:
             return self._stripped(name, self._join(name, shapes))
         except RefusedError as error:
             raise RefusedError(f"{name}: {error.message}", hint=error.hint) from error
+
+    @property
+    def says_anything(self) -> bool:
+        """False when no rule is there: then only the default is left, one after another along dimension 0."""
+        return bool(any(self._lists.values()) or self._subs or self._affine)
 
     def unmatched(self) -> list[str]:
         """Patterns that matched no parameter (strict conversion refuses them)."""

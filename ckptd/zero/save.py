@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError
 from ckptd.zero import stage3, stage12
+from ckptd.zero.experts import NO_EXPERTS, Experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +55,7 @@ class Save:
     rank0_optim: Opened
     model_sources: list[Source]
     reads: list[Read] = field(default_factory=list)
+    experts: Experts = NO_EXPERTS
 
     @property
     def pp(self) -> int:
@@ -103,10 +105,9 @@ class Save:
         Raises:
             DamagedError, RefusedError: the shards do not cover the parameters, or contradict each other.
         """
-        read = stage3.parameters if self.stage >= 3 else stage12.parameters
         seen: dict[str, list[tuple[int, ...]]] = {}
         for row in self.cells:
-            for ranks in _together([read(cell.shards, cell.shapes, only) for cell in row]):
+            for ranks in _together([self._read(cell, only) for cell in row]):
                 name, shapes = ranks[0].name, [rank.shape for rank in ranks]
                 if self.pp > 1:
                     if seen.setdefault(name, shapes) != shapes:
@@ -114,6 +115,11 @@ class Save:
                     if seen[name] is not shapes:
                         continue
                 yield ranks
+
+    def _read(self, cell: Cell, only: str | None) -> Iterator[Parameter]:
+        if self.stage >= 3:
+            return stage3.parameters(cell.shards, cell.shapes, only)
+        return stage12.parameters(cell.shards, cell.shapes, only, self.experts)
 
 
 def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:

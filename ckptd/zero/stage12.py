@@ -7,10 +7,12 @@ inside a rank (round_robin_gradients shuffles those).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.torchfile.values import Inert
+from ckptd.zero.experts import NO_EXPERTS, Experts
 from ckptd.zero.facts import as_dict, as_int, numel, shown
 from ckptd.zero.optimizers import refuse_unknown_layout
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
@@ -84,8 +86,12 @@ def state_names(shards: list[OptimShard]) -> list[str]:
     return list(names | {name: None for s in shards for group in s.groups for name in group.states})
 
 
-def parameters(shards: list[OptimShard], shapes: Shapes, only: str | None = None) -> Iterator[Parameter]:
+def parameters(
+    shards: list[OptimShard], shapes: Shapes, only: str | None = None, experts: Experts = NO_EXPERTS
+) -> Iterator[Parameter]:
     """Parameters in the order of `shapes`; `shards` in ascending rank; `only`: just that state's ranges.
+
+    A parameter of an expert group has the tensors of all expert-parallel ranks, one after another.
 
     Raises:
         DamagedError: pieces that overlap, leave their buffer, miss elements, or leave unknown gaps.
@@ -98,9 +104,12 @@ def parameters(shards: list[OptimShard], shapes: Shapes, only: str | None = None
         names = [n for n in _same_states(shards, g) if only in (None, n)]
         for shard in shards:
             check_coverage(shard, g)
-        fragments = _by_parameter(shards, g, group_shapes)
+        owners = experts.owners(g, len(shards))
+        held = [_by_parameter(shards, ranks, g, group_shapes) for ranks in owners]
         for name, shape in group_shapes.items():
-            yield _parameter(name, shape, fragments.pop(name, []), shards, g, names)
+            fragments = [of.pop(name, []) for of in held]
+            made = _parameter(name, shape, fragments, shards, g, names)
+            yield replace(made, experts=experts.ep) if g in experts.groups else made
 
 
 def _same_states(shards: list[OptimShard], g: int) -> list[str]:
@@ -144,11 +153,12 @@ def check_coverage(shard: OptimShard, g: int) -> None:
 
 
 def _by_parameter(
-    shards: list[OptimShard], g: int, shapes: dict[str, tuple[int, ...]]
+    shards: list[OptimShard], ranks: range, g: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, list[tuple[int, int, int]]]:
-    """Name → [(position of the shard, start, numel)] in ascending rank."""
+    """Name → [(position of the shard, start, numel)] in ascending rank, of these ranks."""
     fragments: dict[str, list[tuple[int, int, int]]] = {}
-    for position, shard in enumerate(shards):
+    for position in ranks:
+        shard = shards[position]
         for name, start, length in shard.groups[g].mapping:
             if name not in shapes:
                 raise DamagedError(f"{shard.source.path} maps {name}, which param_shapes does not know")
@@ -160,14 +170,19 @@ def _by_parameter(
 def _parameter(
     name: str,
     shape: tuple[int, ...],
-    fragments: list[tuple[int, int, int]],
+    held: list[list[tuple[int, int, int]]],
     shards: list[OptimShard],
     g: int,
     names: list[str],
 ) -> Parameter:
-    wanted, found = numel(shape), sum(length for _, _, length in fragments)
-    if wanted != found:
-        raise DamagedError(f"{name} has {wanted} elements, the shards hold {found} of them")
+    """`held`: fragments by expert-parallel rank, each of them a whole tensor; one list without experts."""
+    wanted = numel(shape)
+    for rank, of_rank in enumerate(held):
+        found = sum(length for _, _, length in of_rank)
+        if wanted != found:
+            where = f" of expert-parallel rank {rank}" if len(held) > 1 else ""
+            raise DamagedError(f"{name} has {wanted} elements, the shards{where} hold {found} of them")
+    fragments = [fragment for of_rank in held for fragment in of_rank]
     states: list[StateRanges] = []
     for key in names:
         pieces: list[Piece] = []
@@ -178,4 +193,5 @@ def _parameter(
             pieces.append(Piece(buffer.source, buffer.offset + start * item, length * item))
         states.append(StateRanges(key, dtype, item, tuple(pieces)))
     first = shards[fragments[0][0]] if fragments else shards[0]
-    return Parameter(name, tuple(shape), tuple(states), first.groups[g].scalars, first.source.index)
+    scalars = first.groups[g].scalars
+    return Parameter(name, tuple(shape), tuple(states), scalars, first.source.index)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.zero import stage3, stage12
+from ckptd.zero import autoep, stage3, stage12
+from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
 from ckptd.zero.facts import as_dict, numel, shown
 from ckptd.zero.optimizers import stray_setting
 from ckptd.zero.save import Cell, Read, Save
@@ -71,6 +72,7 @@ class Surveyor:
         self._refuse_by_facts(model0, first)
         grid = self._grid(model0, first, optim)
         self._expect(grid, optim, models)
+        experts = self._experts(grid, model0, first)
         model_sources: list[Source] = []
         cells = [
             [
@@ -89,7 +91,26 @@ class Surveyor:
             rank0_optim=first,
             model_sources=model_sources,
             reads=self.reads,
+            experts=experts,
         )
+
+    def _experts(self, grid: Degrees, model: Opened, optim: Opened) -> Experts:
+        if grid.stage >= 3 and autoep.layers(model):
+            raise RefusedError(
+                "an AutoEP checkpoint of ZeRO stage 3 is not converted; stages 1 and 2 are",
+                hint="DeepSpeed's ds_to_universal converts it; " + SAFE,
+            )
+        if grid.stage >= 3:
+            return NO_EXPERTS
+        check_files(model, self.sources)
+        experts = find(model, optim, grid.dp)
+        if experts.groups and grid.tp * grid.pp > 1:
+            kind = "tensor" if grid.tp > 1 else "pipeline"
+            raise RefusedError(
+                f"experts shared by {experts.ep} ranks together with {kind} parallelism are not converted",
+                hint=SAFE,
+            )
+        return experts
 
     def _cell(
         self,
@@ -135,8 +156,6 @@ class Surveyor:
         roles = {s.role for s in self.sources}
         if "offloaded_tensors" in self.folders:
             raise RefusedError("the optimizer state was offloaded to NVMe (offloaded_tensors/)", hint=SAFE)
-        if "expert" in roles:
-            raise RefusedError("a native mixture-of-experts checkpoint is not converted yet", hint=SAFE)
         if "optim" not in roles:
             self._refuse_without_optimizer()
 
@@ -165,10 +184,6 @@ class Surveyor:
 
     @staticmethod
     def _refuse_by_facts(model: Opened, optim: Opened) -> None:
-        if any(n > 0 for n in model.facts.num_experts):
-            raise RefusedError("a native mixture-of-experts checkpoint is not converted yet", hint=SAFE)
-        if model.root.get("ds_autoep_layers") or model.root.get("autoep_layers"):
-            raise RefusedError("an AutoEP checkpoint is not converted yet", hint=SAFE)
         stages = {optim.facts.zero_stage, model.facts.zero_stage} - {None}
         if len(stages) > 1:
             raise RefusedError(
@@ -228,19 +243,18 @@ def _model_ranks(grid: Degrees, models: Listed) -> range:
 
 def _data_parallel(model: Opened, optim: Opened) -> int:
     """The data-parallel degree that metadata proves."""
-    counts = set(optim.facts.partition_count)
-    if len(counts) > 1:
-        raise RefusedError(
-            f"{optim.source.path} partitions its groups over {sorted(counts)} ranks (expert parallelism)",
-            hint=SAFE,
-        )
-    said = counts.pop() if counts else None
+    said = max(optim.facts.partition_count, default=None)
     world = model.facts.dp_world_size
-    if said is not None and world is not None and said != world:
+    if (
+        said is not None
+        and world is not None
+        and said != world
+        and not (model.facts.num_experts and said and world % said == 0)
+    ):
         raise RefusedError(
             f"{optim.source.path} is of {said} ranks, {model.source.path} of {world}: two saves here"
         )
-    dp = said or world
+    dp = world or said
     if dp is None or not 0 < dp <= MAX_RANKS:
         raise RefusedError(f"{optim.source.path} does not say how many ranks there are")
     return dp

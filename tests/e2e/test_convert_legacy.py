@@ -1,4 +1,4 @@
-"""Real checkpoints in the framing of old, by torch and by DeepSpeed itself, against the stock converter."""
+"""Real checkpoints from before torch 1.6's zips, by torch and by DeepSpeed, against the stock converter."""
 
 from __future__ import annotations
 

@@ -1,0 +1,253 @@
+"""Checkpoints of any size as sparse files: real pickles and zip framing, storages that are holes.
+
+It exists because planning, extent cloning and the handling of files cost the same whether the storages hold
+bytes or not, and no test machine holds a terabyte. `torch.load(mmap=True)` reads them and every CRC32 is
+true. With `Fill` the storages are written, so that small ones can be converted by the stock converter too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckptd.torchfile.repickle import repickle
+from ckptd.torchfile.values import ITEM_BYTES, Size, Storage, Tensor
+from tests.unit.synthetic import Shapes, fragment_address, model_root, ordered, stage_enum
+
+Fill = Callable[[int], bytes]
+STATES = ("exp_avg", "exp_avg_sq")
+_POLYNOMIAL = 0xEDB88320
+_SATURATED = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is saved: parameters by name, bytes of a model state element, ZeRO stage, ranks."""
+
+    name: str
+    shapes: Shapes
+    stage: int
+    dp: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(map(prod, self.shapes.values()))
+
+
+def gpt(hidden: int, layers: int, vocab: int) -> Shapes:
+    """Parameters of a GPT with biases, twelve per layer."""
+    shapes: Shapes = {"embed.tok.weight": (vocab, hidden), "embed.pos.weight": (2048, hidden)}
+    for i in range(layers):
+        for name, shape in (
+            ("ln1", (hidden,)),
+            ("attn.qkv", (3 * hidden, hidden)),
+            ("attn.proj", (hidden, hidden)),
+            ("ln2", (hidden,)),
+            ("mlp.up", (4 * hidden, hidden)),
+            ("mlp.down", (hidden, 4 * hidden)),
+        ):
+            shapes[f"layers.{i}.{name}.weight"] = shape
+            shapes[f"layers.{i}.{name}.bias"] = shape[:1]
+    return {**shapes, "final.weight": (hidden,), "final.bias": (hidden,)}
+
+
+def llama(hidden: int, layers: int, vocab: int, inner: int, shared_heads: int) -> Shapes:
+    """Parameters of a Llama, nine per layer; `shared_heads`: width of keys and values."""
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for i in range(layers):
+        for name, shape in (
+            ("self_attn.q_proj", (hidden, hidden)),
+            ("self_attn.k_proj", (shared_heads, hidden)),
+            ("self_attn.v_proj", (shared_heads, hidden)),
+            ("self_attn.o_proj", (hidden, hidden)),
+            ("mlp.gate_proj", (inner, hidden)),
+            ("mlp.up_proj", (inner, hidden)),
+            ("mlp.down_proj", (hidden, inner)),
+            ("input_layernorm", (hidden,)),
+            ("post_attention_layernorm", (hidden,)),
+        ):
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    return {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def random_fill(seed: int) -> Fill:
+    """Storages of random bytes."""
+    return random.Random(seed).randbytes
+
+
+class SparseShard:
+    """One file: collects tensors, then lays out pickle, records and directory as torch does."""
+
+    def __init__(self) -> None:
+        self.alive: list[Tensor] = []
+
+    def tensor(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
+        """A contiguous tensor of its own storage."""
+        numel = prod(shape)
+        stride = tuple(prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape)))
+        made = Tensor(Storage(dtype, "", 0, numel * ITEM_BYTES[dtype], numel), dtype, 0, shape, stride)
+        self.alive.append(made)
+        return made
+
+    def save(self, path: Path, root: Any, fill: Fill | None = None) -> None:
+        """Write the archive; scalar storages are the float32 1.0, others holes or what `fill` gives."""
+        pickled = repickle(root, path.name)
+        records: list[tuple[str, bytes | int]] = [
+            ("data.pkl", pickled.data),
+            (".format_version", b"1"),
+            (".storage_alignment", b"64"),
+            ("byteorder", b"little"),
+        ]
+        for i, tensor in enumerate(pickled.tensors):
+            nbytes = tensor.storage.nbytes
+            data: bytes | int = nbytes if fill is None else fill(nbytes)
+            records.append((f"data/{i}", struct.pack("<f", 1.0) if tensor.shape == () else data))
+        records += [("version", b"3\n"), (".data/serialization_id", b"0" * 40)]
+        with path.open("wb") as out:
+            _write(out.fileno(), path.stem, records)
+
+
+def _write(fd: int, prefix: str, records: list[tuple[str, bytes | int]]) -> None:
+    """Local headers with 64-byte aligned payloads, then the zip64 directory; an int is a hole."""
+    at, central = 0, b""
+    entries: list[bytes] = []
+    for name, data in records:
+        label = f"{prefix}/{name}".encode()
+        size = data if isinstance(data, int) else len(data)
+        crc = crc_of_zeros(data) if isinstance(data, int) else zlib.crc32(data)
+        wide = size >= _SATURATED
+        shown = min(size, _SATURATED)
+        extra = struct.pack("<2H2Q", 1, 16, size, size) if wide else b""
+        padding = -(at + 30 + len(label) + len(extra) + 4) % 64
+        extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        sizes = (crc, shown, shown, len(label), len(extra))
+        header = struct.pack("<4s5H3L2H", b"PK\x03\x04", 0, 0x808, 0, 0, 0, *sizes) + label + extra
+        entries.append(_entry(label, crc, size, at))
+        os.pwrite(fd, header, at)
+        at += len(header)
+        if not isinstance(data, int):
+            os.pwrite(fd, data, at)
+        at += size
+    central = b"".join(entries)
+    count = len(entries)
+    end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(central), at)
+    end += struct.pack("<4sLQL", b"PK\x06\x07", 0, at + len(central), 1)
+    end += struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, _SATURATED, _SATURATED, 0)
+    os.pwrite(fd, central + end, at)
+
+
+def _entry(label: bytes, crc: int, size: int, at: int) -> bytes:
+    wide = [v for v in (size, size, at) if v >= _SATURATED]
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    shown = min(size, _SATURATED)
+    fields = (crc, shown, shown, len(label), len(extra), 0, 0, 0, 0, min(at, _SATURATED))
+    return struct.pack("<4s6H3L5H2L", b"PK\x01\x02", 0, 0, 0x808, 0, 0, 0, *fields) + label + extra
+
+
+@cache
+def crc_of_zeros(count: int) -> int:
+    """CRC32 of `count` zero bytes, by squaring the polynomial's shift (as zlib combines CRCs)."""
+    shift, power = 0x80000000, _times(0x40000000, 0x40000000)  # x^0; x^2
+    power = _times(_times(power, power), _times(power, power))  # x^8: one byte
+    left = count
+    while left:
+        if left & 1:
+            shift = _times(shift, power)
+        power = _times(power, power)
+        left >>= 1
+    return _times(shift, 0xFFFFFFFF) ^ 0xFFFFFFFF
+
+
+def _times(a: int, b: int) -> int:
+    """Product of two reflected polynomials modulo CRC32's."""
+    product, mask = 0, 0x80000000
+    while mask:
+        if a & mask:
+            product ^= b
+        mask >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+def write(folder: Path, model: Model, fill: Fill | None = None) -> Path:
+    """Make the checkpoint of `model` in `folder`; returns it."""
+    folder.mkdir(parents=True)
+    if model.stage >= 3:
+        _write_stage3(folder, model, fill)
+    else:
+        _write_stage12(folder, model, fill)
+    return folder
+
+
+def _optim(shard: SparseShard, kept: int, share: int) -> tuple[dict[str, Any], Tensor]:
+    """Base optimizer state of one group, and the fp32 partition of `kept` elements."""
+    fp32 = shard.tensor((kept,))
+    state: dict[str, Any] = {"step": shard.tensor(())}
+    state |= {key: shard.tensor((share,)) for key in STATES}
+    return {"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]}, fp32
+
+
+def _save_optim(
+    folder: Path, d: int, shard: SparseShard, inner: dict[str, Any], stage: int, fill: Fill | None
+) -> None:
+    inner = {"zero_stage": stage_enum(stage), "ds_version": "0.19.8", **inner}
+    root = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
+    shard.save(folder / f"bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt", root, fill)
+
+
+def _write_stage12(folder: Path, model: Model, fill: Fill | None) -> None:
+    places: list[tuple[str, int, int]] = []
+    total = 0
+    for name, shape in model.shapes.items():
+        places.append((name, total, total + prod(shape)))
+        total += prod(shape)
+    share = -(-total // (2 * model.dp)) * 2
+    first = 0
+    for d in range(model.dp):
+        begin, end = d * share, (d + 1) * share
+        padding = max(0, end - max(begin, total))
+        shard, found = SparseShard(), {}
+        while first < len(places) and places[first][2] <= begin:
+            first += 1
+        for name, of, until in places[first:]:
+            if of >= end:
+                break
+            low, high = max(of, begin), min(until, end)
+            found[name] = fragment_address(high - low, low - begin)
+        base, fp32 = _optim(shard, share - padding, share)
+        inner = {
+            "clip_grad": 1.0,
+            "group_paddings": [padding],
+            "partition_count": [model.dp],
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": [fp32],
+            "param_slice_mappings": [ordered(found)],
+        }
+        _save_optim(folder, d, shard, inner, model.stage, fill)
+    shard = SparseShard()
+    module = {name: shard.tensor(shape, "bfloat16") for name, shape in model.shapes.items()}
+    root = model_root([model.shapes], model.dp, model.stage, 7, module)
+    shard.save(folder / "mp_rank_00_model_states.pt", root, fill)
+
+
+def _write_stage3(folder: Path, model: Model, fill: Fill | None) -> None:
+    share = sum(-(-prod(shape) // model.dp) for shape in model.shapes.values())
+    for d in range(model.dp):
+        shard = SparseShard()
+        base, fp32 = _optim(shard, share, share)
+        inner = {"partition_count": model.dp, "optimizer_state_dict": base, "fp32_flat_groups": [fp32]}
+        _save_optim(folder, d, shard, inner, 3, fill)
+        shard = SparseShard()
+        module = {name: shard.tensor((0,), "bfloat16") for name in model.shapes}
+        root = model_root([model.shapes], model.dp, 3, 7, module)
+        root["param_shapes"] = [ordered({n: Size(s) for n, s in model.shapes.items()})]
+        shard.save(folder / f"zero_pp_rank_{d}_mp_rank_00_model_states.pt", root, fill)

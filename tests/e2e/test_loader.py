@@ -1,0 +1,180 @@
+"""Universal checkpoints in DeepSpeed's own loader: source stage x ranks to stage x ranks, by optimizer.
+
+Sixteen resumes cover every pair of the five choices; CKPTD_FULL=1 (`make loader-matrix`) runs all 432 and
+writes their table, docs/loader-matrix.md. Every resume starts from other weights than the saved run had.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from ckptd.convert.options import Compat
+from ckptd.convert.supervise import ConvertOptions, convert
+from tests.e2e.loader_table import Row, write
+from tests.real import TAG, Recipe, Resume, Resumed, facts_of, losses_of, prepare, resumed, save_dir_of
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+
+OPTIMIZERS = ("adamw", "fused_adam", "cpu_adam")
+RANKS = (1, 2, 3, 4)
+TOLERANCE = 1e-3
+"""Other ranks add in another order, and bf16 rounds what they add."""
+TOGETHER = 24
+"""Resumes that share one start, which must end in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One resume of a converted source."""
+
+    source: Recipe
+    stage: int
+    ranks: int
+    compat: Compat = "superset"
+    load_optimizer_states: bool = True
+
+    @property
+    def is_exact(self) -> bool:
+        """Same ranks and partitioning: stages 1 and 2 are one class, BF16_Optimizer partitions as they do."""
+        alike = {1: 12, 2: 12, 3: 3}
+        return self.source.world_size == self.ranks and alike[self.source.stage] == alike[self.stage]
+
+    def __str__(self) -> str:
+        extra = "" if self.load_optimizer_states else ", no optimizer states"
+        kind = f"{self.source.optimizer}{', BF16_Optimizer' if self.source.grad_accum_dtype else ''}"
+        return (
+            f"{kind}, {self.compat}{extra}: stage {self.source.stage} on {self.source.world_size} "
+            f"to stage {self.stage} on {self.ranks}"
+        )
+
+
+def pairwise() -> list[Case]:
+    """The orthogonal array of 16 rows and 5 columns over GF(4): every pair of values of every two columns.
+
+    A fourth level repeats another one where a choice has three.
+    """
+    twice, thrice = (0, 2, 3, 1), (0, 3, 1, 2)
+    sources, targets, optimizers = (3, 1, 3, 2), (3, 3, 1, 2), (*OPTIMIZERS, "adamw")
+    return [
+        Case(
+            source=Recipe(
+                stage=sources[a ^ twice[b]], world_size=(a + 1) % 4 + 1, optimizer=optimizers[a ^ b]
+            ),
+            stage=targets[a ^ thrice[b]],
+            ranks=(b + 1) % 4 + 1,
+        )
+        for a in range(4)
+        for b in range(4)
+    ]
+
+
+def matrix() -> list[Case]:
+    """Everything."""
+    return [
+        Case(source=Recipe(stage=s, world_size=n, optimizer=o), stage=t, ranks=m)
+        for o in OPTIMIZERS
+        for s in (1, 2, 3)
+        for t in (1, 2, 3)
+        for n in RANKS
+        for m in RANKS
+    ]
+
+
+BF16 = Recipe(stage=1, world_size=2, grad_accum_dtype="fp32", two_groups=True)
+FULL = bool(os.environ.get("CKPTD_FULL"))
+OTHERS = [
+    Case(source=BF16, stage=2, ranks=2),
+    Case(source=Recipe(stage=3, world_size=2), stage=3, ranks=2, compat="strict"),
+    Case(source=Recipe(stage=2, world_size=2, optimizer="group_step_adam"), stage=2, ranks=2),
+]
+CASES = [*(matrix() if FULL else pairwise()), *OTHERS]
+"""No repetition: a case of OTHERS is in neither."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Resumed]:
+    work = tmp_path_factory.mktemp("loader")
+    found = resume_all(CASES, work)
+    if FULL:
+        write([row(case, found[case]) for case in CASES])
+    return found
+
+
+def resume_all(cases: Sequence[Case], work: Path) -> dict[Case, Resumed]:
+    """Train, convert and resume; a start per number of ranks and `TOGETHER` cases."""
+    prepare(list(dict.fromkeys(case.source for case in cases)))
+    tags: dict[tuple[Recipe, Compat], str] = {}
+    for case in cases:
+        if (case.source, case.compat) not in tags:
+            tag = tags[case.source, case.compat] = f"universal{len(tags)}"
+            convert(save_dir_of(case.source) / TAG, work / tag, ConvertOptions(compat=case.compat))
+    found: dict[Case, Resumed] = {}
+    for i, (ranks, batch) in enumerate(_batches(cases)):
+        (work / f"start{i}").mkdir()
+        resumes = [
+            Resume(
+                recipe=replace(case.source, stage=case.stage, grad_accum_dtype=None, world_size=ranks),
+                save_dir=work,
+                tag=tags[case.source, case.compat],
+                load_optimizer_states=case.load_optimizer_states,
+            )
+            for case in batch
+        ]
+        found |= zip(batch, resumed(ranks, resumes, work / f"start{i}"), strict=True)
+    return found
+
+
+def _batches(cases: Sequence[Case]) -> Iterable[tuple[int, list[Case]]]:
+    for ranks in RANKS:
+        of = [case for case in cases if case.ranks == ranks]
+        for first in range(0, len(of), TOGETHER):
+            yield ranks, of[first : first + TOGETHER]
+
+
+def difference(case: Case, outcome: Resumed) -> float:
+    """The largest distance to the uninterrupted run's loss, over the four steps after the save."""
+    expected = losses_of(case.source)
+    assert set(outcome.losses) == {3, 4, 5, 6}
+    return max(abs(loss - expected[step]) for step, loss in outcome.losses.items())
+
+
+def row(case: Case, outcome: Resumed) -> Row:
+    """What the table says of a case."""
+    return Row(
+        optimizer=case.source.optimizer + (" in BF16_Optimizer" if case.source.grad_accum_dtype else ""),
+        source_stage=case.source.stage,
+        source_ranks=case.source.world_size,
+        target_stage=case.stage,
+        target_ranks=case.ranks,
+        compat=case.compat,
+        difference=difference(case, outcome),
+        allowed=0.0 if case.is_exact else TOLERANCE,
+        is_same_optimizer=same_optimizer(case, outcome) == [],
+    )
+
+
+def same_optimizer(case: Case, outcome: Resumed) -> list[str]:
+    """What of steps, states and settings after load is not as it was saved (DeepSpeed PRs 5263, 5289)."""
+    saved, loaded = facts_of(case.source)["saved2"], outcome.optimizer
+    return [f"{key}: {saved[key]} became {loaded[key]}" for key in saved if saved[key] != loaded[key]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_loader_goes_on_where_the_source_stopped(case: Case, outcomes: dict[Case, Resumed]) -> None:
+    outcome = outcomes[case]
+    assert same_optimizer(case, outcome) == []
+    assert difference(case, outcome) <= (0.0 if case.is_exact else TOLERANCE)
+
+
+def test_the_sixteen_cover_every_pair() -> None:
+    rows = [(c.source.stage, c.source.world_size, c.stage, c.ranks, c.source.optimizer) for c in pairwise()]
+    levels = ((1, 2, 3), RANKS, (1, 2, 3), RANKS, OPTIMIZERS)
+    assert len(rows) == 16
+    for i in range(5):
+        for j in range(i):
+            assert {(r[i], r[j]) for r in rows} == {(x, y) for x in levels[i] for y in levels[j]}
