@@ -115,6 +115,7 @@ def _conversion_rows(seen: SeenConversion) -> list[tuple[str, str]]:
         ("", f"by {how}"),
         ("", f"about {seen.disk_bytes or 0:,} bytes of new disk of {seen.free_bytes or 0:,} free"),
         ("", f"at most {memory:.0f} MiB of memory with the pages it dirties"),
+        *(("", note) for note in seen.notes),
     ]
 
 

@@ -56,6 +56,8 @@ class SeenConversion(Model):
     disk_bytes: int | None = None
     free_bytes: int | None = None
     memory_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    """What a run resumed from it will find different."""
 
 
 class SeenCheckpoint(Model):
@@ -232,9 +234,17 @@ def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
         zero_stage=model.zero_stage if model else None,
         parameters=len(names),
         layout=str(ours["layout"]) if "layout" in ours else None,
+        notes=_loads(facts, names) if ours.get("layout") == "superset" else (),
         bytes=listing.total_bytes,
         files=_seen_files(facts),
     )
+
+
+def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
+    """The superset is for all stages, but stage 3's loader wants Adam's states of every parameter."""
+    lacking = {k for k in ("exp_avg", "exp_avg_sq") if any(f"zero/{n}/{k}.pt" not in facts for n in names)}
+    words = ", ".join(sorted(lacking))
+    return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
 
 
 def _manifest(folder: Path) -> dict[str, object]:

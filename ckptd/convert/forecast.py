@@ -46,6 +46,8 @@ class Forecast:
     bytes_cloned: int
     bytes_copied: int
     bytes_misplaced: int
+    notes: tuple[str, ...]
+    """As `ConvertReport.notes`."""
     """Of the copied: in ranges whose offsets do not agree modulo the block, though extents clone here."""
     disk_bytes: int
     """New disk, about."""
@@ -85,6 +87,7 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
         bytes_cloned=cloned,
         bytes_copied=nbytes - cloned,
         bytes_misplaced=said["misplaced"] if clones else 0,
+        notes=tuple(said["notes"]),
         disk_bytes=nbytes - cloned + BLOCK_BYTES * said["files"],
         free_bytes=_free(parent),
         memory_bytes=max(chosen.memory_budget_bytes, said["peak_rss_bytes"]),

@@ -82,7 +82,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
         writer.add(output)
         if isinstance(output, OutputFile):
             tally.add(output)
-    words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters")}
+    words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
     return words | asdict(tally) | asdict(writer.finish())
 
 

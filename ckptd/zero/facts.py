@@ -158,8 +158,8 @@ def _model_facts(facts: RawFacts, top: dict[Any, Any]) -> None:
         groups = [as_dict(group) for group in shapes]
         facts.parameters = sum(numel(shape) or 0 for group in groups for shape in group.values())
         if top.get("module") is None:
-            heads = {str(name).partition(".")[0] for group in groups for name in group}
-            facts.layers = tuple(sorted(int(head) for head in heads if head.isdecimal()))
+            heads = {n.partition(".")[0] for group in groups for n in group if isinstance(n, str)}
+            facts.layers = tuple(sorted(int(head) for head in heads if head.isdecimal() and len(head) < 10))
     elif facts.zero_stage is None:
         facts.zero_stage = 0
 

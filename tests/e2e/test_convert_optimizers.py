@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.cli.inspect_look import look
 from ckptd.convert.supervise import ConvertOptions, convert
 from tests import stock
 from tests.disguise import disguise
@@ -78,3 +79,15 @@ def as_adam(zero: Path, names: dict[str, str]) -> None:
         assert found
         for path in found:
             path.rename(path.with_name(f"{new}.pt"))
+
+
+def test_inspect_says_what_loads_it(tmp_path: Path) -> None:
+    recipe = OTHERS["Lion, stage 2"][0]
+    prepare([recipe])
+    source = save_dir_of(recipe) / TAG
+    convert(source, tmp_path / "u", ConvertOptions(compat="superset"))
+    for folder in (source, tmp_path / "u"):
+        (seen,) = look(folder).checkpoints
+        notes = seen.notes if seen.conversion is None else seen.conversion.notes
+        assert any(STAGE_3_LACKS in note and "exp_avg_sq" in note for note in notes)
+        assert seen.is_complete
