@@ -92,7 +92,7 @@ def resolve_source(source: Path) -> Path:
     from ckptd.local.scan import read_pointer
 
     folder = look_at_source(source)
-    if folder.shards:
+    if folder.shards or "offloaded_tensors" in folder.folders:
         return source
     with files.opened_dir(folder.path) as fd:
         tag = read_pointer(fd, "latest")

@@ -74,7 +74,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
-        notes=notes([cell.shards[0] for row in save.cells for cell in row]) + save.experts.notes(),
+        notes=notes(save) + save.experts.notes(),
     )
     writer = PlanWriter(out, header, (r.identity for r in save.reads))
     tally = Tally()

@@ -78,6 +78,8 @@ def shown(value: Any) -> str:
         return ascii(value[:80])[1:-1]
     if isinstance(value, tuple) and len(value) <= 8:
         return f"({', '.join(map(shown, value))})"
+    if isinstance(value, float):
+        return repr(value)
     return str(value) if value is None or as_int(value) is not None else f"a {type(value).__name__}"
 
 

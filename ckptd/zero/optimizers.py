@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError
+from ckptd.torchfile.values import Inert
 from ckptd.zero.facts import as_dict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from ckptd.zero.save import Save
     from ckptd.zero.shards import OptimShard, Source
 
 STAGE3_READS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
 
     Raises:
         RefusedError: Muon. At stages 1 and 2 it keeps the momentum of whole matrices on every rank that
-            holds a piece of them (docs/formats.md §2.5), and no stage of the stock loader reads it back.
+            holds a piece of them (docs/formats.md §3.2), and no stage of the stock loader reads it back.
     """
     groups = base.get("param_groups")
     for group in groups if isinstance(groups, list) else []:
@@ -36,13 +36,10 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
             )
 
 
-def notes(shards: Sequence[OptimShard]) -> tuple[str, ...]:
-    """Sentences about what a resumed run will find; empty for Adam and its like.
-
-    `shards`: one of each model-parallel rank.
-    """
+def notes(save: Save) -> tuple[str, ...]:
+    """Sentences about what a resumed run will find; empty for a whole save of Adam and its like."""
     found: list[str] = []
-    groups = [group for shard in shards for group in shard.groups]
+    groups = [group for row in save.cells for cell in row for group in cell.shards[0].groups]
     lacking = sorted({name for group in groups for name in STAGE3_READS if name not in group.states})
     stepless = not any("step" in group.scalars for group in groups)
     if lacking or stepless:
@@ -59,7 +56,49 @@ def notes(shards: Sequence[OptimShard]) -> tuple[str, ...]:
         found.append(
             f"{', '.join(numbers)} (one number per group) begins anew: DeepSpeed's loaders take none but step"
         )
+    if save.stage >= 3 and save.dp > 1 and len(save.model_sources) == save.pp * save.tp:
+        found.append(
+            "model states of rank 0 alone were saved, which suffices to resume from the universal form in "
+            "DeepSpeed since PR 7599"
+        )
+        if save.rank0_model.facts.frozen_parameters:
+            found.append(
+                "frozen parameters of the other ranks are not in this save: load them from the base model"
+            )
     return tuple(found)
+
+
+def stray_setting(one: dict[Any, Any], other: dict[Any, Any]) -> tuple[str, Any, Any] | None:
+    """A plain setting of the parameter groups or the loss scaler in which two ranks of a save differ.
+
+    A learning rate or a loss scaler's count moves with every step, which tells two saves apart even where
+    the optimizer keeps no step. Values that are no plain numbers or texts are not compared.
+
+    Returns:
+        (its name, the value of `one`, the value of `other`); None when they agree.
+    """
+    mine, theirs = _settings(one), _settings(other)
+    for key in mine.keys() & theirs.keys():
+        if mine[key] != theirs[key]:
+            return key, mine[key], theirs[key]
+    return None
+
+
+def _settings(root: dict[Any, Any]) -> dict[str, Any]:
+    inner = as_dict(root.get("optimizer_state_dict"))
+    base = as_dict(inner.get("base_optimizer_state") or inner.get("optimizer_state_dict"))
+    groups = base.get("param_groups")
+    found: dict[str, Any] = {}
+    for g, group in enumerate(groups if isinstance(groups, list) else []):
+        found |= {f"param_groups[{g}] {k}": v for k, v in as_dict(group).items() if _is_plain(v)}
+    scaler = inner.get("loss_scaler")
+    if isinstance(scaler, Inert):
+        found |= {f"loss_scaler {k}": v for k, v in as_dict(scaler.state).items() if _is_plain(v)}
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and value == value
 
 
 def numbers_of(state: dict[Any, Any], shard: OptimShard) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import autoep, stage3, stage12
 from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
 from ckptd.zero.facts import as_dict, numel, shown
+from ckptd.zero.optimizers import stray_setting
 from ckptd.zero.save import Cell, Read, Save
 from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
 
 Opening = Callable[[str], AbstractContextManager[int]]
+MAX_RANKS = 1 << 20
+"""Of a grid: what a hostile number may cost."""
 SAFE = "the ZeRO form is safe all the same"
 
 
@@ -57,6 +60,8 @@ class Surveyor:
         """
         self._refuse_by_name()
         optim = self._by_rank("optim")
+        if not optim:
+            raise RefusedError("no optimizer shard here names its rank (zero_pp_rank_*_optim_states.pt)")
         first = self._open(optim[min(optim)])
         stage = first.facts.zero_stage or 1
         models = self._by_rank("model", named_by_rank=stage >= 3)
@@ -125,7 +130,7 @@ class Surveyor:
             self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
             for d in range(grid.dp)
         ]
-        for d in range(1, grid.dp) if grid.stage >= 3 else ():
+        for d in _model_ranks(grid, models)[1:]:
             other = self._open(models[mm, d])
             _agree_models(other, model, same_rank=True)
             model_sources.append(other.source)
@@ -195,7 +200,7 @@ class Surveyor:
             numbers = max(world, 1 + max(mm for mm, _ in listed))
             tp = 1 + max(layers) if layers else numbers
             pp = -(-numbers // tp)
-        if tp < 1 or pp < 1 or world not in (1, tp, tp * pp):
+        if tp < 1 or pp < 1 or tp * pp > MAX_RANKS or world not in (1, tp, tp * pp):
             raise RefusedError(
                 f"{model.source.path} contradicts itself: mp_world_size {world}, "
                 f"tensor parallel degree {tp}, pipeline parallel degree {pp}"
@@ -213,7 +218,7 @@ class Surveyor:
             if (mm, d) not in optim
         ]
         for mm in numbers:
-            for d in range(grid.dp if grid.stage >= 3 else 1):
+            for d in _model_ranks(grid, models):
                 if (mm, d) not in models:
                     rank = f"zero_pp_rank_{d}_" if grid.stage >= 3 else ""
                     missing.append(f"{rank}mp_rank_{mm:02d}_model_states.pt")
@@ -224,6 +229,16 @@ class Surveyor:
                 f"the save of {ranks} lacks {', '.join(missing[:3])}{more}",
                 hint="gather the shards of all nodes in one folder, or use an older checkpoint",
             )
+
+
+def _model_ranks(grid: Degrees, models: Listed) -> range:
+    """Ranks whose model states are wanted.
+
+    At stage 3 all of them, or rank 0's alone where no other rank wrote any (DeepSpeed issue 7546: saves of
+    a run that was itself loaded from a universal checkpoint). What conversion needs is in the optimizer
+    shards, which must all be there; some of the others' is a file that was lost, and refused.
+    """
+    return range(grid.dp if grid.stage >= 3 and any(d for _, d in models) else 1)
 
 
 def _data_parallel(model: Opened, optim: Opened) -> int:
@@ -240,7 +255,7 @@ def _data_parallel(model: Opened, optim: Opened) -> int:
             f"{optim.source.path} is of {said} ranks, {model.source.path} of {world}: two saves here"
         )
     dp = world or said
-    if not dp or dp > 1 << 20:
+    if dp is None or not 0 < dp <= MAX_RANKS:
         raise RefusedError(f"{optim.source.path} does not say how many ranks there are")
     return dp
 
@@ -254,6 +269,8 @@ def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> R
 
 
 def _agree_optims(shard: Opened, first: Opened) -> None:
+    if shard.source.mm == first.source.mm and (other := stray_setting(shard.root, first.root)) is not None:
+        raise _differs(*other[:1], shard, other[1], first, other[2])
     same_rank = ("partition_count",) if shard.source.mm == first.source.mm else ()
     for what in ("ds_version", "zero_stage", "optimizer_step", *same_rank):
         mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)

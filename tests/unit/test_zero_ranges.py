@@ -228,7 +228,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "in" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(DamagedError, match=r"bf16_zero_pp_rank_1_mp_rank_00_optim_states\.pt"):
         survey(tmp_path / "in")
-    write_stage3(tmp_path / "in3", TWO, 2)
+    write_stage3(tmp_path / "in3", TWO, 3)
     (tmp_path / "in3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(DamagedError, match=r"zero_pp_rank_1_mp_rank_00_model_states\.pt"):
         survey(tmp_path / "in3")
