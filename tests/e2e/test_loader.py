@@ -30,7 +30,8 @@ from tests.real import (
     save_dir_of,
 )
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+FULL = bool(os.environ.get("CKPTD_FULL"))
+pytestmark = [pytest.mark.real, pytest.mark.timeout(7200 if FULL else 1200)]
 
 OPTIMIZERS = ("adamw", "fused_adam", "cpu_adam")
 RANKS = (1, 2, 3, 4)
@@ -104,7 +105,6 @@ def matrix() -> list[Case]:
 
 
 BF16 = Recipe(stage=1, world_size=2, grad_accum_dtype="fp32", two_groups=True)
-FULL = bool(os.environ.get("CKPTD_FULL"))
 OTHERS = [
     Case(source=BF16, stage=2, ranks=2),
     Case(source=Recipe(stage=3, world_size=2), stage=3, ranks=2, compat="strict"),
