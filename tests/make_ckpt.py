@@ -186,7 +186,8 @@ def ds_config(r: dict[str, Any], dp: int, *, universal: bool) -> dict[str, Any]:
 
 def zero_config(r: dict[str, Any]) -> dict[str, Any]:
     """Its section `zero_optimization`."""
-    zero: dict[str, Any] = {"stage": r["stage"]}
+    # Stage 3's own linear layer would stay in this process and change the rounding of the runs after it.
+    zero: dict[str, Any] = {"stage": r["stage"], "memory_efficient_linear": False}
     if r["sub_group_size"]:
         zero["sub_group_size"] = r["sub_group_size"]
     if r["round_robin"]:

@@ -48,6 +48,8 @@ class ShardFacts(Model):
     """Pipeline layer numbers named in param_shapes; empty when not a pipeline."""
     num_experts: tuple[int, ...] = ()
     """Experts per MoE layer; empty when there are none."""
+    autoep: bool = False
+    """The experts are AutoEP's, whose universal form is of no expert-parallel size."""
     run_id: str | None = None
     parameters: int | None = None
     """Number of elements of all parameters in param_shapes."""

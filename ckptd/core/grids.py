@@ -43,7 +43,7 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
     mm = _mm(first)
     if stage is None:
         return None, "no optimizer shard yet: the ZeRO stage is not proven"
-    experts = max((f.num_experts for _, f in model), key=len, default=())
+    experts = _experts(model, stage)
     return (
         Grid(
             dp=dp,
@@ -51,14 +51,35 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
             tp=first.tp,
             pp=first.pp,
             sp=first.sp,
-            ep=first.ep,
+            ep=first.ep or _expert_parallel(dp, optim, experts),
             zero_stage=stage,
             layers=tuple(sorted({n for _, f in model for n in f.layers})),
-            experts=experts if any(n > 1 for n in experts) else (),
+            experts=experts,
             proof=f"{path}: dp_world_size {first.dp_world_size}, mp_world_size {first.mp_world_size}",
         ),
         None,
     )
+
+
+def expert_notes(shards: Mapping[str, FileFacts], grid: Grid) -> tuple[str, ...]:
+    """What a resume from the universal form must hold to; AutoEP's experts load with any size."""
+    if (grid.ep or 1) == 1 or any(facts.autoep for _, facts in known(shards)):
+        return ()
+    return (
+        f"experts are shared by {grid.ep} ranks: the universal form resumes with ep_size {grid.ep} alone",
+    )
+
+
+def _experts(model: list[tuple[str, ShardFacts]], stage: int) -> tuple[int, ...]:
+    """Experts per layer with a file each; at stage 3 (AutoEP alone) the optimizer shards hold them all."""
+    experts = max((f.num_experts for _, f in model), key=len, default=())
+    return experts if stage < 3 and any(n > 1 for n in experts) else ()
+
+
+def _expert_parallel(dp: int, optim: list[tuple[str, ShardFacts]], experts: tuple[int, ...]) -> int | None:
+    """DeepSpeed records no degree: expert groups are partitioned over fewer ranks than the others."""
+    counts = {n for _, f in optim for n in f.partition_count if n > 0}
+    return dp // min(counts) if experts and counts and dp % min(counts) == 0 else None
 
 
 def _dp(model: list[tuple[str, ShardFacts]], optim: list[tuple[str, ShardFacts]]) -> int | None:

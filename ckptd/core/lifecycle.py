@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts
-from ckptd.core.grids import known, named, prove_grid
+from ckptd.core.grids import expert_notes, known, named, prove_grid
 from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_name
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
 from ckptd.core.marks import judge_marks
@@ -184,6 +184,7 @@ def _whole(
         writer=_writer(listing, shards, grid),
         window=window,
         notes=notes
+        + expert_notes(shards, grid)
         + tuple(
             f"{f.path} lies outside the grid of this save (stale)"
             for f in listing.shards
@@ -295,8 +296,11 @@ def _torn(shards: Mapping[str, FileFacts]) -> str | None:
 
 def _mixed(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
     """A contradiction that two shards of one save cannot have."""
+    widest = {max(facts.partition_count) for _, facts in known(shards) if facts.partition_count}
+    # where nothing but experts is trained, no group is partitioned over all ranks
+    only_experts = len(widest) == 1 and any(grid.experts) and grid.dp == max(widest) * (grid.ep or 1)
     for path, facts in known(shards):
-        if facts.partition_count and max(facts.partition_count) != grid.dp:
+        if facts.partition_count and max(facts.partition_count) != grid.dp and not only_experts:
             return f"{path} is one of {max(facts.partition_count)} ranks, {grid.proof}"
     for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage", "run_id"):
         seen: tuple[str, object] | None = None

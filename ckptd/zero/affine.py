@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ckptd.errors import RefusedError
-from ckptd.zero.blocks import Block
+from ckptd.zero.blocks import Block, sequence
 from ckptd.zero.facts import as_dict, as_int
 
 VERSION = 1
@@ -32,15 +32,13 @@ class Map:
         """Pieces to use, and pairs of pieces that hold the same elements.
 
         Raises:
-            RefusedError: the map is of other shards.
+            RefusedError: the map is of other shards, or does not use each element of them once.
         """
         held = {rank: _count(shape) for rank, shape in self.shards.items()}
         if held != {rank: _count(shape) for rank, shape in enumerate(shapes)}:
             raise RefusedError(f"its affine map is of shards {self.shards}, the shards are {shapes}")
         for rank, count in held.items():
-            found = sum(_count(piece.shape) for piece in self.pieces if piece.rank == rank)
-            if found != count:
-                raise RefusedError(f"its affine map places {found} of {count} elements of rank {rank}")
+            sequence([_turned(piece) for piece in self.pieces if piece.rank == rank], count)
         first: dict[tuple[Any, ...], Block] = {}
         copies: list[tuple[Block, Block]] = []
         for piece in sorted(self.pieces, key=lambda piece: piece.rank):
@@ -54,6 +52,11 @@ class Map:
 
 def _count(shape: tuple[int, ...]) -> int:
     return prod(shape)
+
+
+def _turned(piece: Block) -> Block:
+    """The same elements with shard and full parameter changing places."""
+    return Block(piece.rank, piece.shape, piece.at, piece.strides, piece.out, piece.out_strides)
 
 
 class Maps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from math import prod
 
 from ckptd.errors import RefusedError
@@ -126,9 +126,9 @@ def sequence(blocks: Iterable[Block], numel: int) -> tuple[Step, ...]:
     Raises:
         RefusedError: they overlap, leave gaps, or interleave in a way that is no row pattern.
     """
-    runs = [run for block in blocks for run in _runs(block)]
+    runs = list(islice((run for block in blocks for run in _runs(block)), MAX_RUNS + 1))
     if len(runs) > MAX_RUNS:
-        raise RefusedError(f"its tensor-parallel layout falls into {len(runs)} pieces")
+        raise RefusedError("its tensor-parallel layout falls into too many pieces")
     steps: list[Step] = []
     at = 0
     for begin, step, count in sorted(_placed(runs), key=lambda placed: placed[0]):

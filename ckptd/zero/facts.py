@@ -52,6 +52,7 @@ class RawFacts:
     optimizer_step: int | None = None
     layers: tuple[int, ...] = ()
     num_experts: tuple[int, ...] = ()
+    autoep: bool = False
     parameters: int | None = None
     frozen_parameters: int = 0
     buffers: int = 0
@@ -150,6 +151,7 @@ def _model_facts(facts: RawFacts, top: dict[Any, Any]) -> None:
         # Ulysses: 0.19.8 writes its degree as tp_degree; to ZeRO these ranks are data parallel (§1.1).
         facts.tp, facts.sp = 1, facts.tp
     facts.num_experts = _integers(top.get("num_experts"))
+    facts.autoep = bool(top.get("ds_autoep_layers") or top.get("autoep_layers"))
     names = top.get("buffer_names")
     facts.buffers = len(names) if isinstance(names, list) else 0
     facts.frozen_parameters = len(as_dict(top.get("frozen_param_shapes")))

@@ -67,7 +67,6 @@ CONVERTED |= MORE
 if os.environ.get("CKPTD_FULL"):
     CONVERTED |= FULL
 STAGE_0 = Recipe(stage=0, world_size=2)
-EXPERTS = Recipe(stage=2, world_size=2, moe=4, ep=2)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,6 @@ def test_strict_equals_the_stock_converter(checkpoints: dict[str, Path], tmp_pat
     ("recipe", "words"),
     [
         (STAGE_0, "stage 0"),
-        (EXPERTS, "mixture-of-experts"),
     ],
 )
 def test_what_has_no_universal_form_is_refused(recipe: Recipe, words: str, tmp_path: Path) -> None:

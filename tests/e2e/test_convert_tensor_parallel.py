@@ -133,6 +133,12 @@ def holed(state: dict[str, Any]) -> None:
     fused["ranks"][0]["pieces"][0]["source"][0] += 1
 
 
+def doubled(state: dict[str, Any]) -> None:
+    fused = state["universal_checkpoint_info"]["affine_map"]["params"]["fused\\.weight$"]
+    first, *others = fused["ranks"][0]["pieces"]
+    others[0]["dest"] = first["dest"]
+
+
 def forget(state: dict[str, Any]) -> None:
     del state["universal_checkpoint_info"]
 
@@ -202,6 +208,12 @@ REFUSED: dict[str, tuple[str, Change, str, str]] = {
     ),
     "scaled shards": ("affine", scaled, "mp_rank_*", "whole.weight: its shards are scaled"),
     "a map with a hole": ("affine", holed, "mp_rank_*", "fused.weight: its tensor-parallel layout"),
+    "a map that takes elements twice": (
+        "affine",
+        doubled,
+        "mp_rank_*",
+        "fused.weight: its tensor-parallel layout",
+    ),
     "marked by the trainer": (
         "tp2",
         info(autotp_unsupported_parameter_patterns={"qkv": "no head counts"}),

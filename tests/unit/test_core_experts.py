@@ -1,0 +1,96 @@
+"""Mixtures of experts as the daemon judges them: from facts, each group with its own partition count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptd.core.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.core.layouts import parse_shard_name
+from ckptd.core.lifecycle import Context, State, Verdict, judge
+from ckptd.core.listing import FolderListing, ListedFile
+from ckptd.core.trainers import Trainer
+
+QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60)
+
+
+def model(**changes: Any) -> ShardFacts:
+    said = {"zero_stage": 2, "dp_world_size": 4, "mp_world_size": 1, "global_steps": 2, "num_experts": (4,)}
+    return ShardFacts(**{**said, **changes})
+
+
+def save(
+    counts: tuple[int, ...] = (4, 2), *, stage: int = 2, experts: int = 4, **changes: Any
+) -> dict[str, ShardFacts]:
+    """Shards of four ranks and the files of the experts."""
+    optim = ShardFacts(zero_stage=stage, partition_count=counts, optimizer_step=2)
+    shards = {f"bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt": optim for d in range(4)}
+    names = ["mp_rank_00"] if stage < 3 else [f"zero_pp_rank_{d}_mp_rank_00" for d in range(4)]
+    shards |= {f"{name}_model_states.pt": model(zero_stage=stage, **changes) for name in names}
+    return shards | {f"layer_0_expert_{e}_mp_rank_00_model_states.pt": ShardFacts() for e in range(experts)}
+
+
+def judged(shards: dict[str, ShardFacts]) -> Verdict:
+    facts: dict[str, FileFacts] = {}
+    files: list[ListedFile] = []
+    for i, (path, said) in enumerate(shards.items()):
+        shard = parse_shard_name(path)
+        assert shard is not None
+        facts[path] = FileFacts(
+            path=path, bytes=9, archive=Archive.ZIP, fingerprint=f"{i:064x}", role=shard.role, facts=said
+        )
+        identity = FileIdentity(dev=1, ino=i, size_bytes=9, mtime_ns=10**9, ctime_ns=10**9)
+        files.append(ListedFile(path=path, identity=identity))
+    folder = FolderIdentity(dev=1, ino=99)
+    listing = FolderListing(
+        tag="global_step2", folder=folder, files=tuple(files), trainer=Trainer.DEEPSPEED, roots=("",)
+    )
+    return judge(listing, facts, None, QUIET)
+
+
+def test_groups_of_different_partition_counts_are_one_save() -> None:
+    verdict = judged(save())
+    assert (verdict.state, verdict.reason) == (State.COMPLETE, None)
+    assert verdict.grid is not None
+    assert (verdict.grid.dp, verdict.grid.ep, verdict.grid.experts) == (4, 2, (4,))
+    assert verdict.notes == (
+        "experts are shared by 2 ranks: the universal form resumes with ep_size 2 alone",
+    )
+
+
+def test_a_missing_expert_is_named() -> None:
+    verdict = judged(save(experts=3))
+    assert verdict.state is State.INCOMPLETE
+    assert verdict.reason == "missing: expert 3 of MoE layer 0"
+
+
+def test_experts_that_every_rank_holds_need_no_note() -> None:
+    verdict = judged(save(counts=(4, 4)))
+    assert (verdict.state, verdict.notes) == (State.COMPLETE, ())
+
+
+def test_experts_alone_are_trained() -> None:
+    assert judged(save(counts=(2,))).state is State.COMPLETE
+
+
+@pytest.mark.parametrize("counts", [(8, 4), (2, 1)])
+def test_a_shard_of_another_world_is_still_noticed(counts: tuple[int, ...]) -> None:
+    shards = save()
+    stranger = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    shards[stranger] = ShardFacts(zero_stage=2, partition_count=counts, optimizer_step=2)
+    verdict = judged(shards)
+    assert verdict.state is State.TORN_RESAVE
+    assert verdict.reason is not None
+    assert stranger in verdict.reason
+
+
+def test_autoep_of_stage_3_has_no_expert_files() -> None:
+    """Its experts lie in the optimizer shards; nothing is missing, and any ep_size resumes."""
+    verdict = judged(save(counts=(4,), stage=3, experts=0, autoep=True))
+    assert (verdict.state, verdict.reason, verdict.notes) == (State.COMPLETE, None, ())
+
+
+def test_autoep_needs_no_note() -> None:
+    assert judged(save(autoep=True)).notes == ()
