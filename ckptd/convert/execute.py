@@ -17,6 +17,7 @@ from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.convert.sources import Sources
+from ckptd.convert.stripes import STRIPE_BYTES, Stripe, stripes, write_stripes
 from ckptd.errors import NoSpaceError, RefusedError
 
 MIB = 1 << 20
@@ -34,6 +35,8 @@ class Settings:
     window_bytes: int
     batch_bytes: int
     threads: int
+    stripe_threads: int
+    """Threads that write one large file together; 1: a file is one thread's."""
     clone: bool
     reserve_bytes: int
     file_mode: int
@@ -42,15 +45,22 @@ class Settings:
 
     @staticmethod
     def within(
-        budget_bytes: int, *, threads: int, clone: bool, reserve_bytes: int, modes: tuple[int, int, int]
+        budget_bytes: int,
+        *,
+        threads: int,
+        stripe_threads: int = 1,
+        clone: bool,
+        reserve_bytes: int,
+        modes: tuple[int, int, int],
     ) -> Settings:
         """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
-        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads))
+        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads * stripe_threads))
         window = min(64 * MIB, share)
         return Settings(
             window_bytes=window,
             batch_bytes=window,
             threads=threads,
+            stripe_threads=stripe_threads,
             clone=clone,
             reserve_bytes=reserve_bytes,
             file_mode=modes[0],
@@ -120,13 +130,14 @@ def own(fd: int, gid: int, mode: int) -> None:
 class Dirty:
     """The dirty pages of one file being written front to back: never more than a window of them (P12).
 
-    While one half of the window is on its way to disk, the other is filled.
+    `begin`: where in the file writing begins. While one half of the window is on its way to disk, the other
+    is filled.
     """
 
-    def __init__(self, fd: int, window_bytes: int) -> None:
+    def __init__(self, fd: int, window_bytes: int, begin: int = 0) -> None:
         self._fd = fd
         self._half_bytes = max(1, window_bytes // 2)
-        self._begin = 0
+        self._begin = begin
         self._bytes = 0
         self._under_way: tuple[int, int] | None = None
 
@@ -190,17 +201,29 @@ class Worker:
         self.batch.append((fd, name, output))
         if self.clone:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
-        dirty = Dirty(fd, self.settings.window_bytes)
-        at = 0
-        for part in output.parts:
-            self._check_stop()
-            self._part(fd, at, part, dirty)
-            at += part.nbytes
+        if self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES:
+            found = stripes(output.parts, divide_ranges=not self.clone)
+            write_stripes(found, lambda stripe: self._stripe(fd, stripe), self.settings.stripe_threads)
+        else:
+            self._parts(fd, 0, output.parts)
         own(fd, self.settings.gid, self.settings.file_mode)
         files.start_flush(fd)
         self.batched_bytes += output.nbytes
         if self.batched_bytes >= self.settings.batch_bytes or len(self.batch) >= _BATCH_FILES:
             self.settle()
+
+    def _parts(self, fd: int, at: int, parts: tuple[Part, ...]) -> None:
+        dirty = Dirty(fd, self.settings.window_bytes, at)
+        for part in parts:
+            self._check_stop()
+            self._part(fd, at, part, dirty)
+            at += part.nbytes
+
+    def _stripe(self, fd: int, stripe: Stripe) -> None:
+        """One thread's share of a large file; its pages are on disk before it takes the next."""
+        self._parts(fd, stripe.at, stripe.parts)
+        files.flush_range(fd, stripe.at, stripe.nbytes)
+        files.drop_pages(fd, stripe.at, stripe.nbytes)
 
     def settle(self) -> None:
         """Flush the batch, then give its files their final names: a final name means durable."""

@@ -7,6 +7,8 @@ saves, contradictory, or of a kind that has no range-copy form here.
 from __future__ import annotations
 
 import hashlib
+import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,8 +18,8 @@ from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import autoep, stage3, stage12
 from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
 from ckptd.zero.facts import as_dict, numel, shown
-from ckptd.zero.save import Cell, Read, Save
-from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
+from ckptd.zero.save import Cell, Fragments, Layer, Read, Save
+from ckptd.zero.shards import Opened, OptimShard, Source, flat, open_shard
 
 Opening = Callable[[str], AbstractContextManager[int]]
 SAFE = "the ZeRO form is safe all the same"
@@ -41,12 +43,18 @@ class Degrees:
 
 
 class Surveyor:
-    """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while."""
+    """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while.
 
-    def __init__(self, opening: Opening, sources: list[Source], folders: list[str]) -> None:
+    `contents`: keep what weights need beyond the optimizer's shards (frozen parameters, layers, experts).
+    """
+
+    def __init__(
+        self, opening: Opening, sources: list[Source], folders: list[str], *, contents: bool = False
+    ) -> None:
         self.opening = opening
         self.sources = sources
         self.folders = folders
+        self.contents = contents
         self.reads: list[Read] = []
 
     def survey(self) -> Save:
@@ -87,7 +95,20 @@ class Surveyor:
             model_sources=model_sources,
             reads=self.reads,
             experts=experts,
+            layers=self._layers() if self.contents else [],
         )
+
+    def _layers(self) -> list[Layer]:
+        """State dictionaries of a pipeline's layers, whose numbers only their names hold, and of experts."""
+        found: list[Layer] = []
+        for source in sorted(
+            (s for s in self.sources if s.role in ("layer", "expert")), key=lambda s: s.path
+        ):
+            number = re.match(r"layer_(\d+)-", source.path)
+            if number is not None or source.role == "expert":
+                opened = self._open(source)
+                found.append(Layer(int(number[1]) if number else None, source.mm or 0, opened))
+        return found
 
     def _experts(self, grid: Degrees, model: Opened, optim: Opened) -> Experts:
         if grid.stage >= 3 and autoep.layers(model):
@@ -125,11 +146,13 @@ class Surveyor:
             self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
             for d in range(grid.dp)
         ]
+        frozen = [_frozen(model)] if self.contents else []
         for d in range(1, grid.dp) if grid.stage >= 3 else ():
             other = self._open(models[mm, d])
             _agree_models(other, model, same_rank=True)
             model_sources.append(other.source)
-        return Cell(pp, tp, model, _shapes(model), shards)
+            frozen += [_frozen(other)] if self.contents else []
+        return Cell(pp, tp, model, _shapes(model), shards, frozen)
 
     def _look(self, source: Source) -> Opened:
         with self.opening(source.path) as fd:
@@ -268,6 +291,14 @@ def _agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
             raise _differs(what, shard, mine, first, theirs)
     if same_rank and _shape_digest(shard) != _shape_digest(first):
         raise _differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
+
+
+def _frozen(model: Opened) -> Fragments:
+    pieces: dict[str, tuple[int, int, str]] = {}
+    for name, tensor in as_dict(model.root.get("frozen_param_fragments")).items():
+        found = flat(tensor, model.source, f"the frozen parameter {name}")
+        pieces[sys.intern(str(name))] = (found.offset, found.numel, found.dtype)
+    return Fragments(model.source.index, pieces)
 
 
 def _shapes(model: Opened) -> stage12.Shapes:
