@@ -19,7 +19,7 @@ JIT     := $(VENV)/.stamp-jit
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-idle lint types loader-matrix stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-idle lint types loader-matrix ds-suite stores-full faults-full \
         system-packages clean
 
 help: ## this list
@@ -78,8 +78,11 @@ bench: setup ## conversion against ds_to_universal and cp (writes docs/performan
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
 
-loader-matrix: setup ## every stage x world size through DeepSpeed's own loader
-	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/e2e/test_convert_real.py $(ARGS)
+loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)
+
+ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSPEED_SRC=<source tree> ARGS="-- -k 2to4")
+	$(PY) -m tests.ds_suite.run $(DEEPSPEED_SRC) $(ARGS)
 
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/e2e/test_sftp.py $(ARGS)

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from bench import recipe, report
+from bench import recipe, report, xfs
 from bench.measure import Run, make_cold, make_warm, measure
 from tests.real import REPOSITORY
 
@@ -49,21 +49,15 @@ class Series:
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
     """The tools with their defaults; `read` is what the disk needs to deliver the source, the floor."""
     stock = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    stock += ["--input_folder", str(source), "--output_folder", str(out)]
+    ours = [sys.executable, "-m", "ckptd", "convert", str(source), str(out), "--compat", "strict", "--json"]
     return {
         "read": ["sh", "-c", 'cat "$0"/* > /dev/null', str(source)],
         "cp": ["cp", "-r", str(source), str(out)],
-        "ckptd": [
-            sys.executable,
-            "-m",
-            "ckptd",
-            "convert",
-            str(source),
-            str(out),
-            "--compat",
-            "strict",
-            "--json",
-        ],
-        "stock": [*stock, "--input_folder", str(source), "--output_folder", str(out)],
+        "ckptd": ours,
+        "ckptd verify": [*ours, "--verify"],
+        "stock 1": [*stock, "--num_extract_workers", "1", "--num_merge_workers", "1"],
+        "stock 4": [*stock, "--num_extract_workers", "4", "--num_merge_workers", "4"],
     }
 
 
@@ -83,9 +77,10 @@ def compare(source: Path, runs: int, tools: list[str]) -> list[Series]:
                 share = prepare(files)
                 time.sleep(1.0)
                 run = measure(commands(source, out)[tool], cwd=REPOSITORY, env=ENVIRONMENT, flush=place)
+                record(source, tool, cache, run)
                 series = found[tool, cache]
                 series.runs.append(run)
-                if tool == "ckptd":
+                if tool.startswith("ckptd"):
                     series.child_rss_bytes.append(json.loads(run.stdout)["peak_rss_bytes"])
                     series.cloned_bytes = json.loads(run.stdout)["bytes_cloned"]
                 print(
@@ -96,37 +91,42 @@ def compare(source: Path, runs: int, tools: list[str]) -> list[Series]:
     return list(found.values())
 
 
+def record(source: Path, tool: str, cache: str, run: Run) -> None:
+    """Keep each run as a JSON line beside the checkpoints: a series that is cut short is not lost."""
+    line = {"source": source.parent.parent.name, "tool": tool, "cache": cache, **asdict(run)}
+    line |= {"stdout": "", "load": os.getloadavg()[0]}
+    with (recipe.CACHE / "runs.jsonl").open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
 def cloning(source: Path, runs: int) -> list[Series]:
     """The same conversion on a loop-mounted XFS, where extents are cloned; nothing without the rights."""
-    if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None:
+    if not xfs.available():
         return []
     size = sum(p.stat().st_size for p in source.iterdir())
-    image, mounted = recipe.CACHE / "xfs.image", recipe.CACHE / "xfs"
-    mounted.mkdir(exist_ok=True)
-    with image.open("wb") as out:
-        out.truncate(max(512 << 20, 2 * size))
-    subprocess.run(["mkfs.xfs", "-q", "-f", "-m", "reflink=1", str(image)], check=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=False).returncode != 0:
-        return []
     series = Series("ckptd, XFS clones", "cold")
-    try:
-        copied = mounted / "save" / source.name
+    with xfs.mounted(recipe.CACHE, max(512 << 20, 2 * size)) as mounted:
+        copied, place = mounted / "save" / source.name, mounted / "out"
+        place.mkdir()
         shutil.copytree(source, copied)
         for _ in range(runs):
             subprocess.run(["sync", "-f", str(mounted)], check=True)
             make_cold([p for p in copied.iterdir() if p.is_file()])
-            out_folder = mounted / "converted"
-            run = measure(
-                commands(copied, out_folder)["ckptd"], cwd=REPOSITORY, env=ENVIRONMENT, flush=mounted
-            )
+            used = _used(mounted)
+            command = commands(copied, place / "converted")["ckptd"]
+            run = measure(command, cwd=REPOSITORY, env=ENVIRONMENT, flush=place)
+            run = replace(run, peak_disk_bytes=_used(mounted) - used)
+            record(source, series.tool, "cold", run)
             series.runs.append(run)
             series.child_rss_bytes.append(json.loads(run.stdout)["peak_rss_bytes"])
             series.cloned_bytes = json.loads(run.stdout)["bytes_cloned"]
-            shutil.rmtree(out_folder)
-    finally:
-        subprocess.run(["umount", str(mounted)], check=True)
-        image.unlink()
+            shutil.rmtree(place / "converted")
     return [series]
+
+
+def _used(place: Path) -> int:
+    status = os.statvfs(place)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 def start_up(arguments: list[str], runs: int = 10) -> float:
@@ -151,7 +151,8 @@ def main() -> None:
     )
     parser.add_argument("--without-stock", action="store_true")
     given = parser.parse_args()
-    tools = ["read", "cp", "ckptd", *(() if given.without_stock else ("stock",))]
+    stock = () if given.without_stock else ("stock 1", "stock 4")
+    tools = ["read", "cp", "ckptd", "ckptd verify", *stock]
     stages: list[report.Stage] = []
     for stage in given.stages:
         chosen = (recipe.TINY if given.tiny else recipe.LARGE)[stage]

@@ -6,7 +6,9 @@ counted once per process, for every tool alike. Page cache is set before a run a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import subprocess
@@ -29,6 +31,10 @@ class Run:
     cpu_seconds: float
     peak_rss_bytes: int
     written_bytes: int
+    read_bytes: int
+    """Fetched from storage; what the page cache gave is not counted."""
+    peak_disk_bytes: int
+    """Largest size of what lay in the output's parent folder."""
     stdout: str
 
 
@@ -42,7 +48,7 @@ def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Pa
     child = subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    watcher = _Watcher(child.pid)
+    watcher = _Watcher(child.pid, flush)
     outputs = ["", ""]
     assert child.stdout is not None
     assert child.stderr is not None
@@ -52,6 +58,8 @@ def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Pa
     ]
     for reader in readers:
         reader.start()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    io = _io_of(child.pid)
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     subprocess.run(["sync", "-f", str(flush)], check=True)
@@ -62,15 +70,33 @@ def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Pa
     if child.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{outputs[0][-2000:]}\n{outputs[1][-4000:]}")
     cpu = usage.ru_utime + usage.ru_stime
-    return Run(wall, cpu, watcher.peak_bytes, usage.ru_oublock * 512, outputs[0])
+    disk = max(watcher.peak_disk_bytes, _disk(flush))
+    return Run(wall, cpu, watcher.peak_bytes, io["write_bytes"], io["read_bytes"], disk, outputs[0])
+
+
+def _io_of(pid: int) -> dict[str, int]:
+    """The kernel's account of an ended process and of all its children that it waited for."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def _disk(folder: Path) -> int:
+    """Bytes on disk below a folder."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
 
 
 class _Watcher:
     """Samples the resident sets of a process tree until stopped."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, folder: Path) -> None:
         self.root = root
-        self.peak_bytes = 0
+        self.folder = folder
+        self.peak_bytes = self.peak_disk_bytes = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -81,7 +107,11 @@ class _Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._done.wait(SAMPLE_SECONDS):
+        for number in itertools.count():
+            if self._done.wait(SAMPLE_SECONDS):
+                return
+            if number % 50 == 0:
+                self.peak_disk_bytes = max(self.peak_disk_bytes, _disk(self.folder))
             self.peak_bytes = max(self.peak_bytes, sum(_rss(pid) for pid in _tree(self.root)))
 
 

@@ -36,17 +36,21 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model and what is aimed at (0: no aim)."""
+    """A model and what is aimed at (0: no aim); `plan_only`: planned, not converted."""
 
     model: sparse.Model
     seconds: float = 0
     rss_bytes: int = 0
+    plan_only: bool = False
 
     @property
     def fragments(self) -> int:
         """(parameter, rank) pairs that hold something, about."""
         model = self.model
-        return len(model.shapes) * model.dp if model.stage >= 3 else len(model.shapes) + model.dp
+        ranks = model.dp * model.tp
+        return (
+            len(model.shapes) * ranks if model.stage >= 3 else len(model.shapes) * model.tp + ranks * model.pp
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Result:
 
     case: Case
     run: Run
+    """The planning again where nothing is converted."""
     report: dict[str, int | float]
     planning: Run
     plan_report: dict[str, int | float]
@@ -64,10 +69,12 @@ class Result:
 
 
 GPT_104B = sparse.gpt(11600, 64, 51200)
+GPT_176B = sparse.gpt(14336, 70, 250880)
 LLAMA_70B = sparse.llama(8192, 80, 32000, 28672, 1024)
 AIMED = [
     Case(sparse.Model("104B ZeRO-1", GPT_104B, 1, 256), 10, 128 * MIB),
     Case(sparse.Model("70B ZeRO-3", LLAMA_70B, 3, 256), 40, 300 * MIB),
+    Case(sparse.Model("176B ZeRO-1", GPT_176B, 1, 8, 4, 12), 60, 300 * MIB, plan_only=True),
 ]
 SERIES = [
     *[Case(sparse.Model("104B ZeRO-1", GPT_104B, 1, dp)) for dp in (64, 128, 512, 1024)],
@@ -79,6 +86,7 @@ SERIES = [
 ]
 TINY = [
     Case(sparse.Model("tiny ZeRO-1", sparse.gpt(1024, 4, 1000), 1, 16), 10, 128 * MIB),
+    Case(sparse.Model("tiny TP × PP", sparse.gpt(1024, 4, 1000), 1, 2, 4, 2), 40, 300 * MIB),
     Case(sparse.Model("tiny ZeRO-3", sparse.llama(1024, 4, 1000, 2816, 256), 3, 16), 40, 300 * MIB),
 ]
 
@@ -112,9 +120,11 @@ def convert(case: Case, place: Path) -> Result:
     command = [sys.executable, "-m", "ckptd", "convert", str(source), str(out), "--json"]
     planning = measure([*command, "--dry-run"], cwd=REPOSITORY, env=dict(os.environ), flush=place)
     before = _used(place)
-    run = measure(command, cwd=REPOSITORY, env=dict(os.environ), flush=place)
-    disk = _used(place) - before
-    shutil.rmtree(out)
+    run, disk = planning, 0
+    if not case.plan_only:
+        run = measure(command, cwd=REPOSITORY, env=dict(os.environ), flush=place)
+        disk = _used(place) - before
+        shutil.rmtree(out)
     shutil.rmtree(source)
     report, plan = json.loads(run.stdout), json.loads(planning.stdout)
     result = Result(case, run, report, planning, plan, sum(sizes), len(sizes), disk)
@@ -148,19 +158,23 @@ def _row(r: Result) -> list[str]:
     share = r.report["bytes_cloned"] / r.report["bytes"]
     return [
         r.case.model.name,
-        str(r.case.model.dp),
+        _ranks(r.case.model),
         str(r.source_files),
         f"{r.source_bytes / 1e12:.3f}",
         f"{r.case.fragments:,}",
         f"{r.report['files']:,}",
         f"{r.plan_report['seconds']:.2f}",
-        f"{r.run.wall_seconds:.2f}",
+        "–" if r.case.plan_only else f"{r.run.wall_seconds:.2f}",
         f"{r.run.cpu_seconds:.1f}",
         f"{r.report['peak_rss_bytes'] / MIB:.0f}",
         f"{r.run.peak_rss_bytes / MIB:.0f}",
         f"{share:.1%}",
         f"{r.disk_bytes / 1e6:.0f}",
     ]
+
+
+def _ranks(model: sparse.Model) -> str:
+    return str(model.dp) if model.tp * model.pp == 1 else f"TP {model.tp} × PP {model.pp} × DP {model.dp}"
 
 
 def render(results: list[Result]) -> str:
@@ -179,7 +193,8 @@ def render(results: list[Result]) -> str:
             peak = r.report["peak_rss_bytes"]
             ok = r.run.wall_seconds <= r.case.seconds and peak <= r.case.rss_bytes
             lines.append(
-                f"* {r.case.model.name}, {r.case.model.dp} ranks, at most {r.case.seconds:.0f} s and "
+                f"* {r.case.model.name}{', planning' * r.case.plan_only}, {_ranks(r.case.model)} ranks, "
+                f"at most {r.case.seconds:.0f} s and "
                 f"{r.case.rss_bytes / MIB:.0f} MiB: {r.run.wall_seconds:.1f} s, {peak / MIB:.0f} MiB "
                 f"({'reached' if ok else 'NOT reached'})"
             )
@@ -198,7 +213,7 @@ def draw(results: list[Result]) -> None:
         (axes[0][0], (1, 2), "ZeRO-1, 104B: by source files"),
         (axes[0][1], (3,), "ZeRO-3: by parameters × ranks"),
     ):
-        found = [r for r in results if r.case.model.stage in stages]
+        found = [r for r in results if r.case.model.stage in stages and not r.case.plan_only]
         for r in found:
             x = r.source_files if 1 in stages else r.case.fragments
             axis.plot(x, r.run.wall_seconds, "o", color="#1a73e8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -22,6 +23,12 @@ from ckptd.torchfile.repickle import repickle
 from ckptd.torchfile.values import ITEM_BYTES, Size, Storage, Tensor
 from tests.unit.synthetic import Shapes, fragment_address, model_root, ordered, stage_enum
 
+PATTERNS = {
+    "tp_replicated_parameter_patterns": [r".*ln\d\.", r"final\.", r".*(proj|down)\.bias", r"embed\.pos"],
+    "parameter_with_row_parallelism_patterns": [r".*(proj|down)\.weight"],
+    "vocabulary_parameter_patterns": [r"embed\.tok"],
+}
+"""How the parameters of `gpt` are cut over tensor ranks: along rows, columns, or not at all."""
 Fill = Callable[[int], bytes]
 STATES = ("exp_avg", "exp_avg_sq")
 _POLYNOMIAL = 0xEDB88320
@@ -30,12 +37,17 @@ _SATURATED = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is saved: parameters by name, bytes of a model state element, ZeRO stage, ranks."""
+    """What is saved: parameters by name, ZeRO stage, data-parallel ranks, tensor ranks, pipeline stages.
+
+    With tensor ranks the names are those of `gpt` (`PATTERNS` say how they are cut), and stage is at most 2.
+    """
 
     name: str
     shapes: Shapes
     stage: int
     dp: int
+    tp: int = 1
+    pp: int = 1
 
     @property
     def numel(self) -> int:
@@ -197,46 +209,79 @@ def _optim(shard: SparseShard, kept: int, share: int) -> tuple[dict[str, Any], T
 
 
 def _save_optim(
-    folder: Path, d: int, shard: SparseShard, inner: dict[str, Any], stage: int, fill: Fill | None
+    folder: Path,
+    rank: tuple[int, int],
+    shard: SparseShard,
+    inner: dict[str, Any],
+    stage: int,
+    fill: Fill | None,
 ) -> None:
     inner = {"zero_stage": stage_enum(stage), "ds_version": "0.19.8", **inner}
     root = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
-    shard.save(folder / f"bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt", root, fill)
+    d, mm = rank
+    shard.save(folder / f"bf16_zero_pp_rank_{d}_mp_rank_{mm:02d}_optim_states.pt", root, fill)
 
 
 def _write_stage12(folder: Path, model: Model, fill: Fill | None) -> None:
-    places: list[tuple[str, int, int]] = []
-    total = 0
-    for name, shape in model.shapes.items():
-        places.append((name, total, total + prod(shape)))
+    for mm in range(model.tp * model.pp):
+        shapes = _held(model, mm // model.tp)
+        share = -(-sum(map(prod, shapes.values())) // (2 * model.dp)) * 2
+        for d in range(model.dp):
+            _write_flat(folder, model, shapes, (d, mm), share, fill)
+        shard = SparseShard()
+        held = shapes if model.pp * model.tp == 1 else {}
+        module = {name: shard.tensor(shape, "bfloat16") for name, shape in held.items()}
+        root = model_root([shapes], model.dp, model.stage, 7, module)
+        if model.pp * model.tp > 1:
+            vocabulary = {"original_vocab_size": model.shapes["embed.tok.weight"][0]}
+            root["universal_checkpoint_info"] = {
+                "universal_checkpoint_version": 0.2,
+                **PATTERNS,
+                **vocabulary,
+            }
+            root["mp_world_size"] = model.tp * model.pp
+            root["checkpoint_parallel_dimensions"] = {"pp_degree": model.pp, "tp_degree": model.tp}
+        shard.save(folder / f"mp_rank_{mm:02d}_model_states.pt", root, fill)
+
+
+def _held(model: Model, stage: int) -> Shapes:
+    """The shards of one pipeline stage's parameters on any of its tensor ranks."""
+    count = len(model.shapes)
+    held: Shapes = {}
+    for number, (name, shape) in enumerate(model.shapes.items()):
+        if number * model.pp // count == stage:
+            cut = 0
+            if any(re.match(p, name) for p in PATTERNS["tp_replicated_parameter_patterns"]):
+                cut = len(shape)
+            elif any(re.match(p, name) for p in PATTERNS["parameter_with_row_parallelism_patterns"]):
+                cut = 1
+            held[name] = tuple(n // model.tp if i == cut else n for i, n in enumerate(shape))
+    return held
+
+
+def _write_flat(
+    folder: Path, model: Model, shapes: Shapes, rank: tuple[int, int], share: int, fill: Fill | None
+) -> None:
+    """One rank's slice of all parameters one after another."""
+    begin, end = rank[0] * share, (rank[0] + 1) * share
+    total, found = 0, {}
+    for name, shape in shapes.items():
+        low, high = max(total, begin), min(total + prod(shape), end)
         total += prod(shape)
-    share = -(-total // (2 * model.dp)) * 2
-    first = 0
-    for d in range(model.dp):
-        begin, end = d * share, (d + 1) * share
-        padding = max(0, end - max(begin, total))
-        shard, found = SparseShard(), {}
-        while first < len(places) and places[first][2] <= begin:
-            first += 1
-        for name, of, until in places[first:]:
-            if of >= end:
-                break
-            low, high = max(of, begin), min(until, end)
+        if low < high:
             found[name] = fragment_address(high - low, low - begin)
-        base, fp32 = _optim(shard, share - padding, share)
-        inner = {
-            "clip_grad": 1.0,
-            "group_paddings": [padding],
-            "partition_count": [model.dp],
-            "base_optimizer_state": base,
-            "single_partition_of_fp32_groups": [fp32],
-            "param_slice_mappings": [ordered(found)],
-        }
-        _save_optim(folder, d, shard, inner, model.stage, fill)
+    padding = max(0, end - max(begin, total))
     shard = SparseShard()
-    module = {name: shard.tensor(shape, "bfloat16") for name, shape in model.shapes.items()}
-    root = model_root([model.shapes], model.dp, model.stage, 7, module)
-    shard.save(folder / "mp_rank_00_model_states.pt", root, fill)
+    base, fp32 = _optim(shard, share - padding, share)
+    inner = {
+        "clip_grad": 1.0,
+        "group_paddings": [padding],
+        "partition_count": [model.dp],
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": [fp32],
+        "param_slice_mappings": [ordered(found)],
+    }
+    _save_optim(folder, rank, shard, inner, model.stage, fill)
 
 
 def _write_stage3(folder: Path, model: Model, fill: Fill | None) -> None:
@@ -245,7 +290,7 @@ def _write_stage3(folder: Path, model: Model, fill: Fill | None) -> None:
         shard = SparseShard()
         base, fp32 = _optim(shard, share, share)
         inner = {"partition_count": model.dp, "optimizer_state_dict": base, "fp32_flat_groups": [fp32]}
-        _save_optim(folder, d, shard, inner, 3, fill)
+        _save_optim(folder, (d, 0), shard, inner, 3, fill)
         shard = SparseShard()
         module = {name: shard.tensor((0,), "bfloat16") for name in model.shapes}
         root = model_root([model.shapes], model.dp, 3, 7, module)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import place
 from ckptd.errors import RefusedError, SourceChanged
+from ckptd.pages import allocate as allocate
 from ckptd.pages import cached_bytes as cached_bytes
 from ckptd.pages import clone_file as clone_file
 from ckptd.pages import clone_range as clone_range

@@ -79,6 +79,18 @@ def copy_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, lengt
         done += count
 
 
+def allocate(fd: int, nbytes: int) -> None:
+    """Reserve the blocks of a file that will have `nbytes`; nothing where the file system cannot.
+
+    Raises:
+        OSError: there is no room for them.
+    """
+    if _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(code, os.strerror(code))
+
+
 def extent_at(fd: int, offset: int, length: int) -> tuple[bool, int]:
     """Whether a hole of the file begins at `offset`, and how far hole or data reach, at most `length`.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ckptd import files
 from ckptd.convert.cloning import interior
+from ckptd.convert.direct import BUFFER_BYTES, MIN_FILE_BYTES, DirectWriter
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reading import blocks_of, same_bytes
@@ -175,6 +176,7 @@ class Worker:
         self.batch: list[tuple[int, str, OutputFile]] = []
         self.batched_bytes = 0
         self.serial = 0
+        self._direct: DirectWriter | None = None
 
     def make(self, output: OutputFile) -> None:
         """Write one output, or skip it when an earlier attempt finished it."""
@@ -190,17 +192,49 @@ class Worker:
         self.batch.append((fd, name, output))
         if self.clone:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
-        dirty = Dirty(fd, self.settings.window_bytes)
-        at = 0
-        for part in output.parts:
-            self._check_stop()
-            self._part(fd, at, part, dirty)
-            at += part.nbytes
+        if self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
+            dirty = Dirty(fd, self.settings.window_bytes)
+            at = 0
+            for part in output.parts:
+                self._check_stop()
+                self._part(fd, at, part, dirty)
+                at += part.nbytes
         own(fd, self.settings.gid, self.settings.file_mode)
         files.start_flush(fd)
         self.batched_bytes += output.nbytes
         if self.batched_bytes >= self.settings.batch_bytes or len(self.batch) >= _BATCH_FILES:
             self.settle()
+
+    def _past_the_cache(self, fd: int, output: OutputFile) -> bool:
+        """Write a large output from cached sources with O_DIRECT; False where that is not to be had."""
+        used = {r.source for part in output.parts for r in ranges_of(part)}
+        if any(self.sources.was_cold(self.sources[number]) for number in used):
+            return False
+        if self._direct is None:
+            self._direct = DirectWriter(min(BUFFER_BYTES, self.settings.window_bytes // 2))
+        writer = self._direct
+        self._check_room(output.nbytes)
+        if not writer.begin(fd, output.nbytes):
+            return False
+        for part in output.parts:
+            if isinstance(part, Range):
+                self._append(writer, part)
+                continue
+            for data in blocks_of(part, self.sources):
+                self._check_stop()
+                writer.put(data)
+                self.counters.add(nbytes=len(data), copied=0 if isinstance(part, Literal) else len(data))
+        writer.finish()
+        return True
+
+    def _append(self, writer: DirectWriter, part: Range) -> None:
+        source, done = self.sources[part.source], 0
+        while done < part.nbytes:
+            self._check_stop()
+            step = min(writer.room(), part.nbytes - done)
+            writer.take(source, part.offset + done, step)
+            self.counters.add(nbytes=step, copied=step)
+            done += step
 
     def settle(self) -> None:
         """Flush the batch, then give its files their final names: a final name means durable."""

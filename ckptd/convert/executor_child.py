@@ -15,17 +15,24 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptd import files
 from ckptd.convert.execute import Counters, Folders, Settings, Stopped, Worker, own
-from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader
+from ckptd.convert.order import large_first
+from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.verify import verify_outputs, verify_sources
 from ckptd.errors import CkptdError, SourceChanged, from_os_error
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.convert.plan import Output
+
 PROGRESS_SECONDS = 0.25
+LARGE_BYTES = 64 << 20
 Work = queue.Queue[OutputFile | OutputCheck | None]
 
 
@@ -109,7 +116,10 @@ class Execution:
                     self.phase = "verifying"
                     verify_sources(plan.header, self.sources, self._check_stop)
                     self.phase = "copying"
-                links = self._copy_all(plan)
+                large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
+                stream.seek(0)
+                plan = PlanReader(stream)
+                links = self._copy_all(large_first(stream, plan, large_bytes))
                 for link in links:
                     self._link(link)
                 if self.request.verify:
@@ -141,8 +151,8 @@ class Execution:
                     hint="nothing was published; convert again when the save is complete",
                 )
 
-    def _copy_all(self, plan: PlanReader) -> list[OutputLink]:
-        """Hand outputs to the threads in plan order; returns the links."""
+    def _copy_all(self, plan: Iterator[Output]) -> list[OutputLink]:
+        """Hand outputs to the threads in their order; returns the links."""
         work: Work = queue.Queue(maxsize=2 * self.settings.threads)
         threads = [
             threading.Thread(target=self._serve, args=(number, work), daemon=True)
@@ -236,10 +246,7 @@ class Execution:
                 "fingerprints": {s.path: s.fingerprint for s in header.sources},
             },
         }
-        data = json.dumps(text, indent=1, sort_keys=True).encode() + b"\n"
-        files.write_atomic(self.out_fd, "ckptd.json", data, mode=self.request.file_mode)
-        with files.reading(self.out_fd, "ckptd.json") as fd:
-            own(fd, self.request.gid, self.request.file_mode)
+        self._manifest(json.dumps(text, indent=1, sort_keys=True).encode() + b"\n")
         own(self.out_fd, self.request.gid, self.request.folder_mode)
         for folder in self.folders.made():
             fd = files.open_dir_beneath(self.out_fd, folder)
@@ -248,6 +255,18 @@ class Execution:
             finally:
                 os.close(fd)
         files.fsync_dir(self.out_fd)
+
+    def _manifest(self, data: bytes) -> None:
+        """Write ckptd.json; its temporary lies in tmp/, where no kill makes it part of the result."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open("ckptd.json", flags, 0o600, dir_fd=self.temporary_fd)
+        try:
+            files.write_all(fd, data)
+            own(fd, self.request.gid, self.request.file_mode)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename("ckptd.json", "ckptd.json", src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
 
 
 class Ticker:

@@ -92,7 +92,7 @@ def _read(ranges: Iterable[Range], sources: Sequence[int], block_bytes: int = BL
 
 def _mean(part: Mean, sources: Sequence[int]) -> Iterator[bytes]:
     """Sums in double and rounds to float32 after each addition, which is float32's own sum (§6.1)."""
-    takers = [Taker(_read(copy, sources)) for copy in part.copies]
+    takers = [Taker(_read(copy, sources, BLOCK_BYTES // len(part.copies))) for copy in part.copies]
     for first in range(0, part.count, BLOCK_BYTES // 4):
         count = min(BLOCK_BYTES // 4, part.count - first)
         total = array("f", bytes(4 * count))
@@ -110,7 +110,8 @@ def _woven(part: Woven, sources: Sequence[int]) -> Iterator[bytes]:
     row_bytes = sum(width for _, _, width in part.strands)
     widest = max([row_bytes, *(stream.stride for stream in part.streams)])
     step = max(1, BLOCK_BYTES // max(widest, 1))
-    takers = [Taker(_read(stream.ranges, sources)) for stream in part.streams]
+    share = max(_NARROW_BYTES, BLOCK_BYTES // len(part.streams))  # all streams together hold one block
+    takers = [Taker(_read(stream.ranges, sources, share)) for stream in part.streams]
     for first in range(0, part.rows, step):
         rows = min(step, part.rows - first)
         out = bytearray(rows * row_bytes)

@@ -139,7 +139,7 @@ def test_the_daemon_ships_and_converts_a_whole_mixture_alone(tmp_path: Path) -> 
         here.save(2, STAGE_2)
         copy_of(here.save_dir / TAG, here.save_dir / "global_step3")
         (here.save_dir / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
-        here.wait_committed(f"{TAG}~g1")
-        here.wait("its universal form", lambda: f"{TAG}~g1" in here.commits("universal"))
-        here.wait("a verdict", lambda: "expert 1 of" in str(here.checkpoint("global_step3")["reason"]))
+        here.wait_committed(f"{TAG}~g1", 150)
+        here.wait("its universal form", lambda: f"{TAG}~g1" in here.commits("universal"), 150)
+        assert "expert 1 of MoE layer 0" in here.checkpoint("global_step3")["reason"]
         assert set(here.commits()) == {f"{TAG}~g1"}
