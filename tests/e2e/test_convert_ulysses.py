@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,11 @@ def test_the_grid_is_data_parallel(tmp_path: Path) -> None:
         code, seen = inspect(save_dir_of(recipe) / TAG)
         grid = seen["checkpoints"][0]["grid"]
         assert (code, grid["dp"], grid["sp"], grid["tp"], grid["mm_count"]) == (0, 4, 2, 1, 1)
+    convert(save_dir_of(STAGE_2) / TAG, tmp_path / "u")
+    assert stacked.differences([(save_dir_of(STAGE_2) / TAG, tmp_path / "u", 1, False)]) == [[]]
 
 
+@pytest.mark.skipif(not os.environ.get("CKPTD_FULL"), reason="two starts of torchrun: CKPTD_FULL=1")
 def test_it_resumes_with_and_without_sequence_parallelism(tmp_path: Path) -> None:
     """With it at stage 3: the stage 1/2 loader of 0.19.8 asks Ulysses' mpu for what it does not have.
 
@@ -35,7 +39,6 @@ def test_it_resumes_with_and_without_sequence_parallelism(tmp_path: Path) -> Non
     prepare([STAGE_2, STAGE_3])
     for name, recipe in (("two", STAGE_2), ("three", STAGE_3)):
         convert(save_dir_of(recipe) / TAG, tmp_path / name)
-    assert stacked.differences([(save_dir_of(STAGE_2) / TAG, tmp_path / "two", 1, False)]) == [[]]
     zero, universal = resume(
         4,
         [
