@@ -21,6 +21,8 @@ _EOCD64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_AT_ONCE_BYTES = 1 << 20
+"""A file up to this (model states of stage 3 with hundreds of empty records) is read in one go."""
 _TAIL_BYTES = 65_535 + _EOCD.size
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ENCRYPTED_FLAGS = 0x2041
@@ -199,12 +201,17 @@ def _validated(
     prefix = _prefix(entries, name)
     placed: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
+    small = os.pread(fd, directory_start, 0) if directory_start <= _AT_ONCE_BYTES else b""
     for label, header, size, crc in entries:
         if not label.startswith(prefix + "/"):
             raise TornArchiveError(f"{name} mixes record prefixes ({label} beside {prefix}/data.pkl)")
         if header + _LOCAL.size > directory_start:
             raise TornArchiveError(f"{name} has a record ({label}) outside the file")
-        local = _LOCAL.unpack(_read_exactly(fd, _LOCAL.size, header, name))
+        local = _LOCAL.unpack(
+            small[header : header + _LOCAL.size]
+            if len(small) == directory_start
+            else _read_exactly(fd, _LOCAL.size, header, name)
+        )
         if local[0] != b"PK\x03\x04" or local[3] != 0 or local[9] != len(label.encode()):
             raise TornArchiveError(f"{name} has no local header where its directory says ({label})")
         offset = header + _LOCAL.size + local[9] + local[10]

@@ -51,13 +51,13 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
         DamagedError, RefusedError: otherwise.
     """
     dp = len(shards)
+    lengths = [sum(-(-(numel(shape) or 0) // dp) for shape in group.values()) for group in shapes]
     for shard in shards:
         if len(shard.groups) != len(shapes):
             raise DamagedError(
                 f"{shard.source.path} has {len(shard.groups)} sub-groups, param_shapes has {len(shapes)}"
             )
-        for s, group_shapes in enumerate(shapes):
-            wanted = sum(-(-(numel(shape) or 0) // dp) for shape in group_shapes.values())
+        for s, wanted in enumerate(lengths):
             if set(shard.groups[s].states) != set(shards[0].groups[s].states):
                 raise RefusedError(
                     f"{shard.source.path} has other optimizer states than rank 0 in sub-group {s}"

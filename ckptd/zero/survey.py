@@ -150,20 +150,21 @@ class Surveyor:
             for d in range(grid.dp)
         ]
         frozen = [_frozen(model)] if self.contents else []
+        like = model
         for d in _model_ranks(grid, models)[1:]:
-            other = self._open(models[mm, d])
-            agree_models(other, model, same_rank=True)
-            model_sources.append(other.source)
-            frozen += [_frozen(other)] if self.contents else []
+            like = self._open(models[mm, d], like=like)
+            agree_models(like, model, same_rank=True)
+            model_sources.append(like.source)
+            frozen += [_frozen(like)] if self.contents else []
         return Cell(pp, tp, model, shapes_of(model), shards, frozen)
 
-    def _look(self, source: Source) -> Opened:
+    def _look(self, source: Source, like: Opened | None = None) -> Opened:
         with self.opening(source.path) as fd:
-            return open_shard(fd, source)
+            return open_shard(fd, source, like)
 
-    def _open(self, source: Source) -> Opened:
-        """Open a shard and give it its number in the plan."""
-        opened = self._look(replace(source, index=len(self.reads)))
+    def _open(self, source: Source, like: Opened | None = None) -> Opened:
+        """Open a shard and give it its number in the plan; `like`: see `open_shard`."""
+        opened = self._look(replace(source, index=len(self.reads)), like)
         self.reads.append(
             Read(source.path, source.role, opened.size_bytes, opened.identity, opened.fingerprint)
         )

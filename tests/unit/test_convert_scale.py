@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,12 @@ from ckptd.convert.parts import Literal, Range
 from ckptd.convert.plan import OutputFile
 from ckptd.convert.sources import Sources, descriptors, identity_of
 from ckptd.convert.supervise import convert
-from ckptd.errors import DamagedError, SourceChanged, TargetExists
+from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
+from ckptd.torchfile.unpickle import unpickle
+from ckptd.zero import shards
 from tests.real import REPOSITORY
 from tests.unit.synthetic import Shapes, write_stage3, write_stage12
+from tests.unit.test_zero_ranges import convert_here
 
 GROUPS: list[Shapes] = [{f"blocks.{i}.w": (40, 30) for i in range(6)}]
 STAGE1 = sparse.Model("a", sparse.gpt(48, 2, 131), 1, 3)
@@ -217,3 +221,25 @@ def test_a_random_plan_of_extents_is_copied_exactly(tmp_path: Path) -> None:
                 seen += bytes(length) if hole else os.pread(stream.fileno(), length, at)
                 at += length
             assert seen == content[begin:end]
+
+
+def test_model_states_that_say_the_same_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal pickles of stage 3 ranks share one value; one rank that differs is still found."""
+    read: list[str] = []
+
+    def counting(data: bytes, name: str, *rest: Any) -> Any:
+        read.append(name)
+        return unpickle(data, name, *rest)
+
+    monkeypatch.setattr(shards, "unpickle", counting)
+    sparse.write(tmp_path / "in", sparse.Model("m", {"a": (5, 4), "b": (3,)}, 3, 6))
+    convert_here(tmp_path / "in", tmp_path / "u", "superset")
+    assert sum("model_states" in name for name in read) == 1
+    assert sum("optim_states" in name for name in read) == 6
+    sparse.write(tmp_path / "other", sparse.Model("m", {"a": (5, 4), "b": (4,)}, 3, 6))
+    name = "zero_pp_rank_4_mp_rank_00_model_states.pt"
+    (tmp_path / "other" / name).rename(tmp_path / "in" / name)
+    with pytest.raises(RefusedError, match=r"rank_4.*two saves"):
+        convert_here(tmp_path / "in", tmp_path / "v", "superset")
