@@ -127,18 +127,19 @@ def verdicts(stage: Stage) -> list[str]:
     if clones is not None and stock is not None:
         times = stock.median("wall_seconds") / clones.median("wall_seconds")
         share = clones.median("peak_disk_bytes") / stage.bytes
-        said += [
-            f"XFS, at least {CLONE_TIMES:.0f} × faster than stock: {times:.0f} "
-            f"({'reached' if times >= CLONE_TIMES else 'NOT reached'})",
-            f"XFS, less than {CLONE_SHARE:.1%} new disk: {share:.2%} "
-            f"({'reached' if share < CLONE_SHARE else 'NOT reached'})",
-        ]
+        fast, small = times >= CLONE_TIMES, share < CLONE_SHARE
+        said.append(f"XFS, at least {CLONE_TIMES:.0f} × faster than stock: {times:.0f} ({_word(fast)})")
+        said.append(f"XFS, less than {CLONE_SHARE:.1%} new disk: {share:.2%} ({_word(small)})")
     children = [b for s in stage.series for b in s.child_rss_bytes]
     ok = max(children) <= CHILD_LIMIT_BYTES
     said.append(
         f"child at most 64 MiB: {max(children) / 2**20:.0f} MiB ({'reached' if ok else 'NOT reached'})"
     )
     return said
+
+
+def _word(ok: bool) -> str:
+    return "reached" if ok else "NOT reached"
 
 
 def replace_part(text: str, begin: str, end: str) -> None:
