@@ -62,8 +62,8 @@ run: setup ## the quickstart: real training, crashes, resume, judge (REMOTE=s3, 
 	$(VENV)/bin/ckptd quickstart --remote $(REMOTE) $(ARGS)
 
 lint: $(INSTALL) ## format check and lint
-	$(VENV)/bin/ruff format --check ckptd tests bench
-	$(VENV)/bin/ruff check ckptd tests bench
+	$(VENV)/bin/ruff format --check ckptd tests bench examples
+	$(VENV)/bin/ruff check ckptd tests bench examples
 
 types: $(INSTALL) ## mypy --strict
 	$(VENV)/bin/mypy
