@@ -12,7 +12,6 @@ import pytest
 from tests.ds_suite.run import reason_to_skip
 from tests.real import REPOSITORY
 
-
 if os.environ.get("CKPTD_FULL"):  # three starts of training each
 
     @pytest.mark.real
