@@ -104,5 +104,5 @@ system-packages: ## (root) what the tests of file systems, of SFTP and of the sy
 	fi
 
 clean: ## remove .venv, build products and caches
-	rm -rf $(VENV) .build dist quickstart-out .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find ckptd tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) .build dist quickstart-out elastic-resume-out .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find ckptd tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

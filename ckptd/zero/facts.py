@@ -148,7 +148,7 @@ def _model_facts(facts: RawFacts, top: dict[Any, Any]) -> None:
     facts.tp, facts.pp = as_int(grid.get("tp_degree")), as_int(grid.get("pp_degree"))
     facts.sp, facts.ep = as_int(grid.get("sp_degree")), as_int(grid.get("ep_degree"))
     if facts.mp_world_size == 1 and facts.pp in (None, 1) and (facts.tp or 1) > 1:
-        # Ulysses: 0.19.8 writes its degree as tp_degree; to ZeRO these ranks are data parallel (§1.1).
+        # Ulysses: 0.19.8 writes its degree as tp_degree; to ZeRO these ranks are data parallel (§2.6).
         facts.tp, facts.sp = 1, facts.tp
     facts.num_experts = _integers(top.get("num_experts"))
     facts.autoep = bool(top.get("ds_autoep_layers") or top.get("autoep_layers"))

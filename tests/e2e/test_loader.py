@@ -172,7 +172,7 @@ def resume_all(cases: Sequence[Case], work: Path) -> dict[Case, Resumed]:
         (work / f"start{i}").mkdir()
         resumes = [
             Resume(
-                recipe=replace(case.source, stage=case.stage, grad_accum_dtype=None, world_size=ranks, sp=0),
+                recipe=replace(case.source, stage=case.stage, grad_accum_dtype=None, world_size=ranks),
                 save_dir=save_dir_of(case.source) if case.load == "zero" else made[case.source, case.compat],
                 tag=TAG if case.load == "zero" else UNIVERSAL,
                 load=case.load,
