@@ -45,6 +45,9 @@ IMPURE = {
     "asyncio", "multiprocessing", "logging", "glob", "sqlite3", "urllib.request", "uuid",
 }  # fmt: skip
 
+ROUNDING = ("convert/rounding.py", "numpy")
+"""The one use of numpy outside the quickstart (ADR 0082)."""
+
 HEAVY = ("torch", "deepspeed", "numpy", "matplotlib")
 CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
 
@@ -214,9 +217,23 @@ def test_no_training_stack_outside_the_quickstart() -> None:
         for path in MODULES
         if part_of(path) != "quickstart"
         for name, line in imported(path)
-        if name.split(".")[0] in HEAVY
+        if name.split(".")[0] in HEAVY and (name_of(path), name) != ROUNDING
     ]
     assert not wrong
+
+
+def test_numpy_is_imported_by_the_call_that_rounds() -> None:
+    """Not with the module: the daemon and the planning child load it and have no use for numpy."""
+    path = PACKAGE / ROUNDING[0]
+    functions = {id(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)}
+    inside = {id(node) for top in ast.walk(tree_of(path)) if id(top) in functions for node in ast.walk(top)}
+    imports = [
+        node
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Import) and any(a.name == ROUNDING[1] for a in node.names)
+    ]
+    assert imports
+    assert all(id(node) in inside for node in imports)
 
 
 def test_cloud_libraries_only_where_a_store_asks_for_them() -> None:

@@ -1,8 +1,8 @@
-"""`ckptd convert SRC DST`: a ZeRO checkpoint into the universal form, by byte ranges (docs/design.md §4)."""
+"""`ckptd convert SRC DST`: a ZeRO checkpoint as a universal one or as weights (docs/design.md §4)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import typer
 
@@ -10,17 +10,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.convert.forecast import Forecast
-    from ckptd.convert.options import Compat, ConvertOptions, ConvertReport
+    from ckptd.convert.options import Compat, ConvertOptions, ConvertReport, Dtype, Form
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help="Convert a DeepSpeed checkpoint into a universal one (any number of GPUs).")
+    @app.command(
+        help="Convert a DeepSpeed checkpoint into a universal one (any number of GPUs) or into weights."
+    )
     def convert(
         source: str = typer.Argument(..., metavar="SRC", help="A tag folder, or a save_dir with `latest`."),
         destination: str = typer.Argument(..., metavar="DST", help="Folder to make; must not exist."),
-        form: str = typer.Option("universal", help="universal."),
+        form: str = typer.Option("universal", help="universal, or weights (safetensors)."),
+        dtype: str = typer.Option("fp32", help="Of weights: fp32, bf16, fp16."),
+        max_shard_size: str = typer.Option(
+            "5GB", "--max-shard-size", "--max_shard_size", help="Of weights: largest file."
+        ),
         compat: str = typer.Option(
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
         ),
@@ -42,9 +48,13 @@ def register(app: typer.Typer) -> None:
             False, "--json", help="Result as JSON on stdout; progress as JSON lines on stderr."
         ),
     ) -> None:
+        from dataclasses import replace
         from pathlib import Path
 
-        options = _options(form, compat, memory_budget, verify, not no_strict, inject_missing_state)
+        options = replace(
+            _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
+            **_form(form, dtype, max_shard_size),
+        )
         if dry_run:
             from ckptd.convert.forecast import forecast
 
@@ -55,24 +65,50 @@ def register(app: typer.Typer) -> None:
         _print_json(report) if as_json else _print_table(report)
 
 
-def _options(form: str, compat: str, budget: str, verify: bool, strict: bool, inject: bool) -> ConvertOptions:
+class Wanted(TypedDict):
+    """The options that say what is made."""
+
+    form: Form
+    dtype: Dtype
+    max_shard_bytes: int
+
+
+def _form(form: str, dtype: str, max_shard_size: str) -> Wanted:
+    from ckptd.errors import UsageError
+
+    if form not in ("universal", "weights"):
+        raise UsageError(f"--form {form!r} is none of universal, weights")
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise UsageError(f"--dtype {dtype!r} is none of fp32, bf16, fp16")
+    size = _size("--max-shard-size", max_shard_size, "5GB")
+    if size < 1:
+        raise UsageError(f"--max-shard-size {max_shard_size} is too small", hint="for example 5GB")
+    return Wanted(form=cast("Form", form), dtype=cast("Dtype", dtype), max_shard_bytes=size)
+
+
+def _size(option: str, text: str, example: str) -> int:
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
+    from ckptd.errors import UsageError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise UsageError(f"{option} {text!r} is no size", hint=f"for example {example}") from error
+
+
+def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool) -> ConvertOptions:
     from ckptd.convert.options import ConvertOptions
     from ckptd.errors import UsageError
 
     if compat not in ("auto", "strict", "superset"):
         raise UsageError(f"--compat {compat!r} is none of auto, strict, superset")
-    try:
-        size = TypeAdapter(ByteSize).validate_python(budget)
-    except ValidationError as error:
-        raise UsageError(f"--memory-budget {budget!r} is no size", hint="for example 512MiB") from error
+    size = _size("--memory-budget", budget, "512MiB")
     if size < 64 << 20:
         raise UsageError(f"--memory-budget {budget} is too small", hint="at least 64MiB")
     return ConvertOptions(
-        form=form,
         compat=cast("Compat", compat),
-        memory_budget_bytes=int(size),
+        memory_budget_bytes=size,
         verify=verify,
         strict=strict,
         inject_missing_state=inject,
@@ -150,10 +186,10 @@ def _print_table(report: ConvertReport) -> None:
     table = Table(show_header=False, box=None)
     rate = report.bytes / max(report.seconds, 1e-9) / 1e6
     for name, value in (
-        ("universal checkpoint", str(report.destination)),
+        (report.form.replace("universal", "universal checkpoint"), str(report.destination)),
         ("layout", report.layout),
         ("step", str(report.step)),
-        ("parameters", str(report.parameters)),
+        ("parameters" if report.form == "universal" else "tensors", str(report.parameters)),
         (
             "files",
             f"{report.files}" + (f" ({report.resumed_files} from before)" if report.resumed_files else ""),

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from ckptd import files
 from ckptd.convert.cloning import interior
 from ckptd.convert.direct import BUFFER_BYTES, MIN_FILE_BYTES, DirectWriter
+from ckptd.convert.dirty import Dirty
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.convert.sources import Sources
+from ckptd.convert.stripes import STRIPE_BYTES, Stripe, stripes, write_stripes
 from ckptd.errors import NoSpaceError, RefusedError
 
 MIB = 1 << 20
@@ -35,6 +37,8 @@ class Settings:
     window_bytes: int
     batch_bytes: int
     threads: int
+    stripe_threads: int
+    """Threads that write one large file together; 1: a file is one thread's."""
     clone: bool
     reserve_bytes: int
     file_mode: int
@@ -43,15 +47,22 @@ class Settings:
 
     @staticmethod
     def within(
-        budget_bytes: int, *, threads: int, clone: bool, reserve_bytes: int, modes: tuple[int, int, int]
+        budget_bytes: int,
+        *,
+        threads: int,
+        stripe_threads: int = 1,
+        clone: bool,
+        reserve_bytes: int,
+        modes: tuple[int, int, int],
     ) -> Settings:
         """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
-        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads))
+        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads * stripe_threads))
         window = min(64 * MIB, share)
         return Settings(
             window_bytes=window,
             batch_bytes=window,
             threads=threads,
+            stripe_threads=stripe_threads,
             clone=clone,
             reserve_bytes=reserve_bytes,
             file_mode=modes[0],
@@ -118,37 +129,6 @@ def own(fd: int, gid: int, mode: int) -> None:
     os.fchmod(fd, mode)
 
 
-class Dirty:
-    """The dirty pages of one file being written front to back: never more than a window of them (P12).
-
-    While one half of the window is on its way to disk, the other is filled.
-    """
-
-    def __init__(self, fd: int, window_bytes: int) -> None:
-        self._fd = fd
-        self._half_bytes = max(1, window_bytes // 2)
-        self._begin = 0
-        self._bytes = 0
-        self._under_way: tuple[int, int] | None = None
-
-    def room(self) -> int:
-        """How much may be written before `wrote`."""
-        return self._half_bytes - self._bytes
-
-    def wrote(self, at: int, length: int) -> None:
-        """`length` bytes were written, the last of them before `at`."""
-        self._bytes += length
-        if self._bytes < self._half_bytes:
-            return
-        if self._under_way is not None:
-            begin, nbytes = self._under_way
-            files.flush_range(self._fd, begin, nbytes)
-            files.drop_pages(self._fd, begin, nbytes)
-        self._under_way = (self._begin, at - self._begin)
-        files.start_flush(self._fd, *self._under_way)
-        self._begin, self._bytes = at, 0
-
-
 class Worker:
     """One copying thread's state: its batch of files that are written but not yet flushed and renamed."""
 
@@ -192,13 +172,11 @@ class Worker:
         self.batch.append((fd, name, output))
         if self.clone:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
-        if self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
-            dirty = Dirty(fd, self.settings.window_bytes)
-            at = 0
-            for part in output.parts:
-                self._check_stop()
-                self._part(fd, at, part, dirty)
-                at += part.nbytes
+        if self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES:
+            found = stripes(output.parts, divide_ranges=not self.clone)
+            write_stripes(found, lambda stripe: self._stripe(fd, stripe), self.settings.stripe_threads)
+        elif self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
+            self._parts(fd, 0, output.parts)
         own(fd, self.settings.gid, self.settings.file_mode)
         files.start_flush(fd)
         self.batched_bytes += output.nbytes
@@ -235,6 +213,19 @@ class Worker:
             writer.take(source, part.offset + done, step)
             self.counters.add(nbytes=step, copied=step)
             done += step
+
+    def _parts(self, fd: int, at: int, parts: tuple[Part, ...]) -> None:
+        dirty = Dirty(fd, self.settings.window_bytes, at)
+        for part in parts:
+            self._check_stop()
+            self._part(fd, at, part, dirty)
+            at += part.nbytes
+
+    def _stripe(self, fd: int, stripe: Stripe) -> None:
+        """One thread's share of a large file; its pages are on disk before it takes the next."""
+        self._parts(fd, stripe.at, stripe.parts)
+        files.flush_range(fd, stripe.at, stripe.nbytes)
+        files.drop_pages(fd, stripe.at, stripe.nbytes)
 
     def settle(self) -> None:
         """Flush the batch, then give its files their final names: a final name means durable."""

@@ -21,6 +21,7 @@ from ckptd import files
 from ckptd.convert.execute import Counters, Folders, Settings, Stopped, Worker, own
 from ckptd.convert.order import large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
+from ckptd.convert.rounding import use_numpy_of
 from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.verify import verify_outputs, verify_sources
@@ -46,6 +47,7 @@ class Request:
     memory_budget_bytes: int
     reserve_bytes: int
     threads: int
+    stripe_threads: int
     clone: bool
     file_mode: int
     folder_mode: int
@@ -53,6 +55,8 @@ class Request:
     verify: bool
     low_priority: bool
     manifest: dict[str, Any]
+    numpy_folder: str
+    """Where to import numpy from when weights are rounded; empty: nothing is."""
 
 
 def main() -> int:
@@ -61,6 +65,8 @@ def main() -> int:
     restrict(
         memory_bytes=UNLIMITED, cpu_seconds=UNLIMITED, file_bytes=UNLIMITED, priority=request.low_priority
     )
+    if request.numpy_folder:
+        use_numpy_of(request.numpy_folder)
     os.umask(0)  # modes are given explicitly, those of the checkpoint (P15)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -98,6 +104,7 @@ class Execution:
         self.settings = Settings.within(
             request.memory_budget_bytes,
             threads=request.threads,
+            stripe_threads=request.stripe_threads,
             clone=request.clone,
             reserve_bytes=request.reserve_bytes,
             modes=(request.file_mode, request.folder_mode, request.gid),

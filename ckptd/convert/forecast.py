@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd import files
 from ckptd.convert import children
+from ckptd.convert.asking import numpy_for, origin_of, plan_request
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.supervise import PLAN_SECONDS, failure
 from ckptd.convert.watch import watch
@@ -40,7 +41,7 @@ class Forecast:
     parameters: int
     files: int
     bytes: int
-    """Of the universal form."""
+    """Of what would be made."""
     clones: bool
     """Extents are shared between source and destination's file system."""
     bytes_cloned: int
@@ -72,6 +73,7 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
     folder = look_at_source(source)
     parent = os.path.dirname(check_destination(folder, destination))
     clones = _would_clone(folder, parent)
+    numpy_for(chosen)
     said = _plan(folder, chosen, clones=clones)
     nbytes, cloned = said["bytes"], said["clonable"] if clones else 0
     return Forecast(
@@ -99,15 +101,7 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
 
 def _plan(folder: SourceFolder, options: ConvertOptions, *, clones: bool) -> dict[str, Any]:
     """The planning child's last words about a plan that it kept to itself."""
-    request = {
-        "folder": folder.path,
-        "files": [[n, s.role.value, s.shard.d, s.shard.mm] for n, s in folder.shards],
-        "folders": list(folder.folders),
-        "compat": options.compat,
-        "block": clones,
-        "strict": options.strict,
-        "dry": True,
-    }
+    request = plan_request(folder, origin_of(folder, options), options, block=clones, dry=True)
     child = children.start("planning_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     watched = watch(
         child,

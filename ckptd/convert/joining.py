@@ -17,12 +17,14 @@ from ckptd.convert.plan import OutputCheck
 from ckptd.errors import RefusedError
 from ckptd.zero.blocks import Copy, Step, Strand, Weave
 from ckptd.zero.experts import stacked
+from ckptd.zero.patterns import Patterns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptd.zero.parameters import Parameter, StateRanges
-    from ckptd.zero.patterns import Join, Patterns
+    from ckptd.zero.patterns import Join
+    from ckptd.zero.save import Save
 
 WIDE_ROW_BYTES = 256 << 10
 """Rows from this width on become ranges: few enough to list, and a file system may clone them."""
@@ -39,6 +41,26 @@ class JoinedState:
     item_bytes: int
     parts: tuple[Part, ...]
     checks: tuple[OutputCheck, ...]
+
+
+def patterns_of(save: Save, *, strict: bool) -> Patterns:
+    """The trainer's description of the parameters; one tensor rank of stage 3 never has one.
+
+    Raises:
+        RefusedError: several tensor ranks, and nothing says how they join.
+    """
+    if save.tp == 1 and save.stage >= 3:
+        return Patterns(None)
+    patterns = Patterns(save.universal_info)
+    if save.tp > 1 and (save.universal_info is None or (strict and not patterns.says_anything)):
+        where = f"universal_checkpoint_info of {save.rank0_model.source.path}"
+        raise RefusedError(
+            f"{where} {'is missing and ' if save.universal_info is None else ''}"
+            f"says nothing of how the {save.tp} tensor-parallel ranks join",
+            hint="AutoTP and Megatron-DeepSpeed describe it unless client_state overwrites the key; "
+            "the ZeRO form is safe all the same",
+        )
+    return patterns
 
 
 class Shard:
@@ -71,9 +93,18 @@ def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[Join, list[
     Raises:
         RefusedError: the shards contradict the trainer's description of them.
     """
+    join = patterns.join(ranks[0].name, [rank.shape for rank in ranks])
+    return join_as(join, ranks)
+
+
+def join_as(join: Join, ranks: list[Parameter]) -> tuple[Join, list[JoinedState]]:
+    """The states of `ranks` by a rule that is known; a parameter of experts is stacked.
+
+    Raises:
+        RefusedError: the ranks differ in states or types, or contradict the rule.
+    """
     name = ranks[0].name
     shapes, experts = [rank.shape for rank in ranks], ranks[0].experts
-    join = patterns.join(name, shapes)
     if any(
         [(s.name, s.dtype) for s in r.states] != [(s.name, s.dtype) for s in ranks[0].states] for r in ranks
     ):

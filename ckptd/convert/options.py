@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+Form = Literal["universal", "weights"]
+Dtype = Literal["fp32", "bf16", "fp16"]
 Compat = Literal["auto", "strict", "superset"]
 MIB = 1 << 20
 
@@ -14,7 +16,11 @@ MIB = 1 << 20
 class ConvertOptions:
     """How to convert; sizes in bytes."""
 
-    form: str = "universal"
+    form: Form = "universal"
+    dtype: Dtype = "fp32"
+    """Element type of exported weights; fp32 is the master as it is."""
+    max_shard_bytes: int = 5_000_000_000
+    """Largest file of exported weights; a larger tensor gets one of its own."""
     compat: Compat = "auto"
     """Layout: strict = what the stock converter writes; superset = loads in stages 1, 2 and 3."""
     memory_budget_bytes: int = 512 * MIB
@@ -27,7 +33,7 @@ class ConvertOptions:
     inject_missing_state: bool = False
     low_priority: bool = True
     write_latest: bool = False
-    """Write `latest_universal` beside the destination (the stock converter does)."""
+    """Write `latest_universal` beside the destination (the stock converter does; never for weights)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,8 @@ class ConvertReport:
     """What a finished conversion made."""
 
     destination: Path
+    form: str
+    """universal, weights-fp32, weights-bf16 or weights-fp16."""
     layout: str
     files: int
     bytes: int
@@ -62,4 +70,5 @@ class ConvertReport:
     """Largest resident set of the children."""
     verified: bool
     notes: tuple[str, ...] = ()
-    """What a resumed run will find different: optimizer state that a loader leaves out."""
+    """What a resumed run will find different (optimizer state that a loader leaves out); of weights, tensors
+    stored once under another name or left out by the save."""

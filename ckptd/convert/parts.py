@@ -2,7 +2,7 @@
 
 Most of a universal checkpoint is `Range`: source bytes as they are, which a file system may clone. The
 others are read in blocks by `ckptd.convert.reading`: rows woven from tensor-parallel shards, means of
-averaged parameters, element types changed.
+averaged parameters, element types widened, or cast for exported weights.
 """
 
 from __future__ import annotations
@@ -91,7 +91,24 @@ class Mean:
         return 4 * self.count
 
 
-Part = Literal | Range | Widen | Woven | Mean
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """`count` elements, made by `inner` one after another as type `source`, written as `target`."""
+
+    inner: tuple[Range | Woven | Mean, ...]
+    count: int
+    source: str
+    target: str
+
+    @property
+    def nbytes(self) -> int:
+        """Length in the output."""
+        return FLOAT_BYTES[self.target] * self.count
+
+
+Part = Literal | Range | Widen | Woven | Mean | Cast
+FLOAT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Element types that can be cast."""
 SOURCE_ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,
@@ -118,6 +135,9 @@ def ranges_of(part: Part) -> Iterator[Range]:
     elif isinstance(part, Mean):
         for copy in part.copies:
             yield from copy
+    elif isinstance(part, Cast):
+        for inner in part.inner:
+            yield from ranges_of(inner)
 
 
 def encode(part: Part) -> list[Any]:
@@ -130,6 +150,8 @@ def encode(part: Part) -> list[Any]:
         return ["w", part.source, part.offset, part.count, part.dtype]
     if isinstance(part, Mean):
         return ["m", part.count, *([_flat(copy) for copy in part.copies])]
+    if isinstance(part, Cast):
+        return ["c", part.count, part.source, part.target, *(encode(inner) for inner in part.inner)]
     streams = [[stream.stride, _flat(stream.ranges)] for stream in part.streams]
     return ["v", part.rows, streams, [list(strand) for strand in part.strands]]
 
@@ -149,6 +171,11 @@ def decode(raw: list[Any]) -> Part:
         return Widen(int(raw[1]), int(raw[2]), int(raw[3]), str(raw[4]))
     if kind == "m":
         return Mean(tuple(_ranges(copy) for copy in raw[2:]), int(raw[1]))
+    if kind == "c":
+        inner = tuple(decode(one) for one in raw[4:])
+        if all(isinstance(one, Range | Woven | Mean) for one in inner):
+            kept = tuple(one for one in inner if isinstance(one, Range | Woven | Mean))
+            return Cast(kept, int(raw[1]), str(raw[2]), str(raw[3]))
     if kind == "v":
         streams = tuple(Stream(_ranges(flat), int(stride)) for stride, flat in raw[2])
         strands = tuple((int(s), int(start), int(width)) for s, start, width in raw[3])

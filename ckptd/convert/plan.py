@@ -19,7 +19,7 @@ from ckptd.files import check_relative
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-FORMAT = 2
+FORMAT = 3
 MAX_LINE_BYTES = 64 << 20
 
 
@@ -142,6 +142,10 @@ class PlanWriter:
 
     def _line(self, value: dict[str, Any]) -> None:
         data = _encode(value)
+        if len(data) > MAX_LINE_BYTES:
+            raise RefusedError(
+                "one output file falls into too many pieces", hint="for weights a smaller --max-shard-size"
+            )
         self._digest.update(data)
         self._out.write(data)
 

@@ -1,7 +1,7 @@
 """`python -m ckptd.convert.planning_child`: reads a save's pickles and prints a plan (P14).
 
-Request on stdin: {"folder", "files": [[path, role, d, mm]], "folders": [...], "compat", "block", "strict",
-"dry"}. The plan goes to stdout (nowhere when `dry`), what it comes to goes to stderr as one JSON line; a
+Request on stdin: see `ckptd.convert.asking`; shards lie in `root`/`prefix`.
+The plan goes to stdout (nowhere when `dry`), what it comes to goes to stderr as one JSON line; a
 refusal goes there too: {"error", "message", "hint"}. It opens no file for writing, has no network and no
 environment.
 """
@@ -10,20 +10,32 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
-from dataclasses import asdict
-from typing import IO, Any
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import files
 from ckptd.convert.cloning import Tally
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.convert.sandbox import peak_rss_bytes, restrict
 from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
+from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, StorageError
+from ckptd.torchfile.fingerprint import fingerprint
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.optimizers import notes
+from ckptd.zero.save import Read
 from ckptd.zero.shards import Source
 from ckptd.zero.survey import Surveyor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.convert.plan import Output
+    from ckptd.zero.save import Save
 
 MEMORY_BYTES = 4 << 30
 CPU_SECONDS_PER_FILE = 3
@@ -41,7 +53,7 @@ def main() -> int:
     except CkptdError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(StorageError(f"reading {request['folder']}: {error.strerror or error}"))
+        return _refuse(StorageError(f"reading {request['root']}: {error.strerror or error}"))
     except (MemoryError, RecursionError):
         return _refuse(RefusedError("planning needs more memory than it may have"))
     return 0
@@ -57,33 +69,70 @@ class Nowhere(io.BytesIO):
 
 def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     """Write the plan; returns what it comes to."""
-    with files.opened_dir(request["folder"]) as dir_fd:
-        sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
-        save = Surveyor(lambda path: files.reading(dir_fd, path), sources, request["folders"]).survey()
-    layout_name = choose_layout(request["compat"], save.ds_version)
-    if request["compat"] == "auto":
-        refuse_unread(save)
-    layout = UniversalLayout(save, layout_name, block=request["block"], strict=request["strict"])
+    sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
+    prefix, is_weights = request["prefix"], request["form"] == "weights"
+    with files.opened_dir(request["root"]) as dir_fd:
+
+        def opening(path: str) -> AbstractContextManager[int]:
+            return files.reading(dir_fd, prefix + path)
+
+        save = Surveyor(opening, sources, request["folders"], contents=is_weights).survey()
+        paths = [prefix + read.path for read in save.reads] + request["companions"]
+        save.reads.extend(_companion(dir_fd, name) for name in request["companions"])
     header = Header(
         form="universal",
-        layout=layout_name,
+        layout=choose_layout(request["compat"], save.ds_version),
         block_bytes=BLOCK_BYTES if request["block"] else 0,
         stage=save.stage,
         dp=save.dp,
         ds_version=save.ds_version,
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
         parameters=save.parameter_count,
-        sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in save.reads),
-        notes=notes(save) + save.experts.notes(),
+        sources=tuple(
+            SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
+        ),
     )
+    header, outputs = (_weights if is_weights else _universal)(request, save, header)
     writer = PlanWriter(out, header, (r.identity for r in save.reads))
     tally = Tally()
-    for output in layout.outputs():
+    for output in outputs:
         writer.add(output)
         if isinstance(output, OutputFile):
             tally.add(output)
-    words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
+    said = ("form", "layout", "stage", "dp", "step", "parameters", "notes")
+    words = {name: getattr(header, name) for name in said}
     return words | asdict(tally) | asdict(writer.finish())
+
+
+def _universal(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
+    if request["compat"] == "auto":
+        refuse_unread(save)
+    layout = UniversalLayout(save, header.layout, block=request["block"], strict=request["strict"])
+    said = notes(save) + save.experts.notes()
+    return replace(header, notes=said), layout.outputs()
+
+
+def _weights(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
+    limit, strict = request["max_shard_bytes"], request["strict"]
+    layout = WeightsLayout(
+        save, request["dtype"], max_shard_bytes=limit, block=request["block"], strict=strict
+    )
+    header = replace(
+        header,
+        form=f"weights-{request['dtype']}",
+        layout=LAYOUT,
+        parameters=layout.tensor_count,
+        notes=layout.notes(),
+    )
+    return header, chain(layout.outputs(), companion_files(save.reads))
+
+
+def _companion(dir_fd: int, name: str) -> Read:
+    """A small file of the trainer's folder that weights take along."""
+    with files.reading(dir_fd, name) as fd:
+        status = os.fstat(fd)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return Read(name, COMPANION, status.st_size, identity, fingerprint(fd, None))
 
 
 def _refuse(error: CkptdError) -> int:

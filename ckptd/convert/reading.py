@@ -11,7 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import add
 
 from ckptd.convert.casts import clamped, widen
-from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Mean, Part, Range, Stream, Widen, Woven
+from ckptd.convert.parts import (
+    FLOAT_BYTES,
+    SOURCE_ITEM_BYTES,
+    Cast,
+    Literal,
+    Mean,
+    Part,
+    Range,
+    Stream,
+    Widen,
+    Woven,
+)
+from ckptd.convert.rounding import cast
 from ckptd.errors import SourceChanged
 
 BLOCK_BYTES = 1 << 20
@@ -36,6 +48,8 @@ def blocks_of(part: Part, sources: Sequence[int]) -> Iterator[bytes]:
             yield widen(data, part.dtype)
     elif isinstance(part, Mean):
         yield from _mean(part, sources)
+    elif isinstance(part, Cast):
+        yield from _cast(part, sources)
     else:
         yield from _woven(part, sources)
 
@@ -99,6 +113,18 @@ def _mean(part: Mean, sources: Sequence[int]) -> Iterator[bytes]:
         for taker in takers:
             total = _rounded(map(add, total, array("f", taker.take(4 * count))))
         yield _rounded(value / len(takers) for value in total).tobytes()
+
+
+def _cast(part: Cast, sources: Sequence[int]) -> Iterator[bytes]:
+    """Block by block: every block of an inner part is of whole elements."""
+    item, left = FLOAT_BYTES[part.source], part.count
+    for data in _all(part.inner, sources):
+        if len(data) % item or len(data) // item > left:
+            raise SourceChanged("a cast does not fit the elements that it is of")
+        left -= len(data) // item
+        yield cast(data, part.source, part.target)
+    if left:
+        raise SourceChanged("a source ended early while it was read")
 
 
 def _rounded(values: Iterable[float]) -> array[float]:

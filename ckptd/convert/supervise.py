@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ckptd
 from ckptd import errors, files
 from ckptd.convert import children
+from ckptd.convert.asking import numpy_for, origin_of, plan_request
 from ckptd.convert.inspection import inspect_files, probe_restrictions
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.convert.plan import Header, Trailer
@@ -35,6 +36,8 @@ from ckptd.convert.workplace import (
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from ckptd.convert.companions import Origin
 
 __all__ = [
     "ConvertOptions",
@@ -70,13 +73,14 @@ def convert(
         BehindError: `should_stop` said so.
     """
     chosen = options or ConvertOptions()
-    if chosen.form != "universal":
-        raise errors.UsageError(f"there is no form {chosen.form!r} to convert to", hint="universal is one")
+    rounding_from = numpy_for(chosen)
     started = time.monotonic()
     folder = look_at_source(source)
     parent, name = os.path.split(os.path.abspath(destination))
     place_parent = os.path.realpath(work_dir if work_dir is not None else parent)
-    conversion = Conversion(folder, chosen, on_progress, should_stop, should_pause)
+    origin = origin_of(folder, chosen)
+    conversion = Conversion(folder, origin, chosen, on_progress, should_stop, should_pause)
+    conversion.numpy_folder = rounding_from
     try:
         target = check_destination(folder, destination)
     except errors.TargetExists:
@@ -85,7 +89,7 @@ def convert(
             raise
     else:
         report = _convert(conversion, place_parent, destination, target, started)
-    if chosen.write_latest:
+    if chosen.write_latest and chosen.form == "universal":
         with files.opened_dir(parent) as parent_fd:
             files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
     remove_workplace(place_parent, name)
@@ -116,12 +120,15 @@ class Conversion:
     def __init__(
         self,
         folder: SourceFolder,
+        origin: Origin,
         options: ConvertOptions,
         on_progress: Callable[[ConvertProgress], None] | None,
         should_stop: Callable[[], bool] | None,
         should_pause: Callable[[], bool] | None,
     ) -> None:
         self.folder = folder
+        self.origin = origin
+        self.numpy_folder = ""
         self.options = options
         self.on_progress = on_progress
         self.should_stop = should_stop
@@ -159,14 +166,7 @@ class Conversion:
         self._tell(
             ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0)
         )
-        request = {
-            "folder": self.folder.path,
-            "files": [[n, s.role.value, s.shard.d, s.shard.mm] for n, s in self.folder.shards],
-            "folders": list(self.folder.folders),
-            "compat": self.options.compat,
-            "block": clone,
-            "strict": self.options.strict,
-        }
+        request = plan_request(self.folder, self.origin, self.options, block=clone)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(PLAN + ".new", flags, 0o600, dir_fd=place.fd), "wb") as out:
             child = children.start("planning_child", stdout=out, stderr=subprocess.PIPE)
@@ -186,19 +186,21 @@ class Conversion:
         left = files.free_bytes(place.fd) - (trailer.bytes - have)
         if left < self.options.reserve_bytes:
             raise errors.NoSpaceError(
-                f"the universal form needs {trailer.bytes - have} bytes, which would leave {left} free "
+                f"the conversion needs {trailer.bytes - have} bytes, which would leave {left} free "
                 f"and {self.options.reserve_bytes} must stay free"
             )
 
     def _execute(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
         folder, options = self.folder, self.options
+        threads = _threads(options.memory_budget_bytes)
         request = {
-            "source": folder.path,
+            "source": self.origin.root,
             "work": place.path,
-            "files": [name for name, _ in folder.shards],
+            "files": [*(self.origin.prefix + name for name, _ in folder.shards), *self.origin.companions],
             "memory_budget_bytes": options.memory_budget_bytes,
             "reserve_bytes": options.reserve_bytes,
-            "threads": _threads(options.memory_budget_bytes),
+            "threads": 1 if options.form == "weights" else threads,
+            "stripe_threads": threads if options.form == "weights" else 1,
             "clone": clone,
             "file_mode": folder.file_mode,
             "folder_mode": folder.folder_mode,
@@ -206,6 +208,7 @@ class Conversion:
             "verify": options.verify,
             "low_priority": options.low_priority,
             "manifest": {"format": "1.0", "ckptd_version": ckptd.__version__},
+            "numpy_folder": self.numpy_folder,
         }
 
         def on_line(line: dict[str, Any]) -> None:
@@ -250,6 +253,7 @@ class Conversion:
     def _report(self, destination: Path, header: Header, trailer: Trailer, seconds: float) -> ConvertReport:
         return ConvertReport(
             destination=destination,
+            form=header.form,
             layout=header.layout,
             files=trailer.files,
             bytes=trailer.bytes,

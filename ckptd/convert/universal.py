@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptd.convert.joining import JoinedState, join_states
+from ckptd.convert.joining import JoinedState, join_states, patterns_of
 from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Part, Range, Widen
 from ckptd.convert.plan import Output, OutputFile, OutputLink
 from ckptd.errors import RefusedError
@@ -18,13 +18,13 @@ from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
 from ckptd.zero import stage12
 from ckptd.zero.facts import as_dict
 from ckptd.zero.optimizers import numbers_of
-from ckptd.zero.patterns import Join, Patterns
 from ckptd.zero.survey import is_folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptd.zero.parameters import Parameter
+    from ckptd.zero.patterns import Join
     from ckptd.zero.save import Save
     from ckptd.zero.shards import Opened
 
@@ -78,7 +78,7 @@ class UniversalLayout:
         self.superset = layout == "superset"
         self.block = block
         self.strict = strict
-        self.patterns = _patterns(save, strict=strict)
+        self.patterns = patterns_of(save, strict=strict)
         self.written: set[str] = set()
 
     def outputs(self) -> Iterator[Output]:
@@ -205,22 +205,6 @@ class UniversalLayout:
                 best, wanted = part.nbytes, (part.offset - at) % BLOCK_BYTES
             at += part.nbytes
         return wanted
-
-
-def _patterns(save: Save, *, strict: bool) -> Patterns:
-    """The trainer's description of the parameters; one tensor rank of stage 3 never has one."""
-    if save.tp == 1 and save.stage >= 3:
-        return Patterns(None)
-    patterns = Patterns(save.universal_info)
-    if save.tp > 1 and (save.universal_info is None or (strict and not patterns.says_anything)):
-        where = f"universal_checkpoint_info of {save.rank0_model.source.path}"
-        raise RefusedError(
-            f"{where} {'is missing and ' if save.universal_info is None else ''}"
-            f"says nothing of how the {save.tp} tensor-parallel ranks join",
-            hint="AutoTP and Megatron-DeepSpeed describe it unless client_state overwrites the key; "
-            "the ZeRO form is safe all the same",
-        )
-    return patterns
 
 
 def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:

@@ -29,7 +29,8 @@ def verify_sources(header: Header, sources: Sequence[int], check_stop: Callable[
     for source, fd in zip(header.sources, sources, strict=True):
         check_stop()
         directory: Directory | None = None
-        if frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory
+        archive = source.path.endswith(".pt")  # weights take configuration along
+        if archive and frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory
             directory = read_directory(fd, source.path)
             check_crcs(fd, directory, source.path)
         if fingerprint(fd, directory) != source.fingerprint:

@@ -81,6 +81,23 @@ class Patterns:
         """False when no rule is there: then only the default is left, one after another along dimension 0."""
         return bool(any(self._lists.values()) or self._subs or self._affine)
 
+    def knows(self, name: str) -> bool:
+        """True when some rule names it; without one shards are taken to follow one another."""
+        lists = (p for patterns in self._lists.values() for p in patterns)
+        subs = (p for one in self._subs for p in one.compiled)
+        return any(p.match(name) for p in (*lists, *subs)) or self._affine.find(name) is not None
+
+    def replicated(self, name: str, shapes: list[tuple[int, ...]]) -> Join:
+        """The rule of a tensor that every rank holds whole: the first rank's, compared with the others.
+
+        Raises:
+            RefusedError: the shapes differ.
+        """
+        try:
+            return self._replicated(shapes)
+        except RefusedError as error:
+            raise RefusedError(f"{name}: {error.message}", hint=error.hint) from error
+
     def unmatched(self) -> list[str]:
         """Patterns that matched no parameter (strict conversion refuses them)."""
         return sorted(self._unmatched)

@@ -33,13 +33,34 @@ class Read:
 
 @dataclass(slots=True)
 class Cell:
-    """One model-parallel rank; `shards` in ascending data-parallel rank, `model` of the lowest of them."""
+    """One model-parallel rank; `shards` in ascending data-parallel rank, `model` of the lowest of them.
+
+    `frozen`: pieces of the frozen parameters, per data-parallel rank at stage 3 (for weights alone).
+    """
 
     pp: int
     tp: int
     model: Opened
     shapes: stage12.Shapes
     shards: list[OptimShard]
+    frozen: list[Fragments] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """One rank's pieces of all frozen parameters, name → (byte offset, elements, dtype)."""
+
+    source: int
+    pieces: dict[str, tuple[int, int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """State dictionary of pipeline layer `number` on tensor rank `tp`, or of one expert (no number)."""
+
+    number: int | None
+    tp: int
+    opened: Opened
 
 
 @dataclass(slots=True)
@@ -56,6 +77,7 @@ class Save:
     model_sources: list[Source]
     reads: list[Read] = field(default_factory=list)
     experts: Experts = NO_EXPERTS
+    layers: list[Layer] = field(default_factory=list)
 
     @property
     def pp(self) -> int:

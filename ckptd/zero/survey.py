@@ -7,6 +7,7 @@ saves, contradictory, or of a kind that has no range-copy form here.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import autoep, stage3, stage12
+from ckptd.zero.contents import fragments_of
 from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
 from ckptd.zero.facts import as_dict, numel, shown
 from ckptd.zero.optimizers import stray_setting
-from ckptd.zero.save import Cell, Read, Save
+from ckptd.zero.save import Cell, Layer, Read, Save
 from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
 
 Opening = Callable[[str], AbstractContextManager[int]]
@@ -44,12 +46,18 @@ class Degrees:
 
 
 class Surveyor:
-    """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while."""
+    """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while.
 
-    def __init__(self, opening: Opening, sources: list[Source], folders: list[str]) -> None:
+    `contents`: keep what weights need beyond the optimizer's shards (frozen parameters, layers, experts).
+    """
+
+    def __init__(
+        self, opening: Opening, sources: list[Source], folders: list[str], *, contents: bool = False
+    ) -> None:
         self.opening = opening
         self.sources = sources
         self.folders = folders
+        self.contents = contents
         self.reads: list[Read] = []
 
     def survey(self) -> Save:
@@ -92,7 +100,20 @@ class Surveyor:
             model_sources=model_sources,
             reads=self.reads,
             experts=experts,
+            layers=self._layers() if self.contents else [],
         )
+
+    def _layers(self) -> list[Layer]:
+        """State dictionaries of a pipeline's layers, whose numbers only their names hold, and of experts."""
+        found: list[Layer] = []
+        for source in sorted(
+            (s for s in self.sources if s.role in ("layer", "expert")), key=lambda s: s.path
+        ):
+            number = re.match(r"layer_(\d+)-", source.path)
+            if number is not None or source.role == "expert":
+                opened = self._open(source)
+                found.append(Layer(int(number[1]) if number else None, source.mm or 0, opened))
+        return found
 
     def _experts(self, grid: Degrees, model: Opened, optim: Opened) -> Experts:
         if grid.stage >= 3 and autoep.layers(model):
@@ -130,11 +151,13 @@ class Surveyor:
             self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
             for d in range(grid.dp)
         ]
+        frozen = [fragments_of(model)] if self.contents else []
         for d in _model_ranks(grid, models)[1:]:
             other = self._open(models[mm, d])
             _agree_models(other, model, same_rank=True)
             model_sources.append(other.source)
-        return Cell(pp, tp, model, _shapes(model), shards)
+            frozen += [fragments_of(other)] if self.contents else []
+        return Cell(pp, tp, model, _shapes(model), shards, frozen)
 
     def _look(self, source: Source) -> Opened:
         with self.opening(source.path) as fd:

@@ -1,0 +1,195 @@
+"""Consolidated weights as safetensors: what zero_to_fp32 makes, and of saves that it refuses (ADR 0082).
+
+Every trained parameter from its fp32 master, whatever else the model's state dictionary holds as it is,
+each tensor once. Planned like the universal form: outputs are headers of ours and ranges of the source.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptd.convert.joining import join_as, join_states, patterns_of
+from ckptd.convert.parts import FLOAT_BYTES, Cast, Literal, Mean, Part, Range, Woven
+from ckptd.convert.plan import Output, OutputFile
+from ckptd.convert.safetensors import Entry, file_parts
+from ckptd.errors import RefusedError
+from ckptd.zero.contents import contents
+from ckptd.zero.expert_names import ExpertNames
+from ckptd.zero.round_robin import restore_addresses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.convert.joining import JoinedState
+    from ckptd.zero.parameters import Parameter
+    from ckptd.zero.save import Read, Save
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LAYOUT = "safetensors"
+COMPANION = "companion"
+"""Role of the small files that are copied beside the weights."""
+PREFIX = "module."
+NAMED = 5
+"""Names that a note lists before it says how many more there are."""
+
+
+class WeightsLayout:
+    """Yields the outputs of one save; `dtype` fp32, bf16 or fp16; sizes in bytes."""
+
+    def __init__(self, save: Save, dtype: str, *, max_shard_bytes: int, block: bool, strict: bool) -> None:
+        restore_addresses(save)
+        self.save = save
+        self.target = TORCH_NAMES[dtype]
+        self.max_shard_bytes = max_shard_bytes
+        self.block = block
+        self.patterns = patterns_of(save, strict=strict)
+        self.contents = contents(save)
+        self.names = ExpertNames(n for row in save.cells for c in row for group in c.shapes for n in group)
+        self.files = self._divide()
+
+    @property
+    def tensor_count(self) -> int:
+        """Tensors in all files."""
+        return sum(len(names) for names, _ in self.files)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the summary should know."""
+        found: list[str] = []
+        if self.contents.leaves_frozen_out:
+            found.append(
+                "the save leaves frozen parameters out (exclude_frozen_parameters): they are not here"
+            )
+        if self.contents.aliases:
+            tied = [f"{name} = {stored}" for name, stored in sorted(self.contents.aliases.items())]
+            found.append(f"stored once under another name: {_listed(tied)}")
+        if self.contents.skipped:
+            found.append(f"no tensor data in the save: {_listed(self.contents.skipped)}")
+        if self.save.layers:
+            found.append("names are the pipeline's own, <layer>.<name>: the save knows no others")
+        return tuple(found)
+
+    def outputs(self) -> Iterator[Output]:
+        """The weights file by file, and their index when there are several."""
+        names = list(self._names())
+        entries = self._entries()
+        where: dict[str, str] = {}
+        for (members, _), file in zip(self.files, names, strict=True):
+            held = [next(entries) for _ in members]
+            where.update(dict.fromkeys((e.name for e in held), file))
+            yield OutputFile(file, file_parts(held, block=self.block))
+            for entry in held:
+                yield from entry.checks
+        if len(names) > 1:
+            total = sum(size for _, size in self.files)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+            yield OutputFile("model.safetensors.index.json", (Literal(text.encode()),))
+
+    def _names(self) -> Iterator[str]:
+        count = len(self.files)
+        if count == 1:
+            yield "model.safetensors"
+            return
+        for number in range(1, count + 1):
+            yield f"model-{number:05d}-of-{count:05d}.safetensors"
+
+    def _divide(self) -> list[tuple[list[str], int]]:
+        """(names, bytes) of each file: filled in order, a tensor beyond the limit alone."""
+        files: list[tuple[list[str], int]] = [([], 0)]
+        seen: set[str] = set()
+        for entry in self._entries():
+            if entry.name in seen or entry.name == "__metadata__":
+                raise RefusedError(f"two tensors would be called {entry.name}")
+            seen.add(entry.name)
+            names, size = files[-1]
+            if names and size + entry.nbytes > self.max_shard_bytes:
+                files.append(([entry.name], entry.nbytes))
+            else:
+                names.append(entry.name)
+                files[-1] = (names, size + entry.nbytes)
+        return files
+
+    def _entries(self) -> Iterator[Entry]:
+        """Masters in the optimizer's order, then what only the model's state dictionary holds."""
+        strip = self._has_prefix()
+        for ranks in self.save.parameters("fp32"):
+            join, states = join_states(ranks, self.patterns)
+            yield from self._trained(ranks, states[0], strip)
+        for name, by_rank in self.contents.tensors.items():
+            ranks = [by_rank[tp] for tp in range(self.save.tp)]
+            shapes = [rank.shape for rank in ranks]
+            if self.save.tp > 1 and name in self.contents.buffers and not self.patterns.knows(name):
+                join = self.patterns.replicated(name, shapes)
+            else:
+                join = self.patterns.join(name, shapes)
+            yield self._entry(ranks, join_as(join, ranks)[1][0], strip)
+
+    def _trained(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Iterator[Entry]:
+        """One tensor; of experts that several ranks share one for each rank, by their global numbers."""
+        ep = self.save.experts.ep
+        name = state.parameter
+        if not ranks[0].experts or self.save.experts.automatic or self.names.globally(name, 0) is None:
+            yield self._entry(ranks, state, strip)
+            return
+        shape, nbytes = ranks[0].shape, prod(state.shape) * state.item_bytes // ep
+        for rank in range(ep):
+            parts = tuple(_slice(state.parts, rank * nbytes, nbytes))
+            one = replace(state, parameter=self.names.globally(name, rank) or name, shape=shape, parts=parts)
+            yield self._entry(ranks, one, strip)
+
+    def _has_prefix(self) -> bool:
+        trained = (n for row in self.save.cells for cell in row for group in cell.shapes for n in group)
+        return all(n.startswith(PREFIX) for n in (*trained, *self.contents.tensors))
+
+    def _entry(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Entry:
+        dtype, parts = state.dtype, state.parts
+        if dtype in FLOAT_BYTES and dtype != self.target:
+            dtype, parts = self.target, (self._cast(state),) if prod(state.shape) else ()
+        return Entry(
+            name=state.parameter.removeprefix(PREFIX) if strip else state.parameter,
+            dtype=dtype,
+            shape=_real_shape(ranks, state.shape),
+            parts=parts,
+            checks=state.checks,
+        )
+
+    def _cast(self, state: JoinedState) -> Part:
+        inner = tuple(part for part in state.parts if isinstance(part, Range | Woven | Mean))
+        return Cast(inner, prod(state.shape), state.dtype, self.target)
+
+
+def _slice(parts: tuple[Part, ...], begin: int, nbytes: int) -> Iterator[Range]:
+    """`nbytes` bytes from byte `begin` of parts that are ranges (experts lie on one tensor rank)."""
+    at, end = 0, begin + nbytes
+    for part in parts:
+        assert isinstance(part, Range)
+        low, high = max(at, begin), min(at + part.nbytes, end)
+        if low < high:
+            yield Range(part.source, part.offset + low - at, high - low)
+        at += part.nbytes
+
+
+def _real_shape(ranks: list[Parameter], joined: tuple[int, ...]) -> tuple[int, ...]:
+    """The parameter's own shape where its description by sub-parameters is a view with other dimensions."""
+    first = ranks[0].shape
+    if len(ranks) == 1 and prod(first) == prod(joined):
+        return first
+    if len(first) == len(joined) or not first or prod(first[1:]) == 0:
+        return joined
+    grown = (prod(joined) // prod(first[1:]), *first[1:])
+    return grown if prod(grown) == prod(joined) else joined
+
+
+def companion_files(reads: list[Read]) -> Iterator[OutputFile]:
+    """Copies of the small files that a loader wants beside the weights; their reads follow the shards'."""
+    for number, read in enumerate(reads):
+        if read.role == COMPANION:
+            yield OutputFile(read.path, (Range(number, 0, read.size_bytes),))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

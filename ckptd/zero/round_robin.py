@@ -1,0 +1,54 @@
+"""Where parameters truly lie under `round_robin_gradients`, which DeepSpeed's own mappings get wrong.
+
+With that option the flat buffer is laid out in a shuffled order, which `param_shapes` has, but
+`param_slice_mappings` adds addresses up in the order before the shuffle (DeepSpeed 0.19.8,
+`_link_all_hp_params`; right only where parameters are padded for alignment). Loaders use the same wrong
+addresses, so a universal checkpoint goes back to where it came from; weights need the truth.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from ckptd.errors import RefusedError
+from ckptd.zero.facts import as_dict, numel
+
+if TYPE_CHECKING:
+    from ckptd.zero.save import Cell, Save
+
+
+def restore_addresses(save: Save) -> None:
+    """Replace the mappings of every shard, when the save was trained with `round_robin_gradients`.
+
+    Raises:
+        RefusedError: the parameters do not fit the buffers in the order of `param_shapes`.
+    """
+    config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
+    if save.stage >= 3 or save.dp == 1 or config.get("round_robin_gradients") is not True:
+        return
+    for row in save.cells:
+        for cell in row:
+            for g in range(len(cell.shapes)):
+                if not any(shard.groups[g].alignment_padding for shard in cell.shards):
+                    _restore(cell, g)
+
+
+def _restore(cell: Cell, g: int) -> None:
+    """Parameters one after another through the slices of all ranks, in ascending rank."""
+    lengths = [shard.groups[g].states["fp32"].numel for shard in cell.shards]
+    ends = list(accumulate(lengths))
+    mappings: list[list[tuple[str, int, int]]] = [[] for _ in lengths]
+    at = 0
+    for name, shape in cell.shapes[g].items():
+        end = at + (numel(shape) or 0)
+        for mapping, length, last in zip(mappings, lengths, ends, strict=True):
+            first = last - length
+            low, high = max(at, first), min(end, last)
+            if low < high:
+                mapping.append((name, low - first, high - low))
+        at = end
+    if at > ends[-1]:
+        raise RefusedError(f"the parameters of group {g} need {at} elements, its slices hold {ends[-1]}")
+    for shard, mapping in zip(cell.shards, mappings, strict=True):
+        shard.groups[g].mapping = mapping
