@@ -1,4 +1,4 @@
-"""Dirty pages of an output, kept to a window: what is written goes to disk while more is being written (P12)."""
+"""Dirty pages of an output, kept to a window: some go to disk while more are written (P12)."""
 
 from __future__ import annotations
 
