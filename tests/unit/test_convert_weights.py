@@ -24,6 +24,7 @@ from tests.unit.weights import (
     GROUPS,
     as_read,
     expected_masters,
+    large_save,
     model_states,
     read_file,
     read_folder,
@@ -255,33 +256,6 @@ def test_latest_universal_is_not_for_weights(tmp_path: Path) -> None:
     made = stage_2(tmp_path / "in", {})
     convert(made.folder, tmp_path / "w", weights(write_latest=True))
     assert not (tmp_path / "latest_universal").exists()
-
-
-def large_save(folder: Path, numel: int, tensors: int) -> None:
-    """One rank of stage 2 with masters alone: `tensors` parameters of `numel` random elements each."""
-    folder.mkdir(parents=True)
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    shapes: Shapes = {f"blocks.{i}.w": (numel // 1000, 1000) for i in range(tensors)}
-    master = torch.randn(numel * tensors, generator=torch.Generator().manual_seed(1))
-    inner = {
-        "zero_stage": 2,
-        "partition_count": [1],
-        "base_optimizer_state": {
-            "state": {0: {"step": torch.tensor(7.0)}},
-            "param_groups": [{"params": [0]}],
-        },
-        "single_partition_of_fp32_groups": [master],
-        "param_slice_mappings": [
-            {n: fragment_address(numel=numel, start=i * numel) for i, n in enumerate(shapes)}
-        ],
-        "ds_version": "0.19.8",
-    }
-    torch.save(
-        {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"},
-        folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    )
-    torch.save(model_states([shapes], 1, 2, {}), folder / "mp_rank_00_model_states.pt")
 
 
 @pytest.fixture(scope="module")
