@@ -19,7 +19,7 @@ JIT     := $(VENV)/.stamp-jit
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-idle lint types loader-matrix ds-suite stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
         system-packages clean
 
 help: ## this list
@@ -62,8 +62,8 @@ run: setup ## the quickstart: real training, crashes, resume, judge (REMOTE=s3, 
 	$(VENV)/bin/ckptd quickstart --remote $(REMOTE) $(ARGS)
 
 lint: $(INSTALL) ## format check and lint
-	$(VENV)/bin/ruff format --check ckptd tests bench
-	$(VENV)/bin/ruff check ckptd tests bench
+	$(VENV)/bin/ruff format --check ckptd tests bench examples
+	$(VENV)/bin/ruff check ckptd tests bench examples
 
 types: $(INSTALL) ## mypy --strict
 	$(VENV)/bin/mypy
@@ -72,8 +72,12 @@ test: setup lint types ## everything: format, lint, types, tests with branch cov
 	rm -f .coverage .coverage.*
 	$(PY) -m pytest --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
 
-bench: setup ## conversion against ds_to_universal and cp (writes docs/performance.md)
+bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)
+	$(PY) -m bench.scale
+
+bench-scale: setup ## (root) checkpoints of hundreds of ranks as sparse files: time, memory, plot (docs/scale.png)
+	$(PY) -m bench.scale $(ARGS)
 
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)

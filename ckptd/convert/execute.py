@@ -9,124 +9,23 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 
 from ckptd import files
 from ckptd.convert.cloning import interior
 from ckptd.convert.direct import BUFFER_BYTES, MIN_FILE_BYTES, DirectWriter
-from ckptd.convert.dirty import Dirty
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.convert.sources import Sources
 from ckptd.convert.stripes import STRIPE_BYTES, Stripe, stripes, write_stripes
+from ckptd.convert.writing import Counters, Dirty, Folders, Settings, own
 from ckptd.errors import NoSpaceError, RefusedError
 
-MIB = 1 << 20
 _BATCH_FILES = 48
 
 
 class Stopped(Exception):
     """SIGTERM: what is finished stays, the rest is done by the next attempt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to write: window and batch bound what is dirty per thread; reserve is P13's."""
-
-    window_bytes: int
-    batch_bytes: int
-    threads: int
-    stripe_threads: int
-    """Threads that write one large file together; 1: a file is one thread's."""
-    clone: bool
-    reserve_bytes: int
-    file_mode: int
-    folder_mode: int
-    gid: int
-
-    @staticmethod
-    def within(
-        budget_bytes: int,
-        *,
-        threads: int,
-        stripe_threads: int = 1,
-        clone: bool,
-        reserve_bytes: int,
-        modes: tuple[int, int, int],
-    ) -> Settings:
-        """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
-        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads * stripe_threads))
-        window = min(64 * MIB, share)
-        return Settings(
-            window_bytes=window,
-            batch_bytes=window,
-            threads=threads,
-            stripe_threads=stripe_threads,
-            clone=clone,
-            reserve_bytes=reserve_bytes,
-            file_mode=modes[0],
-            folder_mode=modes[1],
-            gid=modes[2],
-        )
-
-
-class Counters:
-    """What was done, shared by the threads and the progress line."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.files = self.bytes = self.cloned = self.copied = self.resumed = 0
-
-    def add(
-        self, *, files: int = 0, nbytes: int = 0, cloned: int = 0, copied: int = 0, resumed: int = 0
-    ) -> None:
-        """Add to the counts; bytes are of output files."""
-        with self._lock:
-            self.files += files
-            self.bytes += nbytes
-            self.cloned += cloned
-            self.copied += copied
-            self.resumed += resumed
-
-
-class Folders:
-    """Directory descriptors below the output folder, made on demand; the last few stay open."""
-
-    def __init__(self, out_fd: int, settings: Settings) -> None:
-        self._out_fd = out_fd
-        self._settings = settings
-        self._lock = threading.Lock()
-        self._made: set[str] = set()
-
-    def ensure(self, path: str) -> None:
-        """Make the parent folder of an output."""
-        parents = path.split("/")[:-1]
-        with self._lock:
-            for depth in range(1, len(parents) + 1):
-                parent = "/".join(parents[:depth])
-                if parent in self._made:
-                    continue
-                fd = files.open_dir_beneath(self._out_fd, parent, create_mode=self._settings.folder_mode)
-                try:
-                    own(fd, self._settings.gid, self._settings.folder_mode)
-                finally:
-                    os.close(fd)
-                self._made.add(parent)
-
-    def made(self) -> list[str]:
-        """Folders that hold outputs, for the last fsync."""
-        return sorted(self._made)
-
-
-def own(fd: int, gid: int, mode: int) -> None:
-    """Give a file or folder the checkpoint's group, never a wider mode (P15)."""
-    if os.fstat(fd).st_gid != gid:
-        try:
-            os.fchown(fd, -1, gid)
-        except OSError:
-            mode &= ~0o070
-    os.fchmod(fd, mode)
 
 
 class Worker:

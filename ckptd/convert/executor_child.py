@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptd import files
-from ckptd.convert.execute import Counters, Folders, Settings, Stopped, Worker, own
+from ckptd.convert.execute import Stopped, Worker
 from ckptd.convert.order import large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.convert.rounding import use_numpy_of
 from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.verify import verify_outputs, verify_sources
+from ckptd.convert.writing import Counters, Folders, Settings, own
 from ckptd.errors import CkptdError, SourceChanged, from_os_error
 
 if TYPE_CHECKING:

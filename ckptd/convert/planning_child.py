@@ -99,8 +99,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
         writer.add(output)
         if isinstance(output, OutputFile):
             tally.add(output)
-    said = ("form", "layout", "stage", "dp", "step", "parameters", "notes")
-    words = {name: getattr(header, name) for name in said}
+    words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
     return words | asdict(tally) | asdict(writer.finish())
 
 

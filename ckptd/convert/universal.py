@@ -16,9 +16,9 @@ from ckptd.torchfile.repickle import repickle
 from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
 from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
 from ckptd.zero import stage12
+from ckptd.zero.agreement import is_folder_name
 from ckptd.zero.facts import as_dict
 from ckptd.zero.optimizers import numbers_of
-from ckptd.zero.survey import is_folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -52,7 +52,17 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
             f"saved with tensor parallel degree {grid.tp or 1} and pipeline parallel degree {grid.pp or 1}: "
             "the universal form loads with other degrees too, the training script chooses them"
         )
-    if facts is not None and plan.world_size is not None and plan.world_size % grid.mm_count == 0:
+    if (grid.ep or 1) > 1:
+        lines.append(
+            f"experts are shared by {grid.ep} ranks: keep ep_size {grid.ep}, in ZeRO stage 1 or 2 "
+            "(DeepSpeed's AutoEP takes any size)"
+        )
+    if (grid.sp or 1) > 1:
+        lines.append(
+            f"saved with sequence parallel degree {grid.sp}, which the training script may change: keep "
+            "train_batch_size by the replicas, ranks divided by that degree"
+        )
+    elif facts is not None and plan.world_size is not None and plan.world_size % grid.mm_count == 0:
         lines += _batch(facts, plan.world_size // grid.mm_count)
     if facts is None or facts.frozen_parameters or facts.buffers:
         lines.append(

@@ -6,7 +6,6 @@ state dictionary; a pipeline has none, so there they are `<layer>.<name>` as in 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -17,12 +16,9 @@ from ckptd.torchfile.values import ITEM_BYTES, Tensor
 from ckptd.zero.expert_names import ExpertNames
 from ckptd.zero.facts import as_dict, numel
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
-from ckptd.zero.save import Fragments
-from ckptd.zero.shards import flat
 
 if TYPE_CHECKING:
     from ckptd.zero.save import Cell, Save
-    from ckptd.zero.shards import Opened
 
 MAX_RUNS = 1 << 16
 """Pieces that a tensor with gaps between its rows may fall into."""
@@ -47,19 +43,6 @@ class Contents:
     def add(self, name: str, tp: int, parameter: Parameter) -> None:
         """The first holder counts (layers of one tied module hold the same)."""
         self.tensors.setdefault(name, {}).setdefault(tp, parameter)
-
-
-def fragments_of(model: Opened) -> Fragments:
-    """One rank's pieces of the frozen parameters.
-
-    Raises:
-        RefusedError: a piece is no flat tensor.
-    """
-    pieces: dict[str, tuple[int, int, str]] = {}
-    for name, tensor in as_dict(model.root.get("frozen_param_fragments")).items():
-        found = flat(tensor, model.source, f"the frozen parameter {name}")
-        pieces[sys.intern(str(name))] = (found.offset, found.numel, found.dtype)
-    return Fragments(model.source.index, pieces)
 
 
 def contents(save: Save) -> Contents:

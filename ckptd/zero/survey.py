@@ -6,21 +6,19 @@ saves, contradictory, or of a kind that has no range-copy form here.
 
 from __future__ import annotations
 
-import hashlib
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import autoep, stage3, stage12
-from ckptd.zero.contents import fragments_of
+from ckptd.zero.agreement import agree_models, agree_optims, shapes_of
 from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
-from ckptd.zero.facts import as_dict, numel, shown
-from ckptd.zero.optimizers import stray_setting
-from ckptd.zero.save import Cell, Layer, Read, Save
-from ckptd.zero.shards import Opened, OptimShard, Source, open_shard
+from ckptd.zero.facts import as_dict
+from ckptd.zero.save import Cell, Fragments, Layer, Read, Save
+from ckptd.zero.shards import Opened, OptimShard, Source, flat, open_shard
 
 Opening = Callable[[str], AbstractContextManager[int]]
 MAX_RANKS = 1 << 20
@@ -145,19 +143,19 @@ class Surveyor:
         (pp, tp), (optim0, model0), (optim, models) = place, first, listed
         mm = grid.number(pp, tp)
         model = model0 if mm == 0 else self._open(models[mm, 0])
-        _agree_models(model, model0, same_rank=mm == 0)
+        agree_models(model, model0, same_rank=mm == 0)
         model_sources.append(model.source)
         shards = [
             self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
             for d in range(grid.dp)
         ]
-        frozen = [fragments_of(model)] if self.contents else []
+        frozen = [_frozen(model)] if self.contents else []
         for d in _model_ranks(grid, models)[1:]:
             other = self._open(models[mm, d])
-            _agree_models(other, model, same_rank=True)
+            agree_models(other, model, same_rank=True)
             model_sources.append(other.source)
-            frozen += [fragments_of(other)] if self.contents else []
-        return Cell(pp, tp, model, _shapes(model), shards, frozen)
+            frozen += [_frozen(other)] if self.contents else []
+        return Cell(pp, tp, model, shapes_of(model), shards, frozen)
 
     def _look(self, source: Source) -> Opened:
         with self.opening(source.path) as fd:
@@ -172,7 +170,7 @@ class Surveyor:
         return opened
 
     def _cut(self, opened: Opened, first: Opened, stage: int) -> OptimShard:
-        _agree_optims(opened, first)
+        agree_optims(opened, first)
         return stage3.cut(opened) if stage >= 3 else stage12.cut(opened)
 
     def _refuse_by_name(self) -> None:
@@ -283,61 +281,9 @@ def _data_parallel(model: Opened, optim: Opened) -> int:
     return dp
 
 
-def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
-    return RefusedError(
-        f"{one.source.path} has {what} {shown(mine)}, {other.source.path} has {shown(theirs)}: "
-        "shards of two saves",
-        hint="mixing saves trains wrongly without a warning, so nothing was converted",
-    )
-
-
-def _agree_optims(shard: Opened, first: Opened) -> None:
-    if shard.source.mm == first.source.mm and (other := stray_setting(shard.root, first.root)) is not None:
-        raise _differs(*other[:1], shard, other[1], first, other[2])
-    same_rank = ("partition_count",) if shard.source.mm == first.source.mm else ()
-    for what in ("ds_version", "zero_stage", "optimizer_step", *same_rank):
-        mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
-        if mine != theirs and not (what == "optimizer_step" and None in (mine, theirs)):
-            raise _differs(what, shard, mine, first, theirs)
-
-
-def _agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
-    for what in ("ds_version", "dp_world_size", "global_steps", "tp", "pp"):
-        mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
-        if mine != theirs:
-            raise _differs(what, shard, mine, first, theirs)
-    if same_rank and _shape_digest(shard) != _shape_digest(first):
-        raise _differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
-
-
-def _shapes(model: Opened) -> stage12.Shapes:
-    shapes = model.root.get("param_shapes")
-    if not isinstance(shapes, list):
-        raise RefusedError(f"{model.source.path} has no param_shapes")
-    checked: stage12.Shapes = []
-    seen: set[str] = set()
-    for group in shapes:
-        current: dict[str, tuple[int, ...]] = {}
-        for name, shape in as_dict(group).items():
-            if numel(shape) is None or not is_folder_name(name):
-                raise RefusedError(f"{model.source.path} names {shown(name)}, which can be no parameter")
-            if name in seen:
-                raise RefusedError(f"{model.source.path} lists {name} twice in param_shapes")
-            seen.add(name)
-            current[name] = tuple(shape)
-        checked.append(current)
-    return checked
-
-
-def is_folder_name(name: Any) -> bool:
-    """True when a parameter's name can be one directory component (P15)."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..")
-        and not any(c in name for c in "/\0\n")
-        and len(name.encode("utf-8", "surrogatepass")) <= 255
-    )
-
-
-def _shape_digest(model: Opened) -> str:
-    return hashlib.sha256(repr(_shapes(model)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+def _frozen(model: Opened) -> Fragments:
+    pieces: dict[str, tuple[int, int, str]] = {}
+    for name, tensor in as_dict(model.root.get("frozen_param_fragments")).items():
+        found = flat(tensor, model.source, f"the frozen parameter {name}")
+        pieces[sys.intern(str(name))] = (found.offset, found.numel, found.dtype)
+    return Fragments(model.source.index, pieces)

@@ -17,7 +17,9 @@ with other initial weights resumes from the universal form and runs steps 3 to 6
 difference is the largest one between its four losses and the uninterrupted run's. Where ranks and
 partitioning are equal it must be 0, else at most {tolerance} (other ranks add in another order). "Optimizer"
 says whether steps, names of states and every setting of `param_groups` are after load what they were at the
-save.
+save. DeepSpeed's own Adams (fused_adam, cpu_adam) do not go on to the last bit even from the ZeRO form,
+because they compute the powers of beta anew after a load: where equality is demanded, theirs is with the
+losses of DeepSpeed's resume from the ZeRO form.
 
 {count} resumes, {failed} outside their bound. Each line sums up the ranks {ranks}.
 

@@ -72,6 +72,15 @@ def test_two_ranks_resume_what_four_saved(converted: Path, tmp_path: Path) -> No
         assert run.losses == pytest.approx(wanted, abs=ROUTED), name
 
 
+@pytest.mark.skipif(not FULL, reason="two starts of torchrun: CKPTD_FULL=1")
+@pytest.mark.parametrize(("world_size", "ep"), [(2, 1), (4, 4)])
+def test_another_ep_size_fails_loudly(converted: Path, tmp_path: Path, world_size: int, ep: int) -> None:
+    """What the notes warn of is no silent mix of experts: the loader finds other shapes or no file."""
+    resumes = [Resume(recipe=replace(STAGE_2, ep=ep), save_dir=converted, tag="stage 2")]
+    with pytest.raises(RuntimeError, match=r"numel|No such file"):
+        resumed(world_size, resumes, tmp_path)
+
+
 def test_neighbouring_ranks_with_the_same_experts(tmp_path: Path) -> None:
     """use_data_before_expert_parallelism: another order of ranks, found in ds_config."""
     source = experts.prepare(IN_BLOCKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def test_shards_written_again_as_legacy_files(tmp_path: Path) -> None:
 
 
 def test_shards_that_deepspeed_saved_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`checkpoint.checkpoint_serialization: false`, all three stages."""
-    recipes = [Recipe(stage=stage, world_size=2) for stage in (1, 2, 3)]
+    """`checkpoint.checkpoint_serialization: false`; all three stages with CKPTD_FULL=1."""
+    stages = (1, 2, 3) if os.environ.get("CKPTD_FULL") else (3,)
+    recipes = [Recipe(stage=stage, world_size=2) for stage in stages]
     sources = saved_with({"checkpoint": {"checkpoint_serialization": False}}, recipes, monkeypatch)
-    assert equal_to_stock(sources, tmp_path) == [[], [], []]
+    assert equal_to_stock(sources, tmp_path) == [[] for _ in stages]

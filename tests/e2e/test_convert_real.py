@@ -99,6 +99,16 @@ def test_what_has_no_universal_form_is_refused(recipe: Recipe, words: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ulysses_ranks_are_data_parallel(checkpoints: dict[str, Path]) -> None:
+    """0.19.8 records their degree as tp_degree; no shard of a second tensor rank is waited for."""
+    done = ckptd("inspect", checkpoints["stage 3, Ulysses 2 on 4 ranks"], "--json")
+    assert done.returncode == 0, done.stderr
+    (seen,) = json.loads(done.stdout)["checkpoints"]
+    assert seen["state"] == "complete"
+    grid = seen["grid"]
+    assert (grid["dp"], grid["mm_count"], grid["tp"], grid["sp"]) == (4, 1, 1, 2)
+
+
 def test_facts_of_real_shards(checkpoints: dict[str, Path]) -> None:
     folder = checkpoints["stage 3, sub-groups, frozen, odd, 4 ranks"]
     found = inspect_files(folder, sorted(p.name for p in folder.iterdir()))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckptd.core.listing import OURS
+from ckptd.recover.advice import advice, model_facts
 from tests.unit.recover_scene import Scene, scene
 from tests.unit.synthetic import full_bytes
 
@@ -46,6 +49,18 @@ def test_the_accumulation_that_keeps_the_batch(scene: Scene) -> None:
     assert "train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 2" in text
     text = "\n".join(scene.resume(world_size=3, remote=False).advice)
     assert "cannot be kept" in text
+
+
+def test_experts_and_sequence_parallelism_are_told(scene: Scene) -> None:
+    """A mixture of experts keeps its ep_size; with sequence parallelism the batch is the script's."""
+    scene.save(5)
+    done = scene.resume(world_size=4, remote=False)
+    grid = done.plan.candidate.grid.model_copy(update={"ep": 2, "sp": 2})
+    plan = replace(done.plan, candidate=replace(done.plan.candidate, grid=grid))
+    text = "\n".join(advice(plan, model_facts(scene.save_dir / TAG)))
+    assert "keep ep_size 2" in text
+    assert "sequence parallel degree 2" in text
+    assert "gradient_accumulation_steps" not in text
 
 
 def test_from_the_remote_alone(scene: Scene) -> None:

@@ -1,0 +1,89 @@
+"""That shards are of one save, and what their model states say of shapes (docs/design.md §3, P4, P15)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import RefusedError
+from ckptd.zero.facts import as_dict, numel, shown
+from ckptd.zero.optimizers import stray_setting
+
+if TYPE_CHECKING:
+    from ckptd.zero.shards import Opened
+    from ckptd.zero.stage12 import Shapes
+
+
+def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
+    return RefusedError(
+        f"{one.source.path} has {what} {shown(mine)}, {other.source.path} has {shown(theirs)}: "
+        "shards of two saves",
+        hint="mixing saves trains wrongly without a warning, so nothing was converted",
+    )
+
+
+def agree_optims(shard: Opened, first: Opened) -> None:
+    """Refuse optimizer shards of two saves.
+
+    Raises:
+        RefusedError: version, stage, step or partitioning differ.
+    """
+    if shard.source.mm == first.source.mm and (other := stray_setting(shard.root, first.root)) is not None:
+        raise _differs(other[0], shard, other[1], first, other[2])
+    same_rank = ("partition_count",) if shard.source.mm == first.source.mm else ()
+    for what in ("ds_version", "zero_stage", "optimizer_step", *same_rank):
+        mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
+        if mine != theirs and not (what == "optimizer_step" and None in (mine, theirs)):
+            raise _differs(what, shard, mine, first, theirs)
+
+
+def agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
+    """Refuse model states of two saves; shapes are compared within one model-parallel rank.
+
+    Raises:
+        RefusedError: version, grid, step or shapes differ.
+    """
+    for what in ("ds_version", "dp_world_size", "global_steps", "tp", "pp"):
+        mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
+        if mine != theirs:
+            raise _differs(what, shard, mine, first, theirs)
+    if same_rank and _shape_digest(shard) != _shape_digest(first):
+        raise _differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
+
+
+def shapes_of(model: Opened) -> Shapes:
+    """`param_shapes`, checked: real shapes, names that can be folders, each once.
+
+    Raises:
+        RefusedError: otherwise.
+    """
+    shapes = model.root.get("param_shapes")
+    if not isinstance(shapes, list):
+        raise RefusedError(f"{model.source.path} has no param_shapes")
+    checked: Shapes = []
+    seen: set[str] = set()
+    for group in shapes:
+        current: dict[str, tuple[int, ...]] = {}
+        for name, shape in as_dict(group).items():
+            if numel(shape) is None or not is_folder_name(name):
+                raise RefusedError(f"{model.source.path} names {shown(name)}, which can be no parameter")
+            if name in seen:
+                raise RefusedError(f"{model.source.path} lists {name} twice in param_shapes")
+            seen.add(name)
+            current[name] = tuple(shape)
+        checked.append(current)
+    return checked
+
+
+def is_folder_name(name: Any) -> bool:
+    """True when a parameter's name can be one directory component (P15)."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not any(c in name for c in "/\0\n")
+        and len(name.encode("utf-8", "surrogatepass")) <= 255
+    )
+
+
+def _shape_digest(model: Opened) -> str:
+    return hashlib.sha256(repr(shapes_of(model)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
