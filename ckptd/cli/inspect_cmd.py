@@ -17,9 +17,13 @@ _MANY_FILES = 40
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help="Say what a checkpoint folder, save_dir or universal folder holds. 65: not whole.")
+    @app.command(
+        help="Say what a checkpoint folder, save_dir, universal folder or weights hold. 65: not whole."
+    )
     def inspect(
-        folder: str = typer.Argument(..., metavar="DIR", help="A tag folder, save_dir or universal folder."),
+        folder: str = typer.Argument(
+            ..., metavar="DIR", help="A tag folder, save_dir, or what convert made."
+        ),
         as_json: bool = typer.Option(False, "--json", help="Everything as JSON on stdout."),
         all_files: bool = typer.Option(False, "--all-files", help="List every file of large folders."),
     ) -> None:

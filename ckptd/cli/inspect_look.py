@@ -64,7 +64,7 @@ class SeenCheckpoint(Model):
     """One folder and the verdict on it."""
 
     tag: str
-    kind: Literal["zero", "universal"]
+    kind: Literal["zero", "universal", "weights"]
     state: str
     reason: str | None = None
     is_complete: bool
@@ -76,7 +76,7 @@ class SeenCheckpoint(Model):
     ds_version: str | None = None
     grid: Grid | None = None
     parameters: int | None = None
-    """Elements (zero) or tensors (universal)."""
+    """Elements (zero) or tensors (universal, weights)."""
     layout: str | None = None
     bytes: int
     saved_seconds_apart: float | None = None
@@ -90,7 +90,7 @@ class Seen(Model):
     """A folder given to `ckptd inspect`."""
 
     path: str
-    kind: Literal["zero", "universal", "save_dir"]
+    kind: Literal["zero", "universal", "weights", "save_dir"]
     latest: str | None = None
     latest_universal: str | None = None
     checkpoints: tuple[SeenCheckpoint, ...]
@@ -102,7 +102,7 @@ class Seen(Model):
 
 
 def look(path: Path) -> Seen:
-    """Inspect a tag folder, a save_dir, or a universal folder.
+    """Inspect a tag folder, a save_dir, a universal folder, or exported weights.
 
     Raises:
         NotFoundError: there is no checkpoint.
@@ -117,6 +117,8 @@ def look(path: Path) -> Seen:
         raise NotFoundError(f"{path} vanished")
     if _is_universal(listing):
         return Seen(path=str(path), kind="universal", checkpoints=(_universal(listing, Path(parent)),))
+    if (exported := _weights(listing, Path(parent))) is not None:
+        return Seen(path=str(path), kind="weights", checkpoints=(exported,))
     if listing.shards:
         checkpoint = _zero(listing, Path(parent))
         told = checkpoint.model_copy(update={"conversion": look_ahead(Path(absolute))})
@@ -152,6 +154,8 @@ def _save_dir(path: Path, absolute: str) -> Seen:
                 continue
             if _is_universal(listing):
                 found.append(_universal(listing, Path(absolute)))
+            elif (exported := _weights(listing, Path(absolute))) is not None:
+                found.append(exported)
             elif listing.shards:
                 found.append(_zero(listing, Path(absolute)))
     if not found:
@@ -245,6 +249,18 @@ def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
     lacking = {k for k in ("exp_avg", "exp_avg_sq") if any(f"zero/{n}/{k}.pt" not in facts for n in names)}
     words = ", ".join(sorted(lacking))
     return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
+
+
+def _weights(listing: FolderListing, parent: Path) -> SeenCheckpoint | None:
+    """Exported weights, by what ckptd.json says; None: something else."""
+    from ckptd.cli.inspect_weights import weights
+
+    if not any(f.path == "ckptd.json" for f in listing.files):
+        return None
+    manifest = _manifest(parent / listing.tag)
+    if not str(manifest.get("form", "")).startswith("weights-"):
+        return None
+    return weights(listing, parent, manifest)
 
 
 def _manifest(folder: Path) -> dict[str, object]:

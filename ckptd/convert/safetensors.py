@@ -7,13 +7,14 @@ Written here by hand because the tensors are byte ranges of other files and neve
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.convert.parts import Literal, Part, Range
-from ckptd.errors import RefusedError
+from ckptd.errors import DamagedError, RefusedError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.torchfile.values import ITEM_BYTES
 
@@ -102,3 +103,30 @@ def _congruence(parts: Sequence[Part]) -> int | None:
                 gains[place] = gains.get(place, 0) + part.nbytes
         at += part.nbytes
     return max(gains, key=lambda place: gains[place]) if gains else None
+
+
+def read_names(fd: int, path: str) -> list[str]:
+    """Names of the tensors in the file open at `fd`, whose header must account for every byte.
+
+    Raises:
+        DamagedError: truncated, or a header that is none or leaves gaps.
+    """
+    size = os.fstat(fd).st_size
+    head = os.pread(fd, 8, 0)
+    length = int.from_bytes(head, "little") if len(head) == 8 else size
+    if 8 + length > size or length > MAX_HEADER_BYTES:
+        raise DamagedError(f"{path} ends inside its header")
+    try:
+        header = json.loads(os.pread(fd, length, 8))
+        header.pop("__metadata__", None)
+        spans = sorted(tuple(int(n) for n in entry["data_offsets"]) for entry in header.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} has no safetensors header") from error
+    at = 0
+    for begin, end in spans:
+        if begin != at or end < begin:
+            raise DamagedError(f"{path} has a gap or an overlap at byte {at} of its data")
+        at = end
+    if 8 + length + at != size:
+        raise DamagedError(f"{path} holds {size} bytes instead of {8 + length + at}")
+    return [str(name) for name in header]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.cli.inspect_look import look
 from ckptd.convert.options import Dtype
 from ckptd.convert.supervise import ConvertOptions, convert
 from ckptd.errors import BehindError, CkptdError, DamagedError, RefusedError, SourceChanged
@@ -23,6 +24,7 @@ from tests.unit.weights import (
     GROUPS,
     as_read,
     expected_masters,
+    large_save,
     model_states,
     read_file,
     read_folder,
@@ -193,6 +195,33 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
         assert found == read_folder(tmp_path / dtype)
 
 
+def test_inspect_knows_exported_weights_and_what_is_wrong_with_them(tmp_path: Path) -> None:
+    made = stage_2(tmp_path / "save" / "global_step7", {})
+    out = tmp_path / "save" / "w"
+    convert(made.folder, out, weights("bf16", max_shard_bytes=1000))
+    seen = look(out)
+    checkpoint = seen.checkpoints[0]
+    assert (seen.kind, seen.is_sound) == ("weights", True)
+    assert (checkpoint.dtype, checkpoint.step, checkpoint.zero_stage) == ("bf16", 7, 2)
+    assert (checkpoint.parameters, checkpoint.layout) == (14, "safetensors")
+    assert [c.kind for c in look(tmp_path / "save").checkpoints] == ["zero", "weights"]
+    first = next(out.glob("model-00001*"))
+    whole = first.read_bytes()
+    for spoiled, words in (
+        (whole[:-1], "instead of"),
+        (whole[:40], "ends inside its header"),
+        (whole[:8] + b"[" + whole[9:], "no safetensors header"),
+        (whole.replace(b"[0,240]", b"[8,240]"), "a gap"),
+    ):
+        first.write_bytes(spoiled)
+        assert words in str(look(out).checkpoints[0].reason)
+    first.write_bytes(whole)
+    first.rename(out / "model-other.safetensors")
+    assert look(out).checkpoints[0].reason == f"{first.name} is missing"
+    (out / "model.safetensors.index.json").unlink()
+    assert "index.json is missing" in str(look(out).checkpoints[0].reason)
+
+
 def test_complex_tensors_beyond_the_format_are_refused(tmp_path: Path) -> None:
     made = stage_2(tmp_path / "in", {"phase": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(RefusedError, match="phase is of type complex128"):
@@ -227,33 +256,6 @@ def test_latest_universal_is_not_for_weights(tmp_path: Path) -> None:
     made = stage_2(tmp_path / "in", {})
     convert(made.folder, tmp_path / "w", weights(write_latest=True))
     assert not (tmp_path / "latest_universal").exists()
-
-
-def large_save(folder: Path, numel: int, tensors: int) -> None:
-    """One rank of stage 2 with masters alone: `tensors` parameters of `numel` random elements each."""
-    folder.mkdir(parents=True)
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    shapes: Shapes = {f"blocks.{i}.w": (numel // 1000, 1000) for i in range(tensors)}
-    master = torch.randn(numel * tensors, generator=torch.Generator().manual_seed(1))
-    inner = {
-        "zero_stage": 2,
-        "partition_count": [1],
-        "base_optimizer_state": {
-            "state": {0: {"step": torch.tensor(7.0)}},
-            "param_groups": [{"params": [0]}],
-        },
-        "single_partition_of_fp32_groups": [master],
-        "param_slice_mappings": [
-            {n: fragment_address(numel=numel, start=i * numel) for i, n in enumerate(shapes)}
-        ],
-        "ds_version": "0.19.8",
-    }
-    torch.save(
-        {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"},
-        folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    )
-    torch.save(model_states([shapes], 1, 2, {}), folder / "mp_rank_00_model_states.pt")
 
 
 @pytest.fixture(scope="module")

@@ -154,3 +154,30 @@ def stage_3(
         root = model_states(GROUPS, dp, 3, whole, **held)
         torch.save(root, folder / f"zero_pp_rank_{d}_mp_rank_00_model_states.pt")
     return made
+
+
+def large_save(folder: Path, numel: int, tensors: int) -> None:
+    """One rank of stage 2 with masters alone: `tensors` parameters of `numel` random elements each."""
+    folder.mkdir(parents=True)
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    shapes: Shapes = {f"blocks.{i}.w": (numel // 1000, 1000) for i in range(tensors)}
+    master = torch.randn(numel * tensors, generator=torch.Generator().manual_seed(1))
+    inner = {
+        "zero_stage": 2,
+        "partition_count": [1],
+        "base_optimizer_state": {
+            "state": {0: {"step": torch.tensor(7.0)}},
+            "param_groups": [{"params": [0]}],
+        },
+        "single_partition_of_fp32_groups": [master],
+        "param_slice_mappings": [
+            {n: fragment_address(numel=numel, start=i * numel) for i, n in enumerate(shapes)}
+        ],
+        "ds_version": "0.19.8",
+    }
+    torch.save(
+        {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"},
+        folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
+    torch.save(model_states([shapes], 1, 2, {}), folder / "mp_rank_00_model_states.pt")

@@ -1,0 +1,96 @@
+"""`python -m bench.weights`: weights as safetensors against zero_to_fp32 and against writing the output.
+
+Takes the checkpoints of `bench.convert`, runs the tools in turn with what they read in the page cache,
+flushed, and prints the table of docs/performance.md. `--tiny` tries the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench import recipe
+from bench.convert import ENVIRONMENT
+from bench.measure import Run, make_warm, measure
+from tests.real import REPOSITORY
+
+CKPTD = [sys.executable, "-m", "ckptd", "convert"]
+STOCK = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32"]
+
+
+def commands(source: Path, place: Path) -> dict[str, list[str]]:
+    """By name; the two `cp` write again what ckptd made, which is what the output costs by itself."""
+    out = str(place / "out")
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        form = ["--form", "weights", "--dtype", dtype, "--json"]
+        found[f"ckptd {dtype}"] = [*CKPTD, str(source), str(place / dtype), *form]
+        found[f"cp of the {dtype} output"] = ["cp", "-r", str(place / dtype), out]
+    save_dir, tag = str(source.parent), source.name
+    found["zero_to_fp32"] = [*STOCK, save_dir, out, "-t", tag, "--safe_serialization"]
+    return found
+
+
+def compare(source: Path, runs: int) -> dict[str, list[Run]]:
+    """Interleave the tools `runs` times."""
+    place = recipe.CACHE / "weights-out"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    files = [p for p in source.iterdir() if p.is_file()]
+    found: dict[str, list[Run]] = {}
+    for number in range(runs):
+        for name, command in commands(source, place).items():
+            shutil.rmtree(place / "out", ignore_errors=True)
+            if name.startswith("ckptd"):
+                shutil.rmtree(place / name.split()[1], ignore_errors=True)
+            subprocess.run(["sync", "-f", str(place)], check=True)
+            make_warm(list(place.rglob("*.safetensors")) if name.startswith("cp") else files)
+            time.sleep(1.0)
+            run = measure(command, cwd=REPOSITORY, env=ENVIRONMENT, flush=place)
+            found.setdefault(name, []).append(run)
+            print(f"{number + 1}/{runs} {name}: {run.wall_seconds:.2f} s", file=sys.stderr, flush=True)
+    shutil.rmtree(place)
+    return found
+
+
+def rows(found: dict[str, list[Run]]) -> list[str]:
+    """Markdown rows: wall, CPU, memory of the tree, the largest child."""
+    text = []
+    for name, runs in found.items():
+        walls = [run.wall_seconds for run in runs]
+        wall = f"{statistics.median(walls):.2f} ({min(walls):.2f} – {max(walls):.2f})"
+        cpu = statistics.median(run.cpu_seconds for run in runs)
+        tree = max(run.peak_rss_bytes for run in runs) >> 20
+        child = "–"
+        if name.startswith("ckptd"):
+            child = str(max(json.loads(run.stdout)["peak_rss_bytes"] for run in runs) >> 20)
+        text.append(f"| {name} | {wall} | {cpu:.1f} | {tree} | {child} |")
+    return text
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--stages", type=int, nargs="*", default=[2, 3])
+    parser.add_argument("--tiny", action="store_true", help="small checkpoints: tries the benchmark")
+    parser.add_argument("--source", type=Path, nargs="*", help="tag folders to take instead")
+    given = parser.parse_args()
+    chosen = recipe.TINY if given.tiny else recipe.LARGE
+    for source in given.source or [recipe.checkpoint(chosen[stage]) for stage in given.stages]:
+        size = sum(p.stat().st_size for p in source.iterdir())
+        print(f"**{source.parent.parent.name}: {size / 1e9:.2f} GB**, {given.runs} interleaved runs each\n")
+        print(
+            "| tool | wall s | CPU s | peak RSS of the tree MiB | largest child MiB |\n|---|---|---|---|---|"
+        )
+        print("\n".join(rows(compare(source, given.runs))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
