@@ -294,6 +294,23 @@ def rename_noreplace(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> No
         raise OSError(code, os.strerror(code), src, None, dst)
 
 
+def rename_new(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
+    """Rename a folder to a free name, also where the file system has no such call (NFS, Lustre, FUSE).
+
+    Raises:
+        FileExistsError: `dst` is there. What appears between the look and the rename is replaced only if it
+            is an empty folder.
+    """
+    try:
+        rename_noreplace(src_dir_fd, src, dst_dir_fd, dst)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        if stat_beneath(dst_dir_fd, dst) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst) from error
+        os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+
 def remove_file(dir_fd: int, name: str) -> None:
     """Unlink one file in an open directory; gone already is fine."""
     with contextlib.suppress(FileNotFoundError):

@@ -53,7 +53,7 @@ CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
 
 REMOVERS = {
     "remove", "unlink", "rmdir", "removedirs", "rename", "renames", "replace", "rmtree", "move", "link",
-    "remove_file", "remove_tree", "rename_noreplace",
+    "remove_file", "remove_tree", "rename_noreplace", "rename_new",
 }  # fmt: skip
 
 MAY_REMOVE = {

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import typer
 
+from ckptd.cli.text import cell
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -175,7 +177,7 @@ def _print_forecast(seen: Forecast) -> None:
 
     table = Table(show_header=False, box=None)
     for name, value in forecast_rows(seen):
-        table.add_row(name, value)
+        table.add_row(name, cell(value))
     Console().print(table)
 
 
@@ -200,5 +202,5 @@ def _print_table(report: ConvertReport) -> None:
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
         *(("note", note) for note in report.notes),
     ):
-        table.add_row(name, value)
+        table.add_row(name, cell(value))
     Console().print(table)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import cell
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -27,6 +29,7 @@ def register(app: typer.Typer) -> None:
         as_json: bool = typer.Option(False, "--json", help="Everything as JSON on stdout."),
         all_files: bool = typer.Option(False, "--all-files", help="List every file of large folders."),
     ) -> None:
+        import json
         from pathlib import Path
 
         from ckptd.cli.inspect_look import look
@@ -34,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
         seen = look(Path(folder))
         if as_json:
-            print(seen.model_dump_json(indent=1))
+            print(json.dumps(seen.model_dump(mode="python"), indent=1))  # names need not be UTF-8
         else:
             _print(seen, all_files=all_files)
         if not seen.is_sound:
@@ -49,7 +52,7 @@ def _print(seen: Seen, *, all_files: bool) -> None:
         _print_overview(console, seen)
         for checkpoint in seen.checkpoints:
             if not checkpoint.is_complete:
-                console.print(f"{checkpoint.tag}: {checkpoint.reason}", markup=False, highlight=False)
+                console.print(cell(f"{checkpoint.tag}: {checkpoint.reason}"))
         return
     checkpoint = seen.checkpoints[0]
     _print_facts(console, checkpoint)
@@ -70,7 +73,7 @@ def _print_overview(console: Console, seen: Seen) -> None:
         stage = "" if c.zero_stage is None else str(c.zero_stage)
         step = "" if c.step is None else str(c.step)
         table.add_row(
-            c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks)
+            cell(c.tag), c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks)
         )
     console.print(table)
 
@@ -98,11 +101,11 @@ def _print_facts(console: Console, c: SeenCheckpoint) -> None:
         ("bytes", f"{c.bytes:,}"),
     ):
         if value is not None:
-            table.add_row(name, str(value))
+            table.add_row(name, cell(str(value)))
     for note in c.notes:
-        table.add_row("note", note)
+        table.add_row("note", cell(note))
     for row in _conversion_rows(c.conversion) if c.conversion is not None else ():
-        table.add_row(*row)
+        table.add_row(row[0], cell(row[1]))
     console.print(table)
 
 
@@ -135,7 +138,8 @@ def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> Non
     for column in ("file", "role", "bytes", "archive", "fingerprint", "problem"):
         table.add_column(column, overflow="fold")
     for f in shown:
-        table.add_row(f.path, f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12], f.reason or "")
+        row = (f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12])
+        table.add_row(cell(f.path), *row, cell(f.reason or ""))
     if shown:
         console.print(table)
     if len(shown) < len(c.files):

@@ -111,6 +111,8 @@ def look(path: Path) -> Seen:
     if not os.path.isdir(absolute):
         raise NotFoundError(f"{path} is no folder")
     parent, name = os.path.split(absolute)
+    if not name:
+        raise NotFoundError(f"{path} holds no DeepSpeed checkpoint", hint="name a tag folder or a save_dir")
     with files.opened_dir(parent) as parent_fd:
         listing = scan_folder(parent_fd, name)
     if listing is None:

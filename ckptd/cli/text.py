@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def printable(text: str) -> str:
     """Control characters, line breaks and lone surrogates become `?`."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def cell(text: str) -> Text:
+    """A table's cell that shows `text` as it is: brackets in a path are no markup."""
+    from rich.text import Text
+
+    return Text(printable(text))
 
 
 def say(line: str) -> None:

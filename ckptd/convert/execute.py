@@ -130,12 +130,14 @@ class Worker:
         """Flush the batch, then give its files their final names: a final name means durable."""
         for fd, _, _ in self.batch:
             os.fsync(fd)
-        for fd, name, output in self.batch:
-            files.drop_pages(fd)
-            os.close(fd)
-            os.rename(name, output.path, src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+        while self.batch:
+            fd, name, output = self.batch.pop()
+            try:
+                files.drop_pages(fd)
+                os.rename(name, output.path, src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+            finally:
+                os.close(fd)
             self.counters.add(files=1)
-        self.batch.clear()
         self.batched_bytes = 0
 
     def abandon(self) -> None:

@@ -26,7 +26,7 @@ from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.verify import verify_outputs, verify_sources
 from ckptd.convert.writing import Counters, Folders, Settings, own
-from ckptd.errors import CkptdError, SourceChanged, from_os_error
+from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +80,9 @@ def main() -> int:
         return _fail(error)
     except OSError as error:
         return _fail(from_os_error(error, f"converting into {request.work}"))
+    except MemoryError:
+        hint = "raise the limit (ulimit -v), or lower --memory-budget"
+        return _fail(StorageError("converting needs more memory than this process may have", hint=hint))
     return 0
 
 
@@ -135,6 +138,7 @@ class Execution:
                     stream.seek(0)
                     verify_outputs(PlanReader(stream), self.sources, self.out_fd, self._check_stop)
                 self._recheck_sources(plan)
+                self._check_whole(plan)
                 self.phase = "publishing"
                 self._finish(plan)
 
@@ -158,6 +162,12 @@ class Execution:
                     f"{source.path} was written or removed while it was converted",
                     hint="nothing was published; convert again when the save is complete",
                 )
+
+    def _check_whole(self, plan: PlanReader) -> None:
+        """Nothing of the plan was passed over (P3)."""
+        assert plan.trailer is not None
+        if self.counters.files != plan.trailer.files:
+            raise StorageError(f"{self.counters.files} of {plan.trailer.files} files were made")
 
     def _copy_all(self, plan: Iterator[Output]) -> list[OutputLink]:
         """Hand outputs to the threads in their order; returns the links."""
@@ -218,12 +228,12 @@ class Execution:
                     worker.compare(output)
                 else:
                     worker.make(output)
-            except (CkptdError, OSError, Stopped) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, a thread's work must not be missed
                 self.failures.append(error)
         try:
             if not self.failures and not self.stop.is_set():
                 worker.settle()
-        except (CkptdError, OSError) as error:
+        except Exception as error:  # noqa: BLE001
             self.failures.append(error)
         finally:
             worker.abandon()

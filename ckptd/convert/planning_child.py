@@ -23,7 +23,7 @@ from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.convert.sandbox import peak_rss_bytes, restrict
 from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
-from ckptd.errors import CkptdError, RefusedError, StorageError
+from ckptd.errors import CkptdError, RefusedError, from_os_error
 from ckptd.torchfile.fingerprint import fingerprint
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.optimizers import notes
@@ -53,7 +53,7 @@ def main() -> int:
     except CkptdError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(StorageError(f"reading {request['root']}: {error.strerror or error}"))
+        return _refuse(from_os_error(error, f"planning the conversion of {request['root']}"))
     except (MemoryError, RecursionError):
         return _refuse(RefusedError("planning needs more memory than it may have"))
     return 0

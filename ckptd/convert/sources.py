@@ -86,7 +86,10 @@ class Sources(Sequence[int]):
             while len(self._open) >= self._limit:
                 self._forget(next(iter(self._open)))
             path = self._paths[index]
-            fd = SourceFd(files.open_beneath(self._folder_fd, path))
+            try:
+                fd = SourceFd(files.open_beneath(self._folder_fd, path))
+            except FileNotFoundError as error:  # the trainer's rotation, or a save that begins
+                raise _changed(path) from error
             status = os.fstat(fd)
             if identity_of(status) != self._identities[index]:
                 raise _changed(path)

@@ -90,7 +90,7 @@ def convert(
     else:
         report = _convert(conversion, place_parent, destination, target, started)
     if chosen.write_latest and chosen.form == "universal":
-        with files.opened_dir(parent) as parent_fd:
+        with files.opened_dir(os.path.realpath(parent)) as parent_fd:
             files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
     remove_workplace(place_parent, name)
     return report
@@ -134,7 +134,7 @@ class Conversion:
         self.should_stop = should_stop
         self.should_pause = should_pause
         self.last: dict[str, Any] = {}
-        self.peak_rss_bytes = 0
+        self.peak_rss_bytes = self.clonable_bytes = 0
 
     def run(self, place: Workplace, destination: Path, target: str, started: float) -> ConvertReport:
         """Make the output in `place` and publish it as `target`."""
@@ -142,8 +142,7 @@ class Conversion:
         trailer = self._plan(place, clone=clone)
         header = place.plan_reader(PLAN + ".new").header
         place.adopt_plan(trailer)
-        if not clone:
-            self._check_room(place, trailer)
+        self._check_room(place, trailer, clone=clone)
         self._execute(place, trailer, clone=clone)
         place.publish(target)
         return self._report(destination, header, trailer, time.monotonic() - started)
@@ -174,19 +173,23 @@ class Conversion:
         if watched.status != 0:
             raise failure(watched, "planning the conversion")
         self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
+        self.clonable_bytes = watched.said.get("clonable", 0)
         return place.trailer(PLAN + ".new")
 
-    def _check_room(self, place: Workplace, trailer: Trailer) -> None:
-        """P13 before the first byte; what an earlier attempt wrote is there already."""
+    def _check_room(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
+        """P13 before the first byte; what an earlier attempt wrote, clones and holes need nothing."""
         have = sum(
             os.stat(os.path.join(root, file)).st_size
             for root, _, names in os.walk(os.path.join(place.path, "out"))
             for file in names
         )
-        left = files.free_bytes(place.fd) - (trailer.bytes - have)
-        if left < self.options.reserve_bytes:
+        needed = trailer.bytes - have
+        if clone:
+            needed = max(0, min(needed - self.clonable_bytes, self.folder.disk_bytes))
+        left = files.free_bytes(place.fd) - needed
+        if needed and left < self.options.reserve_bytes:
             raise errors.NoSpaceError(
-                f"the conversion needs {trailer.bytes - have} bytes, which would leave {left} free "
+                f"the conversion needs {needed} bytes of new disk, which would leave {left} free "
                 f"and {self.options.reserve_bytes} must stay free"
             )
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 TEMPORARIES = "tmp"
 OUTPUT = "out"
 PLAN = "plan.jsonl"
+NAME_BYTES = 255
+"""That Linux file systems take."""
 
 
 def partial_name(name: str) -> str:
@@ -44,6 +46,8 @@ class SourceFolder:
     file_mode: int
     folder_mode: int
     gid: int
+    disk_bytes: int
+    """That the shards occupy; less than their sizes where they have holes."""
 
 
 def look_at_source(folder: Path) -> SourceFolder:
@@ -59,17 +63,24 @@ def look_at_source(folder: Path) -> SourceFolder:
         )
     shards: list[tuple[str, NamedShard]] = []
     folders: list[str] = []
-    mode = 0o666
+    mode, disk_bytes = 0o666, 0
     with files.opened_dir(path) as fd:
         own = os.fstat(fd)
         for entry in sorted(os.scandir(fd), key=lambda e: e.name):
-            status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+            try:
+                status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # removed since it was listed
             if stat.S_ISDIR(status.st_mode):
                 folders.append(entry.name)
             elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(entry.name)):
                 shards.append((entry.name, shard))
                 mode &= status.st_mode
-    return SourceFolder(path, tuple(shards), tuple(folders), mode & 0o666, own.st_mode & 0o777, own.st_gid)
+                disk_bytes += 512 * status.st_blocks
+    folder_mode = own.st_mode & 0o777 | 0o700  # files are put into the copy of a read-only folder, too
+    return SourceFolder(
+        path, tuple(shards), tuple(folders), mode & 0o666, folder_mode, own.st_gid, disk_bytes
+    )
 
 
 def check_destination(source: SourceFolder, destination: Path) -> str:
@@ -82,6 +93,8 @@ def check_destination(source: SourceFolder, destination: Path) -> str:
     parent, name = os.path.split(absolute)
     if not name:
         raise UsageError(f"{destination} cannot be made")
+    if len(os.fsencode(partial_name(name))) > NAME_BYTES:
+        raise UsageError(f"{name} is too long a name", hint="choose a shorter one (230 bytes)")
     if not os.path.isdir(parent):
         raise NotFoundError(f"{parent} is no folder", hint="make it first")
     target = os.path.join(os.path.realpath(parent), name)
@@ -160,7 +173,7 @@ class Workplace:
         parent, name = os.path.split(target)
         with files.opened_dir(parent) as parent_fd:
             try:
-                files.rename_noreplace(self.fd, OUTPUT, parent_fd, name)
+                files.rename_new(self.fd, OUTPUT, parent_fd, name)
             except FileExistsError as error:
                 raise TargetExists(f"{target} appeared while it was converted") from error
             files.fsync_dir(parent_fd)

@@ -7,7 +7,6 @@ the launch scripts of all ranks of a node may call `resume` at the same time.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import time
@@ -166,7 +165,7 @@ class Execution:
             for number in range(1, 1_000_000):
                 target = f"{label}.{number}"
                 try:
-                    _rename_new(source, base, aside, target)
+                    files.rename_new(source, base, aside, target)
                 except FileExistsError:
                     continue
                 except FileNotFoundError:
@@ -201,7 +200,7 @@ class Execution:
         staging = ensure_ours(self._fd, STAGING)
         parent = self._parent_of(head)
         try:
-            _rename_new(staging, staging_name(step.form, step.copy), parent, base)
+            files.rename_new(staging, staging_name(step.form, step.copy), parent, base)
             files.fsync_dir(parent)
             files.fsync_dir(staging)
         except FileExistsError as error:
@@ -224,7 +223,7 @@ class Execution:
                 try:
                     if files.stat_beneath(into, base) is not None:
                         self.move_aside(f"{step.target}/{file.path}", f"{step.copy.view.commit.tag}.{base}")
-                    _rename_new(source, base, into, base)
+                    files.rename_new(source, base, into, base)
                     files.fsync_dir(into)
                 finally:
                     os.close(source)
@@ -296,19 +295,6 @@ class Execution:
         for file in step.files:
             data = read_whole(step.copy.remote.store, file)
             files.create_exclusive(self._fd, name_of_extra(file), data, mode=file.mode & 0o777)
-
-
-def _rename_new(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
-    """Rename that never replaces, also where the file system has no such call (NFS, CIFS, some FUSE)."""
-    try:
-        files.rename_noreplace(src_dir_fd, src, dst_dir_fd, dst)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise
-        # other recoveries wait for the lock, and a trainer's folder that appears now is not empty
-        if files.stat_beneath(dst_dir_fd, dst) is not None:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst) from error
-        os.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
 def staging_name(form: str, copy: Copy) -> str:

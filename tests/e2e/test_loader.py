@@ -120,7 +120,6 @@ OTHERS = [
     Case(source=BF16, stage=2, ranks=2),
     Case(source=Recipe(stage=3, world_size=2), stage=3, ranks=2, compat="strict"),
     Case(source=Recipe(stage=2, world_size=2, optimizer="group_step_adam"), stage=2, ranks=2),
-    Case(source=Recipe(stage=2, world_size=4, sp=2), stage=1, ranks=3),
 ]
 OWN = ("sgd", "adagrad", "lion", *(("cpu_lion", "cpu_adagrad") if FULL else ()))
 """Optimizers with other states than Adam's; stage 3's loader knows Adam's alone."""
