@@ -137,6 +137,8 @@ def _execution(made: Made, work: Path, threads: int) -> tuple[Execution, list[in
         verify=False,
         low_priority=False,
         manifest={},
+        stripe_threads=1,
+        numpy_folder="",
     )
     return Execution(request, fds[0], fds[1], threading.Event()), fds
 
