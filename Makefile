@@ -19,7 +19,7 @@ JIT     := $(VENV)/.stamp-jit
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
         system-packages clean
 
 help: ## this list
@@ -78,6 +78,9 @@ bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writ
 
 bench-scale: setup ## (root) checkpoints of hundreds of ranks as sparse files: time, memory, plot (docs/scale.png)
 	$(PY) -m bench.scale $(ARGS)
+
+bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of docs/performance.md)
+	$(PY) -m bench.weights $(ARGS)
 
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
