@@ -98,7 +98,7 @@ def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
             "converts",
             f"yes: ZeRO stage {seen.zero_stage}, {seen.ranks} ranks, {seen.parameters:,} parameters",
         ),
-        ("universal form", made),
+        ("makes", made),
         ("by", how),
         ("new disk", f"about {seen.disk_bytes:,} bytes of {seen.free_bytes:,} free{fits}"),
         ("memory", f"at most {seen.memory_bytes / 1048576:.0f} MiB with the pages it dirties"),
