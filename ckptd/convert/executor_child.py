@@ -23,7 +23,7 @@ from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader
 from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.verify import verify_outputs, verify_sources
-from ckptd.errors import CkptdError, SourceChanged, from_os_error
+from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 
 PROGRESS_SECONDS = 0.25
 Work = queue.Queue[OutputFile | OutputCheck | None]
@@ -66,6 +66,11 @@ def main() -> int:
         return _fail(error)
     except OSError as error:
         return _fail(from_os_error(error, f"converting into {request.work}"))
+    except Exception as error:  # noqa: BLE001 - the parent shows words, no traceback
+        kind = type(error).__name__
+        return _fail(
+            StorageError(f"converting into {request.work} failed ({kind}: {ascii(str(error))[:200]})")
+        )
     return 0
 
 
@@ -200,12 +205,12 @@ class Execution:
                     worker.compare(output)
                 else:
                     worker.make(output)
-            except (CkptdError, OSError, Stopped) as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ended without a word would lose its file
                 self.failures.append(error)
         try:
             if not self.failures and not self.stop.is_set():
                 worker.settle()
-        except (CkptdError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             self.failures.append(error)
         finally:
             worker.abandon()

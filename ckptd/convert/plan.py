@@ -142,6 +142,9 @@ class PlanWriter:
 
     def _line(self, value: dict[str, Any]) -> None:
         data = _encode(value)
+        if len(data) > MAX_LINE_BYTES:
+            what = value.get("f") or value.get("c") or "the list of source files"
+            raise RefusedError(f"{what} falls into more pieces than a plan can hold")
         self._digest.update(data)
         self._out.write(data)
 

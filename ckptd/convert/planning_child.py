@@ -23,7 +23,7 @@ from ckptd.errors import CkptdError, RefusedError, StorageError
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.optimizers import notes
 from ckptd.zero.shards import Source
-from ckptd.zero.survey import Surveyor
+from ckptd.zero.survey import SAFE, Surveyor
 
 MEMORY_BYTES = 4 << 30
 CPU_SECONDS_PER_FILE = 3
@@ -44,6 +44,9 @@ def main() -> int:
         return _refuse(StorageError(f"reading {request['folder']}: {error.strerror or error}"))
     except (MemoryError, RecursionError):
         return _refuse(RefusedError("planning needs more memory than it may have"))
+    except Exception as error:  # noqa: BLE001 - whatever a hostile value leads to, it is a refusal
+        kind = type(error).__name__
+        return _refuse(RefusedError(f"the metadata of this save cannot be read ({kind})", hint=SAFE))
     return 0
 
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 from ckptd.errors import DamagedError, RefusedError
@@ -70,9 +71,14 @@ class Surveyor:
             raise DamagedError(f"{name}_model_states.pt is missing")
         model0 = self._open(models[min(models)])
         self._refuse_by_facts(model0, first)
+        versions = model0.facts.ds_version, first.facts.ds_version
+        if None not in versions and versions[0] != versions[1]:
+            raise _differs("ds_version", model0, versions[0], first, versions[1])
         grid = self._grid(model0, first, optim)
         self._expect(grid, optim, models)
         experts = self._experts(grid, model0, first)
+        if not any(_shapes(model0)):
+            raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
         model_sources: list[Source] = []
         cells = [
             [
@@ -126,10 +132,13 @@ class Surveyor:
         model = model0 if mm == 0 else self._open(models[mm, 0])
         _agree_models(model, model0, same_rank=mm == 0)
         model_sources.append(model.source)
-        shards = [
-            self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
-            for d in range(grid.dp)
-        ]
+        head = optim0 if mm == 0 else self._open(optim[mm, 0])
+        _agree_optims(head, optim0, same_rank=mm == 0, same_stage=pp == 0)
+        shards = [_cut(head, grid.stage)]
+        for d in range(1, grid.dp):
+            shard = self._open(optim[mm, d])
+            _agree_optims(shard, head, same_rank=True, same_stage=True)
+            shards.append(_cut(shard, grid.stage))
         for d in _model_ranks(grid, models)[1:]:
             other = self._open(models[mm, d])
             _agree_models(other, model, same_rank=True)
@@ -147,10 +156,6 @@ class Surveyor:
             Read(source.path, source.role, opened.size_bytes, opened.identity, opened.fingerprint)
         )
         return opened
-
-    def _cut(self, opened: Opened, first: Opened, stage: int) -> OptimShard:
-        _agree_optims(opened, first)
-        return stage3.cut(opened) if stage >= 3 else stage12.cut(opened)
 
     def _refuse_by_name(self) -> None:
         roles = {s.role for s in self.sources}
@@ -185,6 +190,8 @@ class Surveyor:
     @staticmethod
     def _refuse_by_facts(model: Opened, optim: Opened) -> None:
         stages = {optim.facts.zero_stage, model.facts.zero_stage} - {None}
+        if _is_unzeroed_bf16(model, optim):
+            return
         if len(stages) > 1:
             raise RefusedError(
                 f"{optim.source.path} is of ZeRO stage {optim.facts.zero_stage}, "
@@ -210,25 +217,36 @@ class Surveyor:
     @staticmethod
     def _expect(grid: Degrees, optim: Listed, models: Listed) -> None:
         prefix = "bf16_" if next(iter(optim.values())).path.startswith("bf16_") else ""
-        numbers = range(grid.tp * grid.pp)
-        missing = [
+        numbers, ranks_of_models = range(grid.tp * grid.pp), _model_ranks(grid, models)
+        lacking = (
             f"{prefix}zero_pp_rank_{d}_mp_rank_{mm:02d}_optim_states.pt"
             for mm in numbers
             for d in range(grid.dp)
             if (mm, d) not in optim
-        ]
-        for mm in numbers:
-            for d in _model_ranks(grid, models):
-                if (mm, d) not in models:
-                    rank = f"zero_pp_rank_{d}_" if grid.stage >= 3 else ""
-                    missing.append(f"{rank}mp_rank_{mm:02d}_model_states.pt")
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        )
+        lacking_models = (
+            f"{f'zero_pp_rank_{d}_' if grid.stage >= 3 else ''}mp_rank_{mm:02d}_model_states.pt"
+            for mm in numbers
+            for d in ranks_of_models
+            if (mm, d) not in models
+        )
+        missing = list(islice(chain(lacking, lacking_models), 3))
+        if missing:  # counted, not listed: a hostile degree names more ranks than memory holds
+            held = [sum(mm < len(numbers) and d < grid.dp for mm, d in optim)]
+            held += [sum(mm < len(numbers) and d < len(ranks_of_models) for mm, d in models)]
+            count = len(numbers) * (grid.dp + len(ranks_of_models)) - sum(held)
+            more = f" and {count - 3} more" if count > 3 else ""
             ranks = f"{grid.dp} ranks" if len(numbers) == 1 else f"{grid.dp} × {len(numbers)} ranks"
             raise DamagedError(
-                f"the save of {ranks} lacks {', '.join(missing[:3])}{more}",
+                f"the save of {ranks} lacks {', '.join(missing)}{more}",
                 hint="gather the shards of all nodes in one folder, or use an older checkpoint",
             )
+
+
+def _is_unzeroed_bf16(model: Opened, optim: Opened) -> bool:
+    """True for BF16_Optimizer without ZeRO: a pipeline of stage 0 saves shards, which name no stage."""
+    said = as_dict(optim.root.get("optimizer_state_dict")).get("zero_stage")
+    return model.facts.zero_stage == 0 and said is None
 
 
 def _model_ranks(grid: Degrees, models: Listed) -> range:
@@ -268,14 +286,21 @@ def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> R
     )
 
 
-def _agree_optims(shard: Opened, first: Opened) -> None:
-    if shard.source.mm == first.source.mm and (other := stray_setting(shard.root, first.root)) is not None:
+def _cut(opened: Opened, stage: int) -> OptimShard:
+    return stage3.cut(opened) if stage >= 3 else stage12.cut(opened)
+
+
+def _agree_optims(shard: Opened, first: Opened, *, same_rank: bool, same_stage: bool) -> None:
+    """Two shards of one save. The stages of a pipeline may have other groups, not other ranks."""
+    if same_stage and (other := stray_setting(shard.root, first.root)) is not None:
         raise _differs(*other[:1], shard, other[1], first, other[2])
-    same_rank = ("partition_count",) if shard.source.mm == first.source.mm else ()
-    for what in ("ds_version", "zero_stage", "optimizer_step", *same_rank):
+    for what in ("ds_version", "zero_stage", "optimizer_step"):
         mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
         if mine != theirs and not (what == "optimizer_step" and None in (mine, theirs)):
             raise _differs(what, shard, mine, first, theirs)
+    counts, of_first = shard.facts.partition_count, first.facts.partition_count
+    if (counts != of_first) if same_rank else max(counts, default=0) != max(of_first, default=0):
+        raise _differs("partition_count", shard, counts, first, of_first)
 
 
 def _agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
@@ -290,7 +315,10 @@ def _agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
 def _shapes(model: Opened) -> stage12.Shapes:
     shapes = model.root.get("param_shapes")
     if not isinstance(shapes, list):
-        raise RefusedError(f"{model.source.path} has no param_shapes")
+        raise RefusedError(
+            f"{model.source.path} has no param_shapes",
+            hint="bf16 without ZeRO (stage 0) saves none; train with stage 1. " + SAFE.capitalize(),
+        )
     checked: stage12.Shapes = []
     seen: set[str] = set()
     for group in shapes:
@@ -310,9 +338,9 @@ def is_folder_name(name: Any) -> bool:
     """True when a parameter's name can be one directory component (P15)."""
     return (
         isinstance(name, str)
-        and name not in ("", ".", "..")
-        and not any(c in name for c in "/\0\n")
-        and len(name.encode("utf-8", "surrogatepass")) <= 255
+        and name not in ("", ".", "..", "optimizer_state.pt")
+        and not any(c in "/\0\n" or "\ud800" <= c <= "\udfff" for c in name)
+        and len(name.encode()) <= 255
     )
 
 
