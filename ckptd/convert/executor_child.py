@@ -83,6 +83,11 @@ def main() -> int:
     except MemoryError:
         hint = "raise the limit (ulimit -v), or lower --memory-budget"
         return _fail(StorageError("converting needs more memory than this process may have", hint=hint))
+    except Exception as error:  # noqa: BLE001 - the parent shows words, no traceback
+        kind = type(error).__name__
+        return _fail(
+            StorageError(f"converting into {request.work} failed ({kind}: {ascii(str(error))[:200]})")
+        )
     return 0
 
 

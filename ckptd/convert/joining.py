@@ -153,13 +153,15 @@ def _parts(steps: tuple[Step, ...], shards: list[Shard], item: int) -> Iterator[
     for step in steps:
         if isinstance(step, Copy):
             yield from shards[step.rank].cut(step.at * item, step.count * item)
-        elif step.count // step.rows * item >= WIDE_ROW_BYTES:
+        elif max(step.count // step.rows, *(s.stride for s in step.strands)) * item >= WIDE_ROW_BYTES:
             yield from _wide(step, shards, item)
         else:
             yield _woven(step, shards, item)
 
 
 def _wide(step: Weave, shards: list[Shard], item: int) -> Iterator[Range]:
+    if any(s.stride < s.width for s in step.strands):
+        raise RefusedError("its tensor-parallel layout repeats elements")
     for row in range(step.rows):
         for s in step.strands:
             yield from shards[s.rank].cut((s.at + row * s.stride) * item, s.width * item)

@@ -143,8 +143,10 @@ class PlanWriter:
     def _line(self, value: dict[str, Any]) -> None:
         data = _encode(value)
         if len(data) > MAX_LINE_BYTES:
+            what = value.get("f") or value.get("c") or "the list of source files"
             raise RefusedError(
-                "one output file falls into too many pieces", hint="for weights a smaller --max-shard-size"
+                f"{what} falls into more pieces than a plan can hold",
+                hint="for weights a smaller --max-shard-size",
             )
         self._digest.update(data)
         self._out.write(data)

@@ -29,7 +29,7 @@ from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero.optimizers import notes
 from ckptd.zero.save import Read
 from ckptd.zero.shards import Source
-from ckptd.zero.survey import Surveyor
+from ckptd.zero.survey import SAFE, Surveyor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +56,9 @@ def main() -> int:
         return _refuse(from_os_error(error, f"planning the conversion of {request['root']}"))
     except (MemoryError, RecursionError):
         return _refuse(RefusedError("planning needs more memory than it may have"))
+    except Exception as error:  # noqa: BLE001 - whatever a hostile value leads to, it is a refusal
+        kind = type(error).__name__
+        return _refuse(RefusedError(f"the metadata of this save cannot be read ({kind})", hint=SAFE))
     return 0
 
 

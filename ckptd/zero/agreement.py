@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ckptd.zero.stage12 import Shapes
 
 
-def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
+def differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
+    """The refusal of shards that say different things."""
     return RefusedError(
         f"{one.source.path} has {what} {shown(mine)}, {other.source.path} has {shown(theirs)}: "
         "shards of two saves",
@@ -22,19 +23,21 @@ def _differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> R
     )
 
 
-def agree_optims(shard: Opened, first: Opened) -> None:
-    """Refuse optimizer shards of two saves.
+def agree_optims(shard: Opened, first: Opened, *, same_rank: bool, same_stage: bool) -> None:
+    """Refuse optimizer shards of two saves; a pipeline's stages may have other groups, not other ranks.
 
     Raises:
-        RefusedError: version, stage, step or partitioning differ.
+        RefusedError: version, stage, step, settings or partitioning differ.
     """
-    if shard.source.mm == first.source.mm and (other := stray_setting(shard.root, first.root)) is not None:
-        raise _differs(other[0], shard, other[1], first, other[2])
-    same_rank = ("partition_count",) if shard.source.mm == first.source.mm else ()
-    for what in ("ds_version", "zero_stage", "optimizer_step", *same_rank):
+    if same_stage and (other := stray_setting(shard.root, first.root)) is not None:
+        raise differs(other[0], shard, other[1], first, other[2])
+    for what in ("ds_version", "zero_stage", "optimizer_step"):
         mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
         if mine != theirs and not (what == "optimizer_step" and None in (mine, theirs)):
-            raise _differs(what, shard, mine, first, theirs)
+            raise differs(what, shard, mine, first, theirs)
+    counts, of_first = shard.facts.partition_count, first.facts.partition_count
+    if (counts != of_first) if same_rank else max(counts, default=0) != max(of_first, default=0):
+        raise differs("partition_count", shard, counts, first, of_first)
 
 
 def agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
@@ -46,9 +49,9 @@ def agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
     for what in ("ds_version", "dp_world_size", "global_steps", "tp", "pp"):
         mine, theirs = getattr(shard.facts, what), getattr(first.facts, what)
         if mine != theirs:
-            raise _differs(what, shard, mine, first, theirs)
+            raise differs(what, shard, mine, first, theirs)
     if same_rank and shard.root is not first.root and _shape_digest(shard) != _shape_digest(first):
-        raise _differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
+        raise differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
 
 
 def shapes_of(model: Opened) -> Shapes:
@@ -59,7 +62,11 @@ def shapes_of(model: Opened) -> Shapes:
     """
     shapes = model.root.get("param_shapes")
     if not isinstance(shapes, list):
-        raise RefusedError(f"{model.source.path} has no param_shapes")
+        raise RefusedError(
+            f"{model.source.path} has no param_shapes",
+            hint="bf16 without ZeRO (stage 0) saves none; train with stage 1. "
+            "The ZeRO form is safe all the same",
+        )
     checked: Shapes = []
     seen: set[str] = set()
     for group in shapes:
@@ -79,9 +86,9 @@ def is_folder_name(name: Any) -> bool:
     """True when a parameter's name can be one directory component (P15)."""
     return (
         isinstance(name, str)
-        and name not in ("", ".", "..")
-        and not any(c in name for c in "/\0\n")
-        and len(name.encode("utf-8", "surrogatepass")) <= 255
+        and name not in ("", ".", "..", "optimizer_state.pt")
+        and not any(c in "/\0\n" or "\ud800" <= c <= "\udfff" for c in name)
+        and len(name.encode()) <= 255
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError
-from ckptd.zero.facts import as_dict, as_int
+from ckptd.zero.facts import as_dict, as_int, numel, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,20 +39,20 @@ def check(model: Opened, ep: int, groups: Iterable[int]) -> None:
         held |= as_dict(shapes[g]) if isinstance(shapes, list) and g < len(shapes) else {}
     for layer in layers(model):
         prefix, count = layer.get("expert_key_prefix"), as_int(layer.get("num_experts"))
-        where = f"{model.source.path}: AutoEP layer {layer.get('module_path') or prefix or '?'}"
+        where = f"{model.source.path}: AutoEP layer {shown(layer.get('module_path') or prefix or '?')}"
         if not isinstance(prefix, str) or not count:
             raise RefusedError(
                 f"{where} does not say which parameters it has, or how many experts", hint=SAFE
             )
         if as_int(layer.get("ep_size")) != ep or count % ep:
             raise RefusedError(
-                f"{where} of {count} experts is for {layer.get('ep_size')} ranks, the shards for {ep}"
+                f"{where} of {count} experts is for {shown(layer.get('ep_size'))} ranks, the shards for {ep}"
             )
         _check_placement(where, layer.get("expert_placement"), count, ep)
         for name in (f"{prefix}.{weight}" for weight in _WEIGHTS):
             shape = held.pop(name, None)
-            if not isinstance(shape, tuple | list) or not shape or shape[0] * ep != count:
-                raise RefusedError(f"{where}: {name} of shape {shape} is no part of {count} experts")
+            if numel(shape) is None or not shape or shape[0] * ep != count:
+                raise RefusedError(f"{where}: {name} of shape {shown(shape)} is no part of {count} experts")
     if held:
         raise RefusedError(f"{next(iter(held))} is an expert's parameter and of no AutoEP layer", hint=SAFE)
 
@@ -64,9 +64,19 @@ def _check_placement(where: str, placement: Any, count: int, ep: int) -> None:
     share = count // ep
     ranks = as_dict(placement).get("ranks")
     given = [as_dict(rank) for rank in ranks] if isinstance(ranks, list) else []
-    wanted = [{"rank": r, "experts": list(range(r * share, (r + 1) * share))} for r in range(ep)]
-    if [{"rank": rank.get("rank"), "experts": list(rank.get("experts") or ())} for rank in given] != wanted:
+    as_wanted = len(given) == ep and all(
+        rank.get("rank") == r and _is_run(rank.get("experts"), r * share, share)
+        for r, rank in enumerate(given)
+    )
+    if not as_wanted:
         raise RefusedError(
             f"{where} has its experts on ranks in an order of their own, which is not converted",
             hint="DeepSpeed's own converter may know the order; " + SAFE,
         )
+
+
+def _is_run(values: Any, begin: int, count: int) -> bool:
+    """True for a list of `count` numbers in order from `begin`."""
+    if not isinstance(values, list | tuple) or len(values) != count:
+        return False
+    return all(value == begin + i for i, value in enumerate(values))

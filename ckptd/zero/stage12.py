@@ -114,7 +114,7 @@ def parameters(
 
 def _same_states(shards: list[OptimShard], g: int) -> list[str]:
     """State names of a group; all ranks that hold elements must have the same."""
-    holding = [s for s in shards if s.groups[g].states["fp32"].numel] or shards[:1]
+    holding = _holding(shards, g)
     names = list(holding[0].groups[g].states)
     for shard in holding:
         if set(shard.groups[g].states) != set(names) or any(
@@ -124,6 +124,11 @@ def _same_states(shards: list[OptimShard], g: int) -> list[str]:
                 f"{shard.source.path} has other optimizer states than {holding[0].source.path} in group {g}"
             )
     return names
+
+
+def _holding(shards: list[OptimShard], g: int) -> list[OptimShard]:
+    """The ranks that hold elements of a group, or the first: an empty rank need not have any state."""
+    return [s for s in shards if s.groups[g].states["fp32"].numel] or shards[:1]
 
 
 def check_coverage(shard: OptimShard, g: int) -> None:
@@ -183,15 +188,15 @@ def _parameter(
             where = f" of expert-parallel rank {rank}" if len(held) > 1 else ""
             raise DamagedError(f"{name} has {wanted} elements, the shards{where} hold {found} of them")
     fragments = [fragment for of_rank in held for fragment in of_rank]
+    first = shards[fragments[0][0]] if fragments else _holding(shards, g)[0]
     states: list[StateRanges] = []
     for key in names:
         pieces: list[Piece] = []
-        dtype, item = "float32", 4
+        reference: Flat = first.groups[g].states[key]
+        item = reference.item_bytes
         for position, start, length in fragments:
             buffer: Flat = shards[position].groups[g].states[key]
-            dtype, item = buffer.dtype, buffer.item_bytes
             pieces.append(Piece(buffer.source, buffer.offset + start * item, length * item))
-        states.append(StateRanges(key, dtype, item, tuple(pieces)))
-    first = shards[fragments[0][0]] if fragments else shards[0]
+        states.append(StateRanges(key, reference.dtype, item, tuple(pieces)))
     scalars = first.groups[g].scalars
     return Parameter(name, tuple(shape), tuple(states), scalars, first.source.index)

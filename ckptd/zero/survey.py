@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import autoep, stage3, stage12
-from ckptd.zero.agreement import agree_models, agree_optims, shapes_of
+from ckptd.zero.agreement import agree_models, agree_optims, differs, shapes_of
 from ckptd.zero.experts import NO_EXPERTS, Experts, check_files, find
 from ckptd.zero.facts import as_dict
 from ckptd.zero.save import Cell, Fragments, Layer, Read, Save
@@ -76,9 +77,14 @@ class Surveyor:
             raise DamagedError(f"{name}_model_states.pt is missing")
         model0 = self._open(models[min(models)])
         self._refuse_by_facts(model0, first)
+        versions = model0.facts.ds_version, first.facts.ds_version
+        if None not in versions and versions[0] != versions[1]:
+            raise differs("ds_version", model0, versions[0], first, versions[1])
         grid = self._grid(model0, first, optim)
         self._expect(grid, optim, models)
         experts = self._experts(grid, model0, first)
+        if not any(shapes_of(model0)):
+            raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
         model_sources: list[Source] = []
         cells = [
             [
@@ -145,10 +151,13 @@ class Surveyor:
         model = model0 if mm == 0 else self._open(models[mm, 0])
         agree_models(model, model0, same_rank=mm == 0)
         model_sources.append(model.source)
-        shards = [
-            self._cut(optim0 if (mm, d) == (0, 0) else self._open(optim[mm, d]), optim0, grid.stage)
-            for d in range(grid.dp)
-        ]
+        head = optim0 if mm == 0 else self._open(optim[mm, 0])
+        agree_optims(head, optim0, same_rank=mm == 0, same_stage=pp == 0)
+        shards = [_cut(head, grid.stage)]
+        for d in range(1, grid.dp):
+            shard = self._open(optim[mm, d])
+            agree_optims(shard, head, same_rank=True, same_stage=True)
+            shards.append(_cut(shard, grid.stage))
         frozen = [_frozen(model)] if self.contents else []
         like = model
         for d in _model_ranks(grid, models)[1:]:
@@ -169,10 +178,6 @@ class Surveyor:
             Read(source.path, source.role, opened.size_bytes, opened.identity, opened.fingerprint)
         )
         return opened
-
-    def _cut(self, opened: Opened, first: Opened, stage: int) -> OptimShard:
-        agree_optims(opened, first)
-        return stage3.cut(opened) if stage >= 3 else stage12.cut(opened)
 
     def _refuse_by_name(self) -> None:
         roles = {s.role for s in self.sources}
@@ -207,6 +212,8 @@ class Surveyor:
     @staticmethod
     def _refuse_by_facts(model: Opened, optim: Opened) -> None:
         stages = {optim.facts.zero_stage, model.facts.zero_stage} - {None}
+        if _is_unzeroed_bf16(model, optim):
+            return
         if len(stages) > 1:
             raise RefusedError(
                 f"{optim.source.path} is of ZeRO stage {optim.facts.zero_stage}, "
@@ -232,25 +239,36 @@ class Surveyor:
     @staticmethod
     def _expect(grid: Degrees, optim: Listed, models: Listed) -> None:
         prefix = "bf16_" if next(iter(optim.values())).path.startswith("bf16_") else ""
-        numbers = range(grid.tp * grid.pp)
-        missing = [
+        numbers, ranks_of_models = range(grid.tp * grid.pp), _model_ranks(grid, models)
+        lacking = (
             f"{prefix}zero_pp_rank_{d}_mp_rank_{mm:02d}_optim_states.pt"
             for mm in numbers
             for d in range(grid.dp)
             if (mm, d) not in optim
-        ]
-        for mm in numbers:
-            for d in _model_ranks(grid, models):
-                if (mm, d) not in models:
-                    rank = f"zero_pp_rank_{d}_" if grid.stage >= 3 else ""
-                    missing.append(f"{rank}mp_rank_{mm:02d}_model_states.pt")
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        )
+        lacking_models = (
+            f"{f'zero_pp_rank_{d}_' if grid.stage >= 3 else ''}mp_rank_{mm:02d}_model_states.pt"
+            for mm in numbers
+            for d in ranks_of_models
+            if (mm, d) not in models
+        )
+        missing = list(islice(chain(lacking, lacking_models), 3))
+        if missing:  # counted, not listed: a hostile degree names more ranks than memory holds
+            held = [sum(mm < len(numbers) and d < grid.dp for mm, d in optim)]
+            held += [sum(mm < len(numbers) and d < len(ranks_of_models) for mm, d in models)]
+            count = len(numbers) * (grid.dp + len(ranks_of_models)) - sum(held)
+            more = f" and {count - 3} more" if count > 3 else ""
             ranks = f"{grid.dp} ranks" if len(numbers) == 1 else f"{grid.dp} × {len(numbers)} ranks"
             raise DamagedError(
-                f"the save of {ranks} lacks {', '.join(missing[:3])}{more}",
+                f"the save of {ranks} lacks {', '.join(missing)}{more}",
                 hint="gather the shards of all nodes in one folder, or use an older checkpoint",
             )
+
+
+def _is_unzeroed_bf16(model: Opened, optim: Opened) -> bool:
+    """True for BF16_Optimizer without ZeRO: a pipeline of stage 0 saves shards, which name no stage."""
+    said = as_dict(optim.root.get("optimizer_state_dict")).get("zero_stage")
+    return model.facts.zero_stage == 0 and said is None
 
 
 def _model_ranks(grid: Degrees, models: Listed) -> range:
@@ -288,3 +306,7 @@ def _frozen(model: Opened) -> Fragments:
         found = flat(tensor, model.source, f"the frozen parameter {name}")
         pieces[sys.intern(str(name))] = (found.offset, found.numel, found.dtype)
     return Fragments(model.source.index, pieces)
+
+
+def _cut(opened: Opened, stage: int) -> OptimShard:
+    return stage3.cut(opened) if stage >= 3 else stage12.cut(opened)
