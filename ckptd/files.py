@@ -27,6 +27,7 @@ from ckptd.pages import drop_pages as drop_pages
 from ckptd.pages import extent_at as extent_at
 from ckptd.pages import flush_range as flush_range
 from ckptd.pages import start_flush as start_flush
+from ckptd.pages import write_at as write_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

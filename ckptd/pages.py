@@ -73,6 +73,9 @@ def copy_range(src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, lengt
         else:
             data = os.pread(src_fd, min(1 << 20, length - done), src_offset + done)
             count = os.pwrite(dst_fd, data, dst_offset + done) if data else 0
+        if count == 0 and in_kernel:
+            in_kernel = False  # some file systems answer 0 where they cannot
+            continue
         if count == 0:
             msg = f"a source ended {length - done} bytes early"
             raise SourceChanged(msg)
@@ -89,6 +92,18 @@ def allocate(fd: int, nbytes: int) -> None:
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(code, os.strerror(code))
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write everything: a full disk or a quota takes a part first, and only then says so.
+
+    Raises:
+        OSError: as the kernel says.
+    """
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def extent_at(fd: int, offset: int, length: int) -> tuple[bool, int]:

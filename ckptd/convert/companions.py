@@ -6,6 +6,7 @@ Trainers on Hugging Face's shoulders write them into the folder that holds the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -50,10 +51,12 @@ def look_around(folder: SourceFolder) -> Origin:
 
 
 def _companions(folder: str) -> set[str]:
-    with files.opened_dir(folder) as fd:
+    # a folder above that may be crossed and not listed (mode 0711) has nothing to give
+    with contextlib.suppress(PermissionError), files.opened_dir(folder) as fd:
         return {
             entry
             for entry in os.listdir(fd)
             if _COMPANION.fullmatch(entry)
             and stat.S_ISREG(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
         }
+    return set()

@@ -84,7 +84,7 @@ class DirectWriter:
         self._write(whole)
         self._through_cache()
         if tail:
-            os.pwrite(self._fd, tail, self._at)
+            files.write_at(self._fd, tail, self._at)
 
     def _write(self, nbytes: int) -> None:
         done = 0

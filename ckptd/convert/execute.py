@@ -19,7 +19,7 @@ from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.convert.sources import Sources
 from ckptd.convert.stripes import STRIPE_BYTES, Stripe, stripes, write_stripes
 from ckptd.convert.writing import Counters, Dirty, Folders, Settings, own
-from ckptd.errors import NoSpaceError, RefusedError
+from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
 
 _BATCH_FILES = 48
 
@@ -162,7 +162,7 @@ class Worker:
 
     def _part(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
         if isinstance(part, Literal):
-            os.pwrite(fd, part.data, at)
+            files.write_at(fd, part.data, at)
             self.counters.add(nbytes=part.nbytes)
             dirty.wrote(at + part.nbytes, part.nbytes)
         elif isinstance(part, Range):
@@ -214,12 +214,12 @@ class Worker:
         for data in blocks_of(part, self.sources):
             self._check_stop()
             self._check_room(len(data))
-            os.pwrite(fd, data, at)
+            files.write_at(fd, data, at)
             at += len(data)
             self.counters.add(nbytes=len(data), copied=len(data))
             dirty.wrote(at, len(data))
         if at != begin + part.nbytes:
-            raise RefusedError("a source ended early while it was read")
+            raise SourceChanged("a source ended early while it was read")
         for used in ranges_of(part):
             source = self.sources[used.source]
             if self.sources.was_cold(source):

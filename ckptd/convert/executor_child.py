@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import files
 from ckptd.convert.execute import Stopped, Worker
@@ -128,24 +128,30 @@ class Execution:
             plan = PlanReader(stream)
             self.sources = self._open_sources(plan)
             with Ticker(self):
-                if self.request.verify:
-                    self.phase = "verifying"
-                    verify_sources(plan.header, self.sources, self._check_stop)
-                    self.phase = "copying"
-                large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
-                stream.seek(0)
-                plan = PlanReader(stream)
-                links = self._copy_all(large_first(stream, plan, large_bytes))
-                for link in links:
-                    self._link(link)
-                if self.request.verify:
-                    self.phase = "verifying"
-                    stream.seek(0)
-                    verify_outputs(PlanReader(stream), self.sources, self.out_fd, self._check_stop)
-                self._recheck_sources(plan)
-                self._check_whole(plan)
-                self.phase = "publishing"
-                self._finish(plan)
+                try:
+                    self._make(stream, plan)
+                except CkptdError:
+                    self._recheck_sources(plan)  # what looks damaged or drifted may be a save under way
+                    raise
+
+    def _make(self, stream: IO[bytes], plan: PlanReader) -> None:
+        if self.request.verify:
+            self.phase = "verifying"
+            verify_sources(plan.header, self.sources, self._check_stop)
+            self.phase = "copying"
+        large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
+        stream.seek(0)
+        plan = PlanReader(stream)
+        for link in self._copy_all(large_first(stream, plan, large_bytes)):
+            self._link(link)
+        if self.request.verify:
+            self.phase = "verifying"
+            stream.seek(0)
+            verify_outputs(PlanReader(stream), self.sources, self.out_fd, self._check_stop)
+        self._recheck_sources(plan)
+        self._check_whole(plan)
+        self.phase = "publishing"
+        self._finish(plan)
 
     def _check_stop(self) -> None:
         if self.stop.is_set():

@@ -72,7 +72,7 @@ class Counters:
 
 
 class Folders:
-    """Directory descriptors below the output folder, made on demand; the last few stay open."""
+    """Folders below the output folder, made on demand."""
 
     def __init__(self, out_fd: int, settings: Settings) -> None:
         self._out_fd = out_fd

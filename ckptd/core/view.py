@@ -79,6 +79,7 @@ class DerivedRecord(Model):
     retry_at_seconds: float = 0.0
     """Monotonic; reset by a restart."""
     reason: str | None = None
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

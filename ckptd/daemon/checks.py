@@ -15,7 +15,9 @@ from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
+    from ckptd.core.rows import SaveRow
     from ckptd.daemon.job import Job
+    from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
 
 log = logging.getLogger("ckptd.job")
@@ -62,6 +64,7 @@ def see_problems(job: Job, state: JobState) -> None:
     see = job.problems
     see.begin_turn()
     _see_verdicts(job, state)
+    see_conversions(see, state)
     unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote once what it holds already"
@@ -117,6 +120,26 @@ def _is_lost(job: Job, state: JobState, tag: str) -> bool:
         and not row.held
         and any(state.ship(row.id, name, ZERO).state is not ShipState.COMMITTED for name in required)
     )
+
+
+def see_conversions(see: Problems, state: JobState) -> None:
+    """What has no universal form, once per reason; a failure only until a newer one has its form."""
+    rows = sorted((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.save.order)
+    ready = [r.save.order for r in rows if r.derived.state is DerivedState.READY]
+    refused: dict[str, list[SaveRow]] = {}
+    for row in rows:
+        derived, tag = row.derived, row.save.tag
+        if derived.state is DerivedState.REFUSED:
+            refused.setdefault(derived.reason or "", []).append(row)
+        has_failed = derived.state is DerivedState.FAILED and (derived.tries or derived.retry_at_seconds)
+        if has_failed and not (ready and row.save.order < ready[-1]):
+            text = f"converting {tag}: {derived.reason}"
+            see.see("conversion-failed", tag, text, derived.hint or "tried again; see the log")
+    for reason, alike in refused.items():
+        more = f" (nor have {len(alike) - 1} older ones)" if len(alike) > 1 else ""
+        text = f"{alike[-1].save.tag} has no universal form: {reason}{more}"
+        next_step = alike[-1].derived.hint or "the ZeRO form is safe all the same"
+        see.see("conversion-refused", alike[-1].save.tag, text, next_step)
 
 
 def is_idle(job: Job) -> bool:

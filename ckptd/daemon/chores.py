@@ -200,7 +200,6 @@ class Chores:
         state.busy[save_id] -= 1
         state.converting = None
         state.put_derived(save_id, record)
-        state.problems.clear("conversion-failed", tag)
         log.info("%s has its universal form (%s, %.1f MB)", tag, record.layout, record.bytes / 1e6)
         self._wake()
 
@@ -210,20 +209,20 @@ class Chores:
         tag = row.save.tag
         state.busy[save_id] -= 1
         state.converting = None
-        update: dict[str, object] = {"state": DerivedState.FAILED, "reason": error.message}
-        if self._stop.is_set() or isinstance(error, NoSpaceError):
+        update: dict[str, object] = {
+            "state": DerivedState.FAILED,
+            "reason": error.message,
+            "hint": error.hint,
+        }
+        if self._stop.is_set():
             update = {"state": DerivedState.NONE}
+        elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
+            update["retry_at_seconds"] = time.monotonic() + backoff_seconds(row.derived.tries + 5)
         elif isinstance(error, RefusedError):
             update["state"] = DerivedState.REFUSED
-            text = f"{tag} has no universal form: {error.message}"
-            state.problems.put(
-                "conversion-refused", tag, text, error.hint or "the ZeRO form is safe all the same"
-            )
         elif not isinstance(error, SourceChanged):
             update["tries"] = row.derived.tries + 1
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(row.derived.tries + 3)
-            text = f"converting {tag}: {error.message}"
-            state.problems.put("conversion-failed", tag, text, error.hint or "tried again; see the log")
         state.put_derived(save_id, row.derived.model_copy(update=update))
         log.warning("converting %s: %s", tag, error)
         self._wake()

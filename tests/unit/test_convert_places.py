@@ -7,6 +7,7 @@ import io
 import json
 import os
 import queue
+import resource
 import subprocess
 import sys
 import threading
@@ -18,10 +19,11 @@ from ckptd import files
 from ckptd.convert import workplace
 from ckptd.convert.execute import Worker
 from ckptd.convert.executor_child import Execution, Request
+from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile, PlanReader
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.supervise import ConvertOptions, convert
-from ckptd.errors import SourceChanged, StorageError, TargetExists, UsageError
+from ckptd.errors import RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.real import REPOSITORY
 from tests.unit.synthetic import Made, Shapes, write_stage12
 
@@ -217,16 +219,7 @@ def test_a_rename_that_fails_closes_each_file_once(
 
     plan = PlanReader(io.BytesIO((tmp_path / workplace.partial_name("u") / "plan.jsonl").read_bytes()))
     execution.sources = Sources(fds[1], [s.path for s in plan.header.sources], plan.identities)
-    worker = Worker(
-        0,
-        out_fd=execution.out_fd,
-        temporary_fd=execution.temporary_fd,
-        sources=execution.sources,
-        folders=execution.folders,
-        settings=execution.settings,
-        counters=execution.counters,
-        stop=execution.stop,
-    )
+    worker = _worker(execution)
     outputs = [o for o in plan if isinstance(o, OutputFile)][:3]
     for output in outputs:
         worker.make(output)
@@ -251,3 +244,64 @@ def test_a_plan_that_finds_no_room_says_so(made: Made, tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(made.folder), str(tmp_path / "u")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert "planning" in done.stdout, done.stderr
+
+
+def _worker(execution: Execution) -> Worker:
+    return Worker(
+        0,
+        out_fd=execution.out_fd,
+        temporary_fd=execution.temporary_fd,
+        sources=execution.sources,
+        folders=execution.folders,
+        settings=execution.settings,
+        counters=execution.counters,
+        stop=execution.stop,
+    )
+
+
+@pytest.mark.parametrize("nbytes", [5000, 2 << 20], ids=["through the cache", "past it"])
+def test_a_write_that_takes_a_part_is_not_taken_for_all(made: Made, tmp_path: Path, nbytes: int) -> None:
+    """What a full disk does first: it takes what fits and reports success. The file was published short."""
+    execution, fds = _execution(made, _planned(made, tmp_path), 1)
+    worker = _worker(execution)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes - 100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large|space"):
+            worker.make(OutputFile("x", (Literal(b"a" * nbytes),)))
+            worker.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        worker.abandon()
+        for fd in fds:
+            os.close(fd)
+
+
+def test_a_save_under_way_is_not_called_damage(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would call the save refused, for ever, and a person look for a broken disk."""
+    execution, fds = _execution(made, _planned(made, tmp_path), 1)
+
+    def drifted(self: Worker, _: OutputFile) -> None:
+        next(made.folder.glob("*rank_1*optim*")).write_bytes(b"saving")
+        raise RefusedError("the tensor-parallel ranks hold different copies of x")
+
+    monkeypatch.setattr(Worker, "make", drifted)
+    with pytest.raises(SourceChanged, match="rank_1"):
+        execution.run()
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_copy_inside_the_kernel_that_does_nothing_is_made_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network file systems take the call and copy nothing."""
+    (tmp_path / "a").write_bytes(b"0123456789")
+    monkeypatch.setattr(os, "copy_file_range", lambda *_, **__: 0)
+    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
+        files.copy_range(source.fileno(), 2, target.fileno(), 0, 5)
+        with pytest.raises(SourceChanged):
+            files.copy_range(source.fileno(), 8, target.fileno(), 0, 5)
+    assert (tmp_path / "b").read_bytes()[2:] == b"456"
