@@ -26,6 +26,7 @@ from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_fi
 from ckptd.errors import CkptdError, RefusedError, from_os_error
 from ckptd.torchfile.fingerprint import fingerprint
 from ckptd.torchfile.skeleton import BLOCK_BYTES
+from ckptd.zero import round_robin
 from ckptd.zero.optimizers import notes
 from ckptd.zero.save import Read
 from ckptd.zero.shards import Source
@@ -109,8 +110,12 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
 def _universal(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
     if request["compat"] == "auto":
         refuse_unread(save)
+    if request["compat"] != "strict":
+        round_robin.restore_addresses(save)
     layout = UniversalLayout(save, header.layout, block=request["block"], strict=request["strict"])
     said = notes(save) + save.experts.notes()
+    if round_robin.is_shuffled(save):
+        said += (round_robin.NOTE if request["compat"] != "strict" else round_robin.STRICT_NOTE,)
     return replace(header, notes=said), layout.outputs()
 
 

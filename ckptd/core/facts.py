@@ -18,7 +18,7 @@ class Archive(StrEnum):
     ZIP = "zip"
     """A `torch.save` archive, central directory valid, every record inside the file."""
     LEGACY = "legacy"
-    """A pre-zip `torch.save` stream: ships raw, is not converted."""
+    """A `torch.save` stream from before torch 1.6, without a directory or CRCs."""
     TORN = "torn"
     EMPTY = "empty"
     OTHER = "other"
@@ -50,6 +50,8 @@ class ShardFacts(Model):
     """Experts per MoE layer; empty when there are none."""
     autoep: bool = False
     """The experts are AutoEP's, whose universal form is of no expert-parallel size."""
+    round_robin_gradients: bool = False
+    """The universal form must be loaded with this option switched off (ADR 0087)."""
     run_id: str | None = None
     parameters: int | None = None
     """Number of elements of all parameters in param_shapes."""

@@ -64,6 +64,11 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
         )
     elif facts is not None and plan.world_size is not None and plan.world_size % grid.mm_count == 0:
         lines += _batch(facts, plan.world_size // grid.mm_count)
+    if facts is not None and facts.round_robin_gradients and grid.zero_stage < 3:
+        lines.append(
+            "switch round_robin_gradients off in the DeepSpeed configuration: with it on, DeepSpeed's "
+            "universal loader puts parameters into wrong places"
+        )
     if facts is None or facts.frozen_parameters or facts.buffers:
         lines.append(
             "frozen parameters and buffers are not restored by a universal load: the script must set them "

@@ -53,6 +53,7 @@ class RawFacts:
     layers: tuple[int, ...] = ()
     num_experts: tuple[int, ...] = ()
     autoep: bool = False
+    round_robin_gradients: bool = False
     parameters: int | None = None
     frozen_parameters: int = 0
     buffers: int = 0
@@ -112,6 +113,7 @@ def shard_facts(root: Any, fd: int) -> RawFacts:
         zero_stage=as_int(as_dict(config.get("zero_optimization")).get("stage")),
         train_batch_size=as_int(config.get("train_batch_size")),
         micro_batch_size=as_int(config.get("train_micro_batch_size_per_gpu")),
+        round_robin_gradients=as_dict(config.get("zero_optimization")).get("round_robin_gradients") is True,
         has_universal_info=isinstance(top.get("universal_checkpoint_info"), dict),
     )
     if isinstance(top.get("optimizer_state_dict"), dict):

@@ -2,8 +2,8 @@
 
 With that option the flat buffer is laid out in a shuffled order, which `param_shapes` has, but
 `param_slice_mappings` adds addresses up in the order before the shuffle (DeepSpeed 0.19.8,
-`_link_all_hp_params`; right only where parameters are padded for alignment). Loaders use the same wrong
-addresses, so a universal checkpoint goes back to where it came from; weights need the truth.
+`_link_all_hp_params`; right only where parameters are padded for alignment). The stock converter goes by the
+mappings, so its output has parameters under other names; ckptd restores the truth (ADR 0087).
 """
 
 from __future__ import annotations
@@ -18,15 +18,35 @@ if TYPE_CHECKING:
     from ckptd.zero.save import Cell, Save
 
 
+NOTE = (
+    "trained with round_robin_gradients: resume with it switched off, because with it on DeepSpeed's "
+    "universal loader puts parameters into wrong places (adr/0087)"
+)
+STRICT_NOTE = (
+    "trained with round_robin_gradients: as the stock converter writes it, parameters have each other's "
+    "values; it resumes on the same ranks with the option on, and nowhere else (adr/0087)"
+)
+
+
+def is_shuffled(save: Save) -> bool:
+    """Whether the mappings of the shards are of another order than their buffers."""
+    config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
+    return save.stage < 3 and save.dp > 1 and config.get("round_robin_gradients") is True
+
+
 def restore_addresses(save: Save) -> None:
     """Replace the mappings of every shard, when the save was trained with `round_robin_gradients`.
 
     Raises:
-        RefusedError: the parameters do not fit the buffers in the order of `param_shapes`.
+        RefusedError: the parameters do not fit the buffers in that order, or some are experts.
     """
-    config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
-    if save.stage >= 3 or save.dp == 1 or config.get("round_robin_gradients") is not True:
+    if not is_shuffled(save):
         return
+    if save.experts.groups:
+        raise RefusedError(
+            "experts that were trained with round_robin_gradients are not converted",
+            hint="the ZeRO form is safe all the same; train with the option switched off",
+        )
     for row in save.cells:
         for cell in row:
             for g in range(len(cell.shapes)):

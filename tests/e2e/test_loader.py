@@ -246,3 +246,21 @@ def test_the_sixteen_cover_every_pair() -> None:
     for i in range(5):
         for j in range(i):
             assert {(r[i], r[j]) for r in rows} == {(x, y) for x in levels[i] for y in levels[j]}
+
+
+def test_round_robin_gradients_resume_with_the_option_off(tmp_path: Path) -> None:
+    """DeepSpeed's mappings name other parameters' elements; the true order resumes (ADR 0087)."""
+    source = Recipe(stage=2, world_size=2, round_robin=True, odd=True, universal_info=False)
+    prepare([source])
+    report = convert(save_dir_of(source) / TAG, tmp_path / "u", ConvertOptions(compat="superset"))
+    assert any("round_robin_gradients" in note for note in report.notes)
+    stocklike = convert(save_dir_of(source) / TAG, tmp_path / "s", ConvertOptions(compat="strict"))
+    assert any("nowhere else" in note for note in stocklike.notes)
+    loads = [
+        Resume(recipe=replace(source, round_robin=False), save_dir=tmp_path, tag=tag) for tag in ("u", "s")
+    ]
+    (tmp_path / "work").mkdir()
+    ours, stock = (run.losses for run in resumed(2, loads, tmp_path / "work"))
+    expected = {step: loss for step, loss in losses_of(source).items() if step > 2}
+    assert ours == expected
+    assert stock != pytest.approx(expected, abs=1e-2), "were it right, the note would be wrong"
