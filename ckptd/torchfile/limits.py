@@ -23,6 +23,8 @@ class Limits:
     memo_entries: int = 4_000_000
     key_depth: int = 6
     """Nesting of tuples used as dictionary keys (a deeper one could hash for ever)."""
+    key_items: int = 1_000_000
+    """Items of all tuples used as keys: few nested ones that share their items hash for ever, too."""
     dimensions: int = 64
     line_bytes: int = 4096
     """Text-mode opcodes (protocol 0) end at a newline within this."""

@@ -64,6 +64,7 @@ class Machine:
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
+        self.hashed = 0
 
     def run(self) -> Any:
         data, table = self.data, TABLE
@@ -132,7 +133,8 @@ class Machine:
     def key(self, value: Any, depth: int = 0) -> Any:
         """A value usable as a dictionary key without unbounded hashing."""
         if isinstance(value, tuple):
-            if depth >= self.limits.key_depth or len(value) > 256:
+            self.hashed += len(value)
+            if depth >= self.limits.key_depth or len(value) > 256 or self.hashed > self.limits.key_items:
                 raise RefusedError(f"{self.name}: data.pkl uses a deeply nested tuple as a key")
             for item in value:
                 self.key(item, depth + 1)

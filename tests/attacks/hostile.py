@@ -62,6 +62,9 @@ def pickles(canary: Path) -> dict[str, bytes]:
         "decimal of 4000 digits": b"I" + b"9" * 4000 + b"\n.",
         "endless line": b"V" + b"a" * 100_000 + b".",
         "laughs as key": b"\x80\x02)" + b"2\x86" * 64 + b"q\x00}h\x00K\x01s.",
+        "laughs as key, few and wide": b"\x80\x02)q\x00"
+        + (b"(" + b"h\x00" * 256 + b"tq\x00") * 5
+        + b"}h\x00K\x01s.",
         "laughs as value": b"\x80\x02)" + b"2\x86" * 64 + b".",
         "deep lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
         "deep tuples": b"\x80\x02)" + b"\x85" * 500_000 + b".",

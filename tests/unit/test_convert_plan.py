@@ -115,3 +115,16 @@ def test_bfloat16_is_the_upper_half(values: list[float]) -> None:
     full = struct.pack(f"<{len(values)}f", *values)
     upper = b"".join(full[i + 2 : i + 4] for i in range(0, len(full), 4))
     assert widen(upper, "bfloat16") == b"".join(b"\0\0" + full[i + 2 : i + 4] for i in range(0, len(full), 4))
+
+
+def test_a_file_of_more_pieces_than_a_plan_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader takes lines of a bounded length: a longer one is refused when it is written."""
+    monkeypatch.setattr("ckptd.convert.plan.MAX_LINE_BYTES", 2000)
+    header = Header(
+        form="universal", layout="strict", block_bytes=0, stage=1, dp=1, ds_version="", step=1,
+        parameters=1, sources=(SourceFile("a", 1000, "0"),),
+    )  # fmt: skip
+    writer = PlanWriter(io.BytesIO(), header, [(1, 2, 3, 4, 5)])
+    writer.add(OutputFile("zero/w/fp32.pt", (Range(0, 0, 1),) * 10))
+    with pytest.raises(RefusedError, match=r"zero/w/step.pt falls into more pieces"):
+        writer.add(OutputFile("zero/w/step.pt", (Range(0, 0, 1),) * 1000))

@@ -277,3 +277,22 @@ def test_copies_and_rows_of_one_block_are_steps_of_reading() -> None:
     rows = Block(1, (3, 2), 5, (9, 1), 4, (7, 1))
     assert reading(rows) == (Weave(3, (Strand(1, 4, 2, 7),)),)
     assert dense((2, 3, 4)) == (12, 4, 1)
+
+
+def test_rows_far_apart_in_a_shard_become_ranges() -> None:
+    """A hostile map's strides decide nothing about how much is read at once (P12)."""
+    far = 1 << 17
+    pieces: list[dict[str, Any]] = [
+        {"shape": (2, 1), "source": (0, (1, 1)), "dest": (0, (far, 1))},
+        {"shape": (2, far - 1), "source": (2, (far - 1, 1)), "dest": (1, (far, 1))},
+    ]
+    entry = {"logical_shape": (2 * far,), "ranks": {0: {"shard_shape": (2 * far,), "pieces": pieces}}}
+    states = (StateRanges("fp32", "float32", 4, (Piece(0, 0, 8 * far),)),)
+    info = {"affine_map": {"version": 1, "params": {"w": entry}}}
+    _, (state,) = join_states([Parameter("w", (2 * far,), states, {}, 0)], Patterns(info))
+    assert [(p.offset, p.nbytes) for p in state.parts if isinstance(p, Range)] == [
+        (0, 4),
+        (4 * far, 4),
+        (4, 4 * far - 4),
+        (4 * far + 4, 4 * far - 4),
+    ]
