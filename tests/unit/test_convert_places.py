@@ -318,3 +318,9 @@ def test_an_option_of_the_other_form_is_refused_and_stderr_may_be_closed(made: M
         assert (done.returncode, "leave it out" in done.stderr) == (2, True), done.stderr
     command = f"exec {sys.executable} -m ckptd convert {made.folder} {tmp_path / 'v'} --json 2>&-"
     subprocess.run(command, shell=True, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_universal_folder_is_not_called_damaged(made: Made, tmp_path: Path) -> None:
+    convert(made.folder, tmp_path / "u")
+    with pytest.raises(RefusedError, match="universal checkpoint already"):
+        convert(tmp_path / "u", tmp_path / "v")
