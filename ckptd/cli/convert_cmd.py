@@ -25,9 +25,13 @@ def register(app: typer.Typer) -> None:
         source: str = typer.Argument(..., metavar="SRC", help="A tag folder, or a save_dir with `latest`."),
         destination: str = typer.Argument(..., metavar="DST", help="Folder to make; must not exist."),
         form: str = typer.Option("universal", help="universal, or weights (safetensors)."),
-        dtype: str = typer.Option("fp32", help="Of weights: fp32, bf16, fp16."),
+        dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16.", show_default=False),
         max_shard_size: str = typer.Option(
-            "5GB", "--max-shard-size", "--max_shard_size", help="Of weights: largest file."
+            "",
+            "--max-shard-size",
+            "--max_shard_size",
+            help="Of weights: largest file (default 5GB).",
+            show_default=False,
         ),
         compat: str = typer.Option(
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
@@ -55,7 +59,7 @@ def register(app: typer.Typer) -> None:
 
         options = replace(
             _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
-            **_form(form, dtype, max_shard_size),
+            **_form(form, dtype, max_shard_size, compat),
         )
         if dry_run:
             from ckptd.convert.forecast import forecast
@@ -75,11 +79,19 @@ class Wanted(TypedDict):
     max_shard_bytes: int
 
 
-def _form(form: str, dtype: str, max_shard_size: str) -> Wanted:
+def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
     from ckptd.errors import UsageError
 
     if form not in ("universal", "weights"):
         raise UsageError(f"--form {form!r} is none of universal, weights")
+    for option, value, of in (
+        ("--dtype", dtype, "weights"),
+        ("--max-shard-size", max_shard_size, "weights"),
+        ("--compat", compat.removeprefix("auto"), "universal"),
+    ):
+        if value and form != of:
+            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {of}")
+    dtype, max_shard_size = dtype or "fp32", max_shard_size or "5GB"
     if dtype not in ("fp32", "bf16", "fp16"):
         raise UsageError(f"--dtype {dtype!r} is none of fp32, bf16, fp16")
     size = _size("--max-shard-size", max_shard_size, "5GB")

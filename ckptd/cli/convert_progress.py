@@ -17,11 +17,11 @@ def showing(*, as_json: bool) -> Iterator[Callable[[ConvertProgress], None] | No
     """What to tell progress to: a bar on a terminal, JSON lines on stderr where JSON is wanted, else None."""
     import sys
 
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():  # None: started with it closed
         with _bar() as tell:
             yield tell
     else:
-        yield _Lines().tell if as_json else None
+        yield _Lines().tell if as_json and sys.stderr is not None else None
 
 
 @contextlib.contextmanager

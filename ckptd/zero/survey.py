@@ -193,7 +193,13 @@ class Surveyor:
         facts = self._look(model).facts
         if facts.zero_stage == 0:
             raise RefusedError("a checkpoint without ZeRO (stage 0) has no universal form", hint=SAFE)
-        raise DamagedError("no optimizer shard is here (*_optim_states.pt), only model states")
+        if "zero" in self.folders:
+            raise RefusedError(
+                "this is a universal checkpoint already",
+                hint="it loads on any number of ranks as it is; to convert again give the ZeRO folder",
+            )
+        hint = "was every rank's save copied here? for stages 1 to 3 each rank has a shard"
+        raise DamagedError("no optimizer shard is here (*_optim_states.pt), only model states", hint=hint)
 
     def _by_rank(self, role: str, *, named_by_rank: bool = True) -> Listed:
         """Shards of a role by (model-parallel, data-parallel) rank; `mp_rank_*` model states have no d."""

@@ -305,3 +305,22 @@ def test_a_copy_inside_the_kernel_that_does_nothing_is_made_by_hand(
         with pytest.raises(SourceChanged):
             files.copy_range(source.fileno(), 8, target.fileno(), 0, 5)
     assert (tmp_path / "b").read_bytes()[2:] == b"456"
+
+
+def test_an_option_of_the_other_form_is_refused_and_stderr_may_be_closed(made: Made, tmp_path: Path) -> None:
+    """`--dtype bf16` alone made fp32 universal files and said nothing."""
+    for arguments in (
+        ("--dtype", "bf16"),
+        ("--max-shard-size", "1GB"),
+        ("--form", "weights", "--compat", "strict"),
+    ):
+        done = _command("convert", made.folder, tmp_path / "u", *arguments)
+        assert (done.returncode, "leave it out" in done.stderr) == (2, True), done.stderr
+    command = f"exec {sys.executable} -m ckptd convert {made.folder} {tmp_path / 'v'} --json 2>&-"
+    subprocess.run(command, shell=True, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_universal_folder_is_not_called_damaged(made: Made, tmp_path: Path) -> None:
+    convert(made.folder, tmp_path / "u")
+    with pytest.raises(RefusedError, match="universal checkpoint already"):
+        convert(tmp_path / "u", tmp_path / "v")
