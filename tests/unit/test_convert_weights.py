@@ -318,15 +318,16 @@ def test_a_source_that_changes_meanwhile_publishes_nothing(large: Path, tmp_path
     source.mkdir()
     for path in large.iterdir():
         (source / path.name).write_bytes(path.read_bytes())
-    touched: list[bool] = []
+    planned = tmp_path / ".w.ckptd-partial" / "plan.jsonl"
 
-    def touch(progress: object) -> None:
-        if getattr(progress, "bytes_done", 0) and not touched:
-            touched.append(True)
+    def touch() -> bool:
+        """Asked every tenth of a second; the plan has its name just before the executor starts."""
+        if planned.exists():
             os.utime(source / "mp_rank_00_model_states.pt")
+        return False
 
     with pytest.raises(SourceChanged):
-        convert(source, tmp_path / "w", weights("bf16"), on_progress=touch)
+        convert(source, tmp_path / "w", weights("bf16"), should_pause=touch)
     assert not (tmp_path / "w").exists()
 
 
