@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,9 +151,12 @@ def test_the_daemon_ships_and_converts_a_whole_mixture_alone(tmp_path: Path) -> 
     with node(tmp_path) as here:
         here.start()
         here.save(2, STAGE_2)
-        copy_of(here.save_dir / TAG, here.save_dir / "global_step3")
-        (here.save_dir / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
         here.wait_committed(f"{TAG}~g1", 150)
         here.wait("its universal form", lambda: f"{TAG}~g1" in here.commits("universal"), 150)
-        assert "expert 1 of MoE layer 0" in here.checkpoint("global_step3")["reason"]
+        # only now: while a save is under way conversions wait
+        copy_of(here.save_dir / TAG, here.save_dir / "global_step3")
+        (here.save_dir / "global_step3" / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
+        lacks = "expert 1 of MoE layer 0"
+        here.wait("the reason", lambda: lacks in (here.checkpoint("global_step3")["reason"] or ""), 150)
+        time.sleep(1.5)
         assert set(here.commits()) == {f"{TAG}~g1"}
