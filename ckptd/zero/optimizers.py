@@ -78,8 +78,8 @@ def stray_setting(one: dict[Any, Any], other: dict[Any, Any]) -> tuple[str, Any,
         (its name, the value of `one`, the value of `other`); None when they agree.
     """
     mine, theirs = _settings(one), _settings(other)
-    for key in mine.keys() & theirs.keys():
-        if mine[key] != theirs[key]:
+    for key in mine:
+        if key in theirs and mine[key] != theirs[key]:
             return key, mine[key], theirs[key]
     return None
 
