@@ -18,6 +18,7 @@ from ckptd.convert.universal import UniversalLayout, choose_layout
 from ckptd.core.layouts import parse_shard_name
 from ckptd.errors import CkptdError, DamagedError, RefusedError
 from ckptd.torchfile.values import Tensor
+from ckptd.zero.optimizers import notes
 from ckptd.zero.save import Save
 from ckptd.zero.shards import Source
 from ckptd.zero.survey import Surveyor
@@ -306,3 +307,13 @@ def test_auto_follows_the_recorded_version() -> None:
     assert choose_layout("auto", "0.18.0") == "strict"
     assert choose_layout("auto", "") == "strict"
     assert choose_layout("strict", "0.19.8") == "strict"
+
+
+def test_several_sub_groups_of_stage_3_are_told(tmp_path: Path) -> None:
+    """DeepSpeed's loader gives them one step tensor, which each of them counts up (docs/formats.md §5.1)."""
+    write_stage3(tmp_path / "one", [{"a": (3,)}], 2)
+    write_stage3(tmp_path / "two", [{"a": (3,)}, {"b": (4,)}], 2)
+    write_stage12(tmp_path / "two12", [{"a": (3,)}, {"b": (4,)}], 2)
+    assert notes(survey(tmp_path / "one")) == notes(survey(tmp_path / "two12")) == ()
+    (said,) = notes(survey(tmp_path / "two"))
+    assert said.startswith("saved in 2 sub-groups")
