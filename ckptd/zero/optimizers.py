@@ -59,9 +59,9 @@ def notes(save: Save) -> tuple[str, ...]:
     steps = [group.scalars.get("step") for group in save.cells[0][0].shards[0].groups]
     if save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps):
         found.append(
-            f"saved in {len(steps)} sub-groups: DeepSpeed's stage 3 loader counts each step of a torch optimizer "
-            "once per sub-group; one parameter group and a larger sub_group_size, FusedAdam, CPUAdam and stages "
-            "1 and 2 go on rightly (docs/formats.md §5.1)"
+            f"saved in {len(steps)} sub-groups: DeepSpeed's stage 3 loader counts each step of a torch "
+            "optimizer once per sub-group; one parameter group and a larger sub_group_size, FusedAdam, "
+            "CPUAdam and stages 1 and 2 go on rightly (docs/formats.md §5.1)"
         )
     if save.stage >= 3 and save.dp > 1 and len(save.model_sources) == save.pp * save.tp:
         found.append(
