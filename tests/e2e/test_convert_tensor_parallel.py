@@ -30,11 +30,10 @@ PIPELINE = Recipe(stage=1, world_size=4, pipe=2)
 TIED = Recipe(stage=1, world_size=4, pipe=2, pipe_tied=True)
 RESUMES: list[tuple[int, list[tuple[Recipe, Recipe]]]] = [
     (4, [(TP_1, replace(TP_1, tp=4))]),
-    (4, [(TP_1, replace(TP_1, stage=3)), (TP_3, replace(TP_3, stage=1))]),
-    (2, [(TP_3, replace(TP_3, tp=0, llama=True))]),
-    (2, [(PIPELINE, PIPELINE), (TIED, TIED)]),
+    (2, [(TP_3, replace(TP_3, tp=0, llama=True)), (PIPELINE, PIPELINE), (TIED, TIED)]),
 ]
 FULL: list[tuple[int, list[tuple[Recipe, Recipe]]]] = [
+    (4, [(TP_1, replace(TP_1, stage=3)), (TP_3, replace(TP_3, stage=1))]),
     (4, [(TP_1, replace(TP_1, tp=0, llama=True)), (TP_3, replace(TP_3, tp=0, llama=True))]),
     (2, [(TP_1, TP_1), (TP_3, TP_3)]),
     (4, [(PIPELINE, PIPELINE), (TIED, TIED)]),
