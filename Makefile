@@ -9,6 +9,8 @@ REMOTE ?= directory
 
 export OMP_NUM_THREADS ?= 1
 export MAX_JOBS        ?= $(JOBS)
+# A cache of compiled parts of its own: two environments that share one compile it anew in turns.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.build/torch_extensions
 # DeepSpeed and its compiler calls look for ninja on PATH.
 export PATH            := $(CURDIR)/$(VENV)/bin:$(PATH)
 
