@@ -90,6 +90,8 @@ class S3Store:
             raise sc.elsewhere(self._url, self._endpoint()) from error
         except (BotoCoreError, ClientError, ResponseParserError) as error:
             endpoint = self._endpoint()
+            if _ran_in_circles(error):
+                raise sc.elsewhere(self._url, endpoint) from error
             raised = sc.failure(error, what, self._url, endpoint)
             if isinstance(raised, NotPermitted):
                 with self._lock:
@@ -289,3 +291,10 @@ class S3Store:
 def _md5(data: bytes) -> str:
     """What servers compare on arrival, also those that know no CRC."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def _ran_in_circles(error: BaseException | None) -> bool:
+    """A RecursionError that a layer below took for a broken connection."""
+    while error is not None and not isinstance(error, RecursionError):
+        error = error.__cause__ or error.__context__
+    return error is not None
