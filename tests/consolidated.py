@@ -8,31 +8,19 @@ zero_to_fp32's state dictionary per case; `… logits '[[checkpoint, ours, dtype
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.real import REPOSITORY
+from tests.real import run_module
 from tests.unit.weights import as_read, read_folder
 
 
 def differences(verb: str, cases: Sequence[tuple[str, ...]]) -> list[list[str]]:
     """What differs per case; empty when nothing does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.consolidated", verb, json.dumps(cases)],
-        cwd=REPOSITORY,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{verb} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
+    out = run_module("tests.consolidated", verb, json.dumps(cases))
+    found: list[list[str]] = json.loads(out.splitlines()[-1])
     return found
 
 

@@ -10,14 +10,12 @@ framing of before torch 1.6.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.real import REPOSITORY
+from tests.real import run_module
 
 Job = tuple[Path, Path, dict[str, str] | None, bool]
 
@@ -25,17 +23,7 @@ Job = tuple[Path, Path, dict[str, str] | None, bool]
 def disguise(jobs: Sequence[Job]) -> None:
     """Write all copies, one start for all."""
     given = json.dumps([[str(a), str(b), names, framed] for a, b, names, framed in jobs])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.disguise", given],
-        cwd=REPOSITORY,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"disguising failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    run_module("tests.disguise", given)
 
 
 def _write(source: Path, destination: Path, names: dict[str, str] | None, framed: bool) -> None:

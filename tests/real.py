@@ -247,3 +247,19 @@ def copy_of(save_dir: Path, destination: Path) -> Path:
     """A private copy of a cached save_dir, for tests that write; returns `destination`."""
     shutil.copytree(save_dir, destination)
     return destination
+
+
+def run_module(module: str, *arguments: str, timeout_seconds: float = 280) -> str:
+    """`python -m MODULE ARGUMENTS` in a child that may import torch and DeepSpeed; its standard output."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout

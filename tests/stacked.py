@@ -8,30 +8,19 @@ with the converted folder per item.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.real import REPOSITORY
+from tests.real import run_module
 
 
 def differences(items: Sequence[tuple[Path, Path, int, bool]]) -> list[list[str]]:
     """What differs in each (source, converted, expert-parallel ranks, in blocks), empty when nothing does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stacked", json.dumps([[str(a), str(b), n, x] for a, b, n, x in items])],
-        cwd=REPOSITORY,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"stacking failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
+    given = json.dumps([[str(a), str(b), n, x] for a, b, n, x in items])
+    out = run_module("tests.stacked", given)
+    found: list[list[str]] = json.loads(out.splitlines()[-1])
     return found
 
 

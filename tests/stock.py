@@ -8,15 +8,13 @@ keys, key order, types, shapes, strides and every byte of every tensor.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.real import REPOSITORY
+from tests.real import run_module
 
 
 def convert(pairs: Sequence[tuple[Path, Path]]) -> None:
@@ -31,18 +29,7 @@ def differences(pairs: Sequence[tuple[Path, Path]]) -> list[list[str]]:
 
 
 def _child(verb: str, pairs: Sequence[tuple[Path, Path]]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stock", verb, json.dumps([[str(a), str(b)] for a, b in pairs])],
-        cwd=REPOSITORY,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{verb} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
+    return run_module("tests.stock", verb, json.dumps([[str(a), str(b)] for a, b in pairs]))
 
 
 def _convert_all(pairs: list[list[str]]) -> None:

@@ -21,6 +21,7 @@ from ckptd import files
 from ckptd.convert.cloning import Tally
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.convert.sandbox import peak_rss_bytes, restrict
+from ckptd.convert.sources import identity_of
 from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error
@@ -138,8 +139,7 @@ def _companion(dir_fd: int, name: str) -> Read:
     """A small file of the trainer's folder that weights take along."""
     with files.reading(dir_fd, name) as fd:
         status = os.fstat(fd)
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        return Read(name, COMPANION, status.st_size, identity, fingerprint(fd, None))
+        return Read(name, COMPANION, status.st_size, identity_of(status), fingerprint(fd, None))
 
 
 def _refuse(error: CkptdError) -> int:

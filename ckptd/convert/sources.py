@@ -119,7 +119,7 @@ def descriptors() -> int:
     return wanted
 
 
-def identity_of(status: os.stat_result) -> tuple[int, ...]:
+def identity_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
     """dev, ino, size, mtime_ns, ctime_ns."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 

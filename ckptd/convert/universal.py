@@ -6,6 +6,7 @@ ours and ranges of the source; nothing of ours lies in a parameter folder.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptd.convert.joining import JoinedState, join_states, patterns_of
@@ -110,7 +111,7 @@ class UniversalLayout:
         if state.name == "fp32":
             self.written.add(state.parameter)
         if self.save.stage >= 3 and self.save.tp == 1 and not self.superset:
-            value: Any = _placeholder(state.dtype, (_numel(state.shape),))
+            value: Any = _placeholder(state.dtype, (prod(state.shape),))
         else:
             value = _entry(join, _placeholder(state.dtype, state.shape))
         return self._archive(f"zero/{state.parameter}/{state.name}.pt", value, lambda _: state.parts)
@@ -233,13 +234,6 @@ def _from(source: int) -> Callable[[Tensor], tuple[Part, ...]]:
     return lambda tensor: (Range(source, tensor.byte_offset, tensor.nbytes),)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
-
-
 def _placeholder(dtype: str, shape: tuple[int, ...]) -> Tensor:
     """A contiguous tensor value that only the header needs."""
     stride: list[int] = []
@@ -247,7 +241,7 @@ def _placeholder(dtype: str, shape: tuple[int, ...]) -> Tensor:
     for n in reversed(shape):
         stride.append(step)
         step *= max(n, 1)
-    numel = _numel(shape)
+    numel = prod(shape)
     storage = Storage(dtype, "0", 0, numel * ITEM_BYTES[dtype], numel)
     return Tensor(storage, dtype, 0, shape, tuple(reversed(stride)))
 
