@@ -24,6 +24,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from ckptd.quickstart.ending import leave
+
 VOCAB, SEQ, SAMPLES, BATCH = 97, 16, 512, 8
 
 
@@ -188,16 +190,6 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run(job)
     leave()
-
-
-def leave() -> None:
-    """End at once: torch's threads may abort an interpreter that takes itself apart (seen on two cores)."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

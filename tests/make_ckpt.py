@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from ckptd.quickstart.ending import leave
 from tests.make_optimizers import DS_TYPES, LEARNING_RATES, client_optimizer
 
 UC_KEY = "universal_checkpoint_info"
@@ -335,7 +336,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             Path(job["losses"]).write_text(json.dumps(losses))
             Path(job["losses"]).with_suffix(".facts.json").write_text(json.dumps(facts))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from ckptd.quickstart.ending import leave
 from tests.make_ckpt import batch_for, build, ds_config
 from tests.real import Recipe
 
@@ -30,8 +31,7 @@ def main() -> None:
         engine.save_checkpoint(str(out / f"z{stage}"), tag="step", exclude_frozen_parameters=True)
         engine.save_checkpoint(str(out / f"whole-z{stage}"), tag="step")
         engine.destroy()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Training:
         if code is None:
             return True
         if code:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
             msg = f"training '{self.run}' ended with {code}:\n{tail}"
             raise TrainingFailed(msg, hint=f"see {self.log}")
         return False

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
+from ckptd.quickstart.ending import leave
+
 
 def arguments() -> argparse.Namespace:
     """What a run is: where it saves, its records, its shape and the faults it plays."""
@@ -224,8 +226,7 @@ def main() -> None:
     train(a, engine, records)
     if rank == 0:
         records.write("end", step=engine.global_steps)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Sample i of step s is the same whoever reads it, so runs of any shape see the sa
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             Path(run["losses"]).write_text(json.dumps(losses))
     dist.destroy_process_group()
+    # On a CPU torch's threads may abort an interpreter that takes itself apart.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
