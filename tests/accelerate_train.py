@@ -24,7 +24,8 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from tests.hf_train import BATCH, Sentences, leave, note_files, slow_engine, tiny_gpt2
+from ckptd.quickstart.ending import leave
+from tests.hf_train import BATCH, Sentences, note_files, slow_engine, tiny_gpt2
 
 
 def accelerator_of(job: dict[str, Any]) -> Accelerator:
