@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 4
+# Test workers: one trains, the other does everything else (tests/conftest.py).
+WORKERS ?= 2
 ARGS   ?=
 REMOTE ?= directory
 
@@ -72,7 +74,7 @@ types: $(INSTALL) ## mypy --strict
 
 test: setup lint types ## everything: format, lint, types, tests with branch coverage
 	rm -f .coverage .coverage.*
-	$(PY) -m pytest --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
 
 bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)
