@@ -18,16 +18,10 @@ from pydantic import ValidationError
 from ckptd.config_env import settings_from_environment
 from ckptd.config_explain import explain
 from ckptd.config_globs import expand, is_glob
-from ckptd.config_model import (
-    DaemonConfig,
-    JobConfig,
-    LocalConfig,
-    RemoteConfig,
-    Retention,
-    Section,
-    config_digest,
-)
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
 from ckptd.config_relations import check_job_paths, conflicts
+from ckptd.config_retention import Retention
+from ckptd.config_section import Section
 from ckptd.config_values import url_path
 from ckptd.errors import ConfigError, NotFoundError, from_os_error
 

@@ -11,7 +11,8 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, Section
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_section import Section
 from ckptd.config_words import LATER
 from ckptd.errors import ConfigError
 

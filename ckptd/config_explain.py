@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, Section
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_section import Section
 from ckptd.config_words import LATER, is_secret, nearest
 from ckptd.errors import ConfigError
 

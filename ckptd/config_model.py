@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     Strict,
@@ -30,9 +28,12 @@ from ckptd.config_quantities import (
     ShareOrBytes,
     show_bandwidth,
 )
+from ckptd.config_retention import Retention
 from ckptd.config_schemes import scheme_of
+from ckptd.config_section import Section
+from ckptd.config_section import key as _key
+from ckptd.config_section import required as _required
 from ckptd.config_values import (
-    Count,
     Credentials,
     Endpoint,
     Form,
@@ -48,58 +49,8 @@ from ckptd.config_values import (
     only_never,
     reject,
 )
-from ckptd.core.retention import RetentionPolicy
 
 MIN_MEMORY_BUDGET_BYTES = 256 << 20
-
-
-def _key(default: Any, name: str, shown: str, text: str) -> Any:
-    """A configuration key: its TOML name, its default as TOML text, one line of help."""
-    return Field(
-        default=default,
-        validation_alias=name,
-        description=text,
-        json_schema_extra={"toml": f"{name} = {shown}"},
-    )
-
-
-def _required(name: str, shown: str, text: str) -> Any:
-    return Field(validation_alias=name, description=text, json_schema_extra={"toml": f"{name} = {shown}"})
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict types, unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Retention(Section):
-    """Which committed checkpoints stay; keeps join by union. Without any key nothing is deleted."""
-
-    save_total_limit: Count | None = _key(
-        None, "save_total_limit", "3", "that many newest complete ones stay; unset: nothing is deleted"
-    )
-    keep_last: Count | None = _key(None, "keep_last", "3", "another name of save_total_limit")
-    keep_every_steps: Count | None = _key(
-        None, "keep_every_steps", "5000", "each whole multiple stays as well"
-    )
-    keep_steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] = _key(
-        (), "keep_steps", "[]", "these steps stay as well"
-    )
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Retention:
-        if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
-            reject("save_total_limit and keep_last are one key; they say different numbers")
-        return self
-
-    @property
-    def policy(self) -> RetentionPolicy:
-        """The keys as the one retention function reads them."""
-        limit = self.save_total_limit if self.save_total_limit is not None else self.keep_last
-        return RetentionPolicy(
-            save_total_limit=limit, keep_every_steps=self.keep_every_steps, keep_steps=self.keep_steps
-        )
 
 
 class LocalConfig(Retention):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, Retention, Section
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_retention import Retention
+from ckptd.config_section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

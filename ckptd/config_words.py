@@ -41,10 +41,7 @@ _NEIGHBOURS = {
 _OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in words.split()}
 
 LATER = {
-    "keep_every": "retention by time",
-    "keep_within": "retention by time",
     "keep_best": "retention by metric",
-    "ephemeral": "ephemeral checkpoints",
     "ladder": "form ladders",
     "abort_after": "giving up half uploads by their age (set a lifecycle rule of the bucket)",
     "metrics": "the metrics endpoint",

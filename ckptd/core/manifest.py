@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from datetime import datetime
 from typing import Literal, TypeVar
 from urllib.parse import quote, unquote
 
@@ -160,9 +161,17 @@ class Commit(Document):
     manifests: tuple[ManifestRef, ...] = Field(min_length=1)
     committed_by: str
     committed_at: str
-    """RFC 3339, UTC; shown, never used for order (P9)."""
+    """RFC 3339, UTC; shown, and what keep_every and keep_within go by; never used for order (P9)."""
     config_digest: str
     best: Best | None = None
+
+    @property
+    def committed_at_seconds(self) -> float | None:
+        """Unix time; None when the text is no time."""
+        try:
+            return datetime.fromisoformat(self.committed_at).timestamp()
+        except ValueError:
+            return None
 
 
 class Tombstone(Document):

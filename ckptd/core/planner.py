@@ -69,7 +69,7 @@ def keep_local(view: JobView) -> dict[int, tuple[str, ...]]:
     for is_model_only in (False, True):
         present = [s for s in view.saves if s.is_present and s.is_model_only == is_model_only]
         committed = [s for s in present if is_committed(view, s) and s.is_intact]
-        items = [Item(key=str(s.id), order=s.save.order, pinned=s.is_pinned) for s in committed]
+        items = [_item(view, s) for s in committed]
         by_policy = keep_reasons(items, view.local_retention)
         ground = _Ground(
             top=newest(view, is_model_only=is_model_only),
@@ -82,6 +82,22 @@ def keep_local(view: JobView) -> dict[int, tuple[str, ...]]:
             for s in present
         }
     return kept
+
+
+def _item(view: JobView, save: SaveView) -> Item:
+    """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
+    mine = {ref.key for ref in _commits_of(view, save)}
+    times = [
+        c.committed_at_seconds for r in view.remotes if r.is_required for c in r.commits if c.key in mine
+    ]
+    known = [t for t in times if t is not None]
+    is_dated = bool(known) and len(known) == len(times)
+    return Item(
+        key=str(save.id),
+        order=save.save.order,
+        pinned=save.is_pinned,
+        committed_at_seconds=max(known) if is_dated else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,15 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
         by_policy: dict[str, tuple[str, ...]] = {}
         for is_model_only in (False, True):
             mine = [c for c in commits if c.is_model_only == is_model_only]
-            items = [Item(key=c.key, order=c.order, pinned=c.tag in pinned) for c in mine]
+            items = [
+                Item(
+                    key=c.key,
+                    order=c.order,
+                    pinned=c.tag in pinned,
+                    committed_at_seconds=c.committed_at_seconds,
+                )
+                for c in mine
+            ]
             by_policy |= keep_reasons(items, remote.retention)
         for commit in commits:
             kept = by_policy[commit.key]

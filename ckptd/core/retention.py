@@ -1,7 +1,8 @@
 """Which checkpoints a policy keeps, and why: a pure function of an ordered list (§5 *Retention*).
 
 Keeps join by union; every kept item carries its reasons, an item without one may go. The same function
-serves the node's disk and each remote, so that both explain themselves in the same words.
+serves the node's disk and each remote, so that both explain themselves in the same words. Time is the time
+that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing for it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,42 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+class Ephemeral(Model):
+    """A step that is no multiple of `every_steps` is ephemeral; of those the newest `keep` stay."""
+
+    every_steps: int
+    keep: int
+
+
 class RetentionPolicy(Model):
     """Keys of `[local]` and `[[remote]]`; all unset: nothing is deleted."""
 
     save_total_limit: int | None = None
     keep_every_steps: int | None = None
+    keep_every_seconds: float | None = None
+    keep_within_seconds: float | None = None
     keep_steps: tuple[int, ...] = ()
+    ephemeral: Ephemeral | None = None
+
+    @property
+    def limits(self) -> bool:
+        """True when the policy lets permanent checkpoints go."""
+        spans = (
+            self.save_total_limit,
+            self.keep_every_steps,
+            self.keep_every_seconds,
+            self.keep_within_seconds,
+        )
+        return any(value is not None for value in spans) or bool(self.keep_steps)
 
     @property
     def deletes(self) -> bool:
         """True when the policy lets anything go at all."""
-        return self.save_total_limit is not None or self.keep_every_steps is not None or bool(self.keep_steps)
+        return self.limits or self.ephemeral is not None
+
+    def is_ephemeral(self, step: int) -> bool:
+        """Thrown away after the next few."""
+        return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
 
 
 class Item(Model):
@@ -34,6 +60,8 @@ class Item(Model):
     key: str
     order: Order
     pinned: bool = False
+    committed_at_seconds: float | None = None
+    """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
 
 
 def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tuple[str, ...]]:
@@ -43,20 +71,76 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     The newest item is always kept.
     """
     newest_first = sorted(items, key=lambda item: item.order, reverse=True)
-    reasons: dict[str, tuple[str, ...]] = {}
-    for rank, item in enumerate(newest_first, start=1):
-        why: list[str] = []
-        if not policy.deletes:
-            why.append("nothing is deleted: no retention key is set")
-        if policy.save_total_limit is not None and rank <= policy.save_total_limit:
-            why.append(f"save_total_limit: {rank} of {policy.save_total_limit}")
-        if policy.keep_every_steps and item.order.step % policy.keep_every_steps == 0:
-            why.append(f"keep_every_steps {policy.keep_every_steps}")
-        if item.order.step in policy.keep_steps:
-            why.append(f"keep_steps {item.order.step}")
-        if item.pinned:
-            why.append("pinned")
-        if rank == 1:
-            why.append("newest committed")
-        reasons[item.key] = tuple(why)
-    return reasons
+    reasons: dict[str, list[str]] = {item.key: [] for item in newest_first}
+    permanent = [item for item in newest_first if not policy.is_ephemeral(item.order.step)]
+    for rank, item in enumerate(permanent, start=1):
+        reasons[item.key] += _permanent(item, rank, policy)
+    for key in _spaced(permanent, policy):
+        reasons[key].append(f"keep_every {_span(policy.keep_every_seconds)}")
+    if policy.ephemeral is not None:
+        ephemeral = [item for item in newest_first if policy.is_ephemeral(item.order.step)]
+        for rank, item in enumerate(ephemeral[: policy.ephemeral.keep], start=1):
+            reasons[item.key].append(f"ephemeral: {rank} of {policy.ephemeral.keep}")
+    newest_at = max((i.committed_at_seconds or 0.0 for i in items), default=0.0)
+    for item in newest_first:
+        reasons[item.key] += _any(item, policy, newest_at)
+    if newest_first:
+        reasons[newest_first[0].key].append("newest committed")
+    return {key: tuple(why) for key, why in reasons.items()}
+
+
+def _permanent(item: Item, rank: int, policy: RetentionPolicy) -> list[str]:
+    """The keys that count or divide permanent checkpoints."""
+    why: list[str] = []
+    if not policy.deletes:
+        why.append("nothing is deleted: no retention key is set")
+    elif not policy.limits:
+        why.append("permanent: only ephemeral ones are limited")
+    if policy.save_total_limit is not None and rank <= policy.save_total_limit:
+        why.append(f"save_total_limit: {rank} of {policy.save_total_limit}")
+    if policy.keep_every_steps and item.order.step % policy.keep_every_steps == 0:
+        why.append(f"keep_every_steps {policy.keep_every_steps}")
+    return why
+
+
+def _any(item: Item, policy: RetentionPolicy, newest_at: float) -> list[str]:
+    """The keys that name or date a checkpoint, whatever its kind."""
+    why: list[str] = []
+    within = policy.keep_within_seconds
+    at = item.committed_at_seconds
+    if within is not None and at is None:
+        why.append("keep_within: the time of its COMMIT is not known")
+    elif within is not None and at is not None and newest_at - at <= within:
+        why.append(f"keep_within {_span(within)}")
+    if item.order.step in policy.keep_steps:
+        why.append(f"keep_steps {item.order.step}")
+    if item.pinned:
+        why.append("pinned")
+    return why
+
+
+def _spaced(newest_first: Sequence[Item], policy: RetentionPolicy) -> list[str]:
+    """Keys of one checkpoint of each span, the oldest first: what is kept never depends on newer ones.
+
+    A COMMIT that seems older than the one kept before it (a clock that was wrong) is kept as well.
+    """
+    span = policy.keep_every_seconds
+    if span is None:
+        return []
+    kept: list[str] = []
+    last: float | None = None
+    for item in reversed(newest_first):
+        at = item.committed_at_seconds
+        if at is None or last is None or not 0 <= at - last < span:
+            kept.append(item.key)
+            last = at if at is not None else last
+    return kept
+
+
+def _span(seconds: float | None) -> str:
+    """A duration as a job file says it."""
+    left = int(seconds or 0)
+    for unit, size in (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60)):
+        if left >= size and left % size == 0:
+            return f"{left // size}{unit}"
+    return f"{left}s"

@@ -129,6 +129,8 @@ class RemoteCommit:
     key: str
     sha256: str
     is_model_only: bool = False
+    committed_at_seconds: float | None = None
+    """Unix time that the COMMIT carries; None: it carries none that can be read."""
 
     @property
     def order(self) -> Order:

@@ -183,6 +183,7 @@ def _remote(
                 key=v.key,
                 sha256=v.sha256,
                 is_model_only=v.commit.grid.is_model_only,
+                committed_at_seconds=v.commit.committed_at_seconds,
             )
             for v in seen.commits
             if not v.disputed

@@ -113,7 +113,7 @@ def test_init_shows_the_defaults(tmp_path: Path) -> None:
     """A template with every commented default switched on means what the bare file means."""
     (tmp_path / "nas").mkdir()
     text = job_template(str(tmp_path / "run"), str(tmp_path / "nas" / "run"), "job")
-    keep_out = ("save_total_limit", "keep_", "extra", "node_name")
+    keep_out = ("save_total_limit", "keep_", "ephemeral", "extra", "node_name")
     shown = [
         line.removeprefix("# ")
         if " = " in line and not line.startswith(tuple(f"# {k}" for k in keep_out))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.retention import Item, RetentionPolicy, keep_reasons
+from ckptd.core.retention import Ephemeral, Item, RetentionPolicy, keep_reasons
 from ckptd.core.save import Order
 
 ITEMS = st.lists(
@@ -50,3 +52,82 @@ def test_raising_the_limit_never_deletes_more(items: list[Item], limit: int) -> 
 def test_without_a_key_nothing_goes(items: list[Item]) -> None:
     """No retention key: every item is kept, and says why."""
     assert kept(items, RetentionPolicy()) == {item.key for item in items}
+
+
+HOUR = 3600.0
+
+
+def hourly(count: int, *, every_hours: float = 1.0, branch: int = 1) -> list[Item]:
+    """Committed one after another at steps 100, 200, …"""
+    return [
+        Item(
+            key=f"{branch}.{n}", order=Order(branch, n * 100, n), committed_at_seconds=n * every_hours * HOUR
+        )
+        for n in range(1, count + 1)
+    ]
+
+
+def lived(items: list[Item], policy: RetentionPolicy) -> list[Item]:
+    """What is left when the policy is applied after each COMMIT, as a daemon does."""
+    left: list[Item] = []
+    for item in items:
+        left.append(item)
+        stay = kept(left, policy)
+        left = [i for i in left if i.key in stay]
+    return left
+
+
+@given(st.lists(st.floats(0.01, 20), min_size=1, max_size=40), st.floats(0.5, 24))
+def test_keep_every_leaves_no_longer_gap_than_asked(gaps: list[float], span_hours: float) -> None:
+    """Applied as checkpoints come: each that went has an older kept one less than the span before it."""
+    at, items = 0.0, []
+    for n, gap in enumerate(gaps, start=1):
+        at += gap * HOUR
+        items.append(Item(key=str(n), order=Order(1, n, n), committed_at_seconds=at))
+    left = lived(items, RetentionPolicy(keep_every_seconds=span_hours * HOUR))
+    times = [i.committed_at_seconds or 0.0 for i in left]
+    for item in items:
+        at = item.committed_at_seconds or 0.0
+        assert any(0 <= at - t < span_hours * HOUR for t in times)
+    spaced = times[:-1]
+    assert all(later - earlier >= span_hours * HOUR for earlier, later in itertools.pairwise(spaced))
+
+
+def test_a_checkpoint_with_an_odd_date_stays() -> None:
+    """keep_every: a COMMIT dated a year ahead and the one after it; no date at all."""
+    policy = RetentionPolicy(keep_every_seconds=4 * HOUR)
+    items = hourly(9)
+    assert kept(items, policy) == {"1.1", "1.5", "1.9"}
+    ahead = [items[0], items[1].model_copy(update={"committed_at_seconds": 9000 * HOUR}), *items[2:]]
+    assert kept(ahead, policy) == {"1.1", "1.2", "1.3", "1.7", "1.9"}
+    dateless = [items[0].model_copy(update={"committed_at_seconds": None}), *items[1:]]
+    assert "1.1" in kept(dateless, RetentionPolicy(keep_within_seconds=2 * HOUR))
+    assert "1.1" in kept(dateless, policy)
+
+
+def test_keep_within_counts_from_the_newest_commit() -> None:
+    """Not from a clock: a run that rests for a month loses nothing."""
+    assert kept(hourly(9), RetentionPolicy(keep_within_seconds=2 * HOUR)) == {"1.7", "1.8", "1.9"}
+
+
+def test_ephemeral_ones_have_a_limit_of_their_own() -> None:
+    """Every 500 permanent; of the others the newest two; save_total_limit counts permanent ones."""
+    items, throw = hourly(12), Ephemeral(every_steps=500, keep=2)
+    assert kept(items, RetentionPolicy(ephemeral=throw)) == {"1.5", "1.10", "1.11", "1.12"}
+    assert kept(items, RetentionPolicy(ephemeral=throw, save_total_limit=1)) == {"1.10", "1.11", "1.12"}
+    none = Ephemeral(every_steps=500, keep=0)
+    assert kept(items, RetentionPolicy(ephemeral=none, save_total_limit=1)) == {"1.10", "1.12"}
+    assert kept(items, RetentionPolicy(ephemeral=none, keep_steps=(300,))) == {"1.3", "1.12"}
+
+
+@given(ITEMS, st.integers(1, 6), st.integers(0, 6))
+def test_keys_join_by_union(items: list[Item], limit: int, keep: int) -> None:
+    """A further key never lets go what the others keep; pins and the newest stay under all of them."""
+    dated = [i.model_copy(update={"committed_at_seconds": float(n)}) for n, i in enumerate(items)]
+    throw = Ephemeral(every_steps=3, keep=keep)
+    base = RetentionPolicy(save_total_limit=limit, ephemeral=throw)
+    low = kept(dated, base)
+    for more in ({"keep_every_seconds": 3.0}, {"keep_within_seconds": 2.0}, {"keep_every_steps": 7}):
+        assert low <= kept(dated, base.model_copy(update=more))
+    assert {i.key for i in dated if i.pinned} <= low
+    assert max(dated, key=lambda i: i.order).key in low

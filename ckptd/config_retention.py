@@ -1,0 +1,73 @@
+"""The retention keys of `[local]` and `[[remote]]`: one set of words for the node's disk and each remote.
+
+They become a `RetentionPolicy`, which one pure function reads (docs/design.md §5 *Retention*).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, Strict, model_validator
+
+from ckptd.config_quantities import Seconds
+from ckptd.config_section import Section, key
+from ckptd.config_values import Count, reject
+from ckptd.core.retention import Ephemeral, RetentionPolicy
+
+_Span = Annotated[Seconds, Field(gt=0)]
+
+
+class EphemeralConfig(Section):
+    """`ephemeral = { every_steps = 1000, keep = 2 }`."""
+
+    every_steps: Count
+    keep: Annotated[int, Field(ge=0)]
+
+
+class Retention(Section):
+    """Which committed checkpoints stay; keeps join by union. Without any key nothing is deleted."""
+
+    save_total_limit: Count | None = key(
+        None, "save_total_limit", "3", "that many newest complete ones stay; unset: nothing is deleted"
+    )
+    keep_last: Count | None = key(None, "keep_last", "3", "another name of save_total_limit")
+    keep_every_steps: Count | None = key(
+        None, "keep_every_steps", "5000", "each whole multiple stays as well"
+    )
+    keep_every_seconds: _Span | None = key(
+        None, "keep_every", '"6h"', "as well one of each such span, by the times of COMMITs"
+    )
+    keep_within_seconds: _Span | None = key(
+        None, "keep_within", '"2d"', "as well what was committed that long before the newest COMMIT"
+    )
+    keep_steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] = key(
+        (), "keep_steps", "[]", "these steps stay as well"
+    )
+    ephemeral: EphemeralConfig | None = key(
+        None,
+        "ephemeral",
+        "{ every_steps = 1000, keep = 2 }",
+        "other steps than its multiples: only the newest keep stay, counted apart",
+    )
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Retention:
+        if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
+            reject("save_total_limit and keep_last are one key; they say different numbers")
+        return self
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """The keys as the one retention function reads them."""
+        limit = self.save_total_limit if self.save_total_limit is not None else self.keep_last
+        ephemeral = self.ephemeral
+        return RetentionPolicy(
+            save_total_limit=limit,
+            keep_every_steps=self.keep_every_steps,
+            keep_every_seconds=self.keep_every_seconds,
+            keep_within_seconds=self.keep_within_seconds,
+            keep_steps=self.keep_steps,
+            ephemeral=None
+            if ephemeral is None
+            else Ephemeral(every_steps=ephemeral.every_steps, keep=ephemeral.keep),
+        )
