@@ -148,7 +148,7 @@ def mutants() -> list[tuple[str, str, Any, str]]:
         made += [(section, key, value, key) for value in values]
     for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
         valid = set(toml_keys(model))
-        for key in valid - {"local", "remote"}:
+        for key in sorted(valid - {"local", "remote"}):
             made += [(section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in valid]
     for section, keys in LATER_KEYS.items():
         made += [(section, key, value, "not in this version") for key in keys for value in ("x", 2)]
