@@ -223,7 +223,7 @@ def _disk(console: Any, job: dict[str, Any]) -> None:
         return
     parts = [f"{_size(disk['free_bytes'])} free"]
     if disk.get("full_in_saves") is not None:
-        parts.append(f"room for {disk['full_in_saves']} saves")
+        parts.append(f"full in {disk['full_in_saves']} saves / {_ago(disk['full_in_seconds'])} at this pace")
     if job.get("production_bytes_per_second"):
         parts.append(f"production {_size(job['production_bytes_per_second'])}/s")
     if job.get("link_bytes_per_second"):

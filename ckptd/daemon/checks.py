@@ -13,6 +13,7 @@ from ckptd.core.lifecycle import State
 from ckptd.core.planner import MAX_CONVERSION_TRIES, is_committed
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.daemon.outlook import see_outlook
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
@@ -89,6 +90,7 @@ def see_problems(job: Job, state: JobState) -> None:
         see.see(
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
         )
+    see_outlook(job, state)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()

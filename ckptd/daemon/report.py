@@ -11,11 +11,13 @@ from ckptd.core.planner import newest as newest_save
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
+from ckptd.daemon.outlook import outlook
 from ckptd.daemon.viewing import next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
+    from ckptd.core.forecast import Forecast
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
@@ -54,6 +56,7 @@ def job_status(job: Job) -> st.JobStatus:
     )
     if not is_current and state == "ok" and is_idle(job):
         state = "behind"
+    told = outlook(job, job.state)
     same_branch = newest is not None and safe is not None and newest.save.branch == safe.branch
     return st.JobStatus(
         **base,  # type: ignore[arg-type]
@@ -64,8 +67,8 @@ def job_status(job: Job) -> st.JobStatus:
         if is_current
         else (newest.save.step - (safe.step if safe and same_branch else 0) if newest else None),
         seconds_at_risk=_seconds_at_risk(job.state, safe),
-        disk=_disk(job, job.state),
-        production_bytes_per_second=_production(job.state),
+        disk=_disk(job, job.state, told),
+        production_bytes_per_second=told.production_bytes_per_second,
         link_bytes_per_second=job.state.link_bytes_per_second,
         checkpoints=_checkpoints(job, job.state),
     )
@@ -111,21 +114,14 @@ def _seconds_at_risk(state: JobState, safe: st.SafeStatus | None) -> float | Non
     return round(max(0.0, time.time() - row.save.window.last / 1e9), 1)
 
 
-def _production(state: JobState) -> float | None:
-    rows = sorted(state.rows.values(), key=lambda r: r.save.window.last)[-6:]
-    if len(rows) < 2:
-        return None
-    seconds = (rows[-1].save.window.last - rows[0].save.window.last) / 1e9
-    return sum(r.save.total_bytes for r in rows[1:]) / seconds if seconds > 0 else None
-
-
-def _disk(job: Job, state: JobState) -> st.DiskStatus:
+def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
     assert job.view is not None
-    free, need = job.view.disk.free_bytes, next_save_bytes(state)
-    saves = free // need if need else None
-    production = _production(state)
-    seconds = free / production if production else None
-    return st.DiskStatus(free_bytes=free, next_save_bytes=need, full_in_saves=saves, full_in_seconds=seconds)
+    return st.DiskStatus(
+        free_bytes=job.view.disk.free_bytes,
+        next_save_bytes=next_save_bytes(state),
+        full_in_saves=told.full_in_saves,
+        full_in_seconds=None if told.full_in_seconds is None else round(told.full_in_seconds, 1),
+    )
 
 
 def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:

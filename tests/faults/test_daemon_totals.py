@@ -69,7 +69,8 @@ def shipping_as_of(house: House) -> list[datetime]:
         datetime.fromisoformat(job["as_of"])
         for job in house.jobs().values()
         for checkpoint in job["checkpoints"]
-        if checkpoint["remotes"]["nas"]["zero"]["state"] == "shipping"
+        for forms in checkpoint["remotes"].values()  # none before it is sealed
+        if forms["zero"]["state"] == "shipping"
     ]
 
 
