@@ -163,6 +163,12 @@ class JobConfig(Section):
     save_spread_seconds: Seconds = _key(
         60.0, "save_spread", '"60s"', "shards written further apart than this are of two saves"
     )
+    metric: Name | None = _key(
+        None, "metric", '"eval_loss"', "what keep_best compares: a name in log_history of trainer_state.json"
+    )
+    metric_mode: Literal["min", "max"] | None = _key(
+        None, "metric_mode", '"min"', "what is better; default min for names that end in loss, else max"
+    )
     incomplete_after_seconds: Annotated[float | None, BeforeValidator(only_never)] = _key(
         None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
     )
@@ -183,6 +189,8 @@ class JobConfig(Section):
                     reject(f'two remotes have {field} = "{value}"')
         if self.deletes_locally and not any(r.required for r in self.remotes):
             reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
+        if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
+            reject('keep_best compares a metric; name it: metric = "eval_loss"')
         return self
 
     @property
@@ -194,6 +202,12 @@ class JobConfig(Section):
     def deletes_locally(self) -> bool:
         """Whether any local checkpoint may ever be deleted."""
         return self.local.policy.deletes
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Of the metric; Hugging Face's rule where the job file does not say."""
+        mode = self.metric_mode or ("min" if (self.metric or "").endswith("loss") else "max")
+        return mode == "max"
 
     @property
     def opt_outs(self) -> tuple[str, ...]:
@@ -233,7 +247,10 @@ class DaemonConfig(Section):
         return max(MIN_MEMORY_BUDGET_BYTES, self.memory_budget.of(total_memory_bytes))
 
 
-_DIGEST_JOB = {"name", "trainer", "unuploaded", "extra", "save_spread_seconds", "incomplete_after_seconds"}
+_DIGEST_JOB = {
+    "name", "trainer", "unuploaded", "extra", "save_spread_seconds", "incomplete_after_seconds",
+    "metric", "metric_mode",
+}  # fmt: skip
 
 
 def config_digest(job: JobConfig) -> str:

@@ -40,6 +40,9 @@ class Retention(Section):
     keep_within_seconds: _Span | None = key(
         None, "keep_within", '"2d"', "as well what was committed that long before the newest COMMIT"
     )
+    keep_best: Count | None = key(
+        None, "keep_best", "2", "as well that many with the best value of the job's metric"
+    )
     keep_steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] = key(
         (), "keep_steps", "[]", "these steps stay as well"
     )
@@ -66,6 +69,7 @@ class Retention(Section):
             keep_every_steps=self.keep_every_steps,
             keep_every_seconds=self.keep_every_seconds,
             keep_within_seconds=self.keep_within_seconds,
+            keep_best=self.keep_best,
             keep_steps=self.keep_steps,
             ephemeral=None
             if ephemeral is None

@@ -8,6 +8,7 @@ its own facts. Nothing of the checkpoint's code runs; nothing is written.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -26,6 +27,7 @@ CPU_SECONDS = 3600
 
 
 _TRAINER_STATE_LIMIT_BYTES = 64 << 20
+_MOST_METRICS, _NAME_LETTERS = 64, 100
 
 
 def main() -> None:
@@ -88,8 +90,21 @@ def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:
             "global_step": step if type(step) is int else None,
             "best_metric": float(metric) if isinstance(metric, int | float) else None,
             "best_checkpoint": os.path.basename(best.rstrip("/")) if isinstance(best, str) else None,
+            "metrics": _metrics_at(step, state.get("log_history")),
         }
     }
+
+
+def _metrics_at(step: object, history: object) -> list[tuple[str, float]]:
+    """Finite numbers that were logged at this very step, the last of each name."""
+    found: dict[str, float] = {}
+    for entry in history if isinstance(history, list) else ():
+        if not isinstance(entry, dict) or type(step) is not int or entry.get("step") != step:
+            continue
+        for name, value in entry.items():
+            if type(value) in (int, float) and math.isfinite(value) and len(name) <= _NAME_LETTERS:
+                found[name] = float(value)
+    return sorted(found.items())[:_MOST_METRICS]
 
 
 def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class TrainerFacts(Model):
     best_metric: float | None = None
     best_checkpoint: str | None = None
     """Last component of best_model_checkpoint: the path itself is as the trainer saw it (H37)."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """(name, value) of what `log_history` holds for `global_step`."""
 
 
 class FileFacts(Model):

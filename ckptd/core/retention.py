@@ -30,6 +30,7 @@ class RetentionPolicy(Model):
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
     keep_within_seconds: float | None = None
+    keep_best: int | None = None
     keep_steps: tuple[int, ...] = ()
     ephemeral: Ephemeral | None = None
 
@@ -41,6 +42,7 @@ class RetentionPolicy(Model):
             self.keep_every_steps,
             self.keep_every_seconds,
             self.keep_within_seconds,
+            self.keep_best,
         )
         return any(value is not None for value in spans) or bool(self.keep_steps)
 
@@ -62,6 +64,8 @@ class Item(Model):
     pinned: bool = False
     committed_at_seconds: float | None = None
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
+    score: float | None = None
+    """Of the job's metric, higher is better; None: none is known, and keep_best passes it over."""
 
 
 def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tuple[str, ...]]:
@@ -81,6 +85,10 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
         ephemeral = [item for item in newest_first if policy.is_ephemeral(item.order.step)]
         for rank, item in enumerate(ephemeral[: policy.ephemeral.keep], start=1):
             reasons[item.key].append(f"ephemeral: {rank} of {policy.ephemeral.keep}")
+    scored = [item for item in newest_first if item.score is not None]
+    best_first = sorted(scored, key=lambda item: item.score or 0.0, reverse=True)
+    for rank, item in enumerate(best_first[: policy.keep_best or 0], start=1):
+        reasons[item.key].append(f"keep_best: {rank} of {policy.keep_best}")
     newest_at = max((i.committed_at_seconds or 0.0 for i in items), default=0.0)
     for item in newest_first:
         reasons[item.key] += _any(item, policy, newest_at)

@@ -83,10 +83,20 @@ def best_checkpoint_of(facts: Mapping[str, FileFacts]) -> str | None:
     return state.trainer.best_checkpoint if state and state.trainer else None
 
 
-def best_of(tag: str, facts: Mapping[str, FileFacts]) -> Best | None:
-    """The metric of trainer_state.json, when it is this very checkpoint's."""
+def best_of(tag: str, facts: Mapping[str, FileFacts], metric: str | None = None) -> Best | None:
+    """The value of `metric` that trainer_state.json logged at this step; without a name, of the best so far.
+
+    As for Hugging Face's `metric_for_best_model`, "loss" means "eval_loss" where that was logged.
+    """
     state = facts.get(TRAINER_STATE)
-    if state is None or state.trainer is None or state.trainer.best_metric is None:
+    if state is None or state.trainer is None:
+        return None
+    if metric is not None:
+        logged = dict(state.trainer.metrics)
+        value = logged.get(metric, logged.get(f"eval_{metric}"))
+        is_best = state.trainer.best_checkpoint == tag
+        return None if value is None else Best(metric=metric, value=value, is_best=is_best)
+    if state.trainer.best_metric is None:
         return None
     if state.trainer.best_checkpoint != tag:
         return None

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
+from ckptd.core.manifest import Best
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order, SealedFile, SealedSave
 
@@ -131,6 +132,7 @@ class RemoteCommit:
     is_model_only: bool = False
     committed_at_seconds: float | None = None
     """Unix time that the COMMIT carries; None: it carries none that can be read."""
+    best: Best | None = None
 
     @property
     def order(self) -> Order:
@@ -206,5 +208,8 @@ class JobView:
     confirmations: Mapping[int, Confirmation]
     is_converting: bool
     now_seconds: float
+    metric: str | None = None
+    """What keep_best compares."""
+    is_higher_better: bool = False
     retirements_left: int = 3
     """The seat belt for remotes."""

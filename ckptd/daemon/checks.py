@@ -9,8 +9,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.core import actions as a
+from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
-from ckptd.core.planner import MAX_CONVERSION_TRIES, is_committed
+from ckptd.core.planner import MAX_CONVERSION_TRIES
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.outlook import see_outlook

@@ -313,7 +313,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
-            best=best_of(folder.tag, state.facts[folder.tag]),
+            best=best_of(folder.tag, state.facts[folder.tag], self._config.metric),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
         is_first = folder.tag in found_first and not any(

@@ -6,8 +6,8 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ckptd.core.keeping import newest as newest_save
 from ckptd.core.lifecycle import State, Verdict
-from ckptd.core.planner import newest as newest_save
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle

@@ -68,6 +68,8 @@ def build_view(
         local_forms=config.local.forms,
         local_retention=retention,
         backfill=config.backfill,
+        metric=config.metric,
+        is_higher_better=config.is_higher_better,
         latest=state.listing.latest,
         latest_universal=state.listing.latest_universal,
         is_save_in_flight=bool(state.in_flight),
@@ -184,6 +186,7 @@ def _remote(
                 sha256=v.sha256,
                 is_model_only=v.commit.grid.is_model_only,
                 committed_at_seconds=v.commit.committed_at_seconds,
+                best=v.commit.best,
             )
             for v in seen.commits
             if not v.disputed

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from ckptd.core import planner
+from ckptd.core import keeping, planner
 from ckptd.core.actions import Action, Prune, Retire
-from ckptd.core.planner import keep_local, keep_remote
+from ckptd.core.keeping import keep_local, keep_remote
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import ZERO, ShipState
 from tests.model.world import Remote, World, order_of
@@ -210,9 +210,10 @@ def test_any_life_keeps_the_promises() -> None:
 def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each guard taken out by hand is noticed, so the machine is no decoration."""
     if what == "confirmation":
-        monkeypatch.setattr(planner, "is_committed", lambda view, save: bool(view.remotes))
+        for module in (keeping, planner):
+            monkeypatch.setattr(module, "is_committed", lambda view, save: bool(view.remotes))
     elif what == "newest":
-        monkeypatch.setattr(planner, "_protection", lambda save, ground, *, is_committed: ())
+        monkeypatch.setattr(keeping, "_protection", lambda save, ground, *, is_committed: ())
     else:
         monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): ("x",)})
         monkeypatch.setattr(

@@ -9,6 +9,7 @@ import pytest
 
 from ckptd.config_explain import toml_keys
 from ckptd.config_model import JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_words import LATER
 from tests.unit.config_files import DATE, base, refusal, write
 
 __all__ = ["base"]
@@ -23,6 +24,8 @@ WRONG: dict[str, list[Any]] = {
     "name": [5, True, [], "", "a b", "a/b", ".hidden", "-x", "ä", DATE],
     "save_spread": [5, True, [], "", "60", "-60s", "60 s", DATE],
     "incomplete_after": [5, True, [], "", "nevr", "-1d", "2d", DATE],
+    "metric": [5, True, [], "", "a b", DATE],
+    "metric_mode": [5, True, [], "", "lower", "MIN", DATE],
     "node_name": [5, True, [], "", "a b", DATE],
     "shared_fs": [5, "false", True, [], DATE],
     "local.forms": [5, True, "universal", ["zero"], ["weights-bf16"], ["univ"], {}, DATE],
@@ -41,6 +44,7 @@ WRONG: dict[str, list[Any]] = {
         {"every_steps": 0, "keep": 1},
         {"every_steps": 5, "keep": -1},
     ],
+    "local.keep_best": [0, -1, 1.5, True, "2", [], {}, DATE],
     "local.min_free": [5, 0.05, True, [], "", "5", "-5%", "105%", "5 percent", "5Gb", "many", DATE],
     "remote.name": [5, True, [], "", "a b", "a/b", DATE],
     "remote.url": [
@@ -93,6 +97,7 @@ WRONG: dict[str, list[Any]] = {
     "remote.keep_last": [0, -1, 2.5, True, "3", [], DATE],
     "remote.keep_every_steps": [0, -5, 2.5, True, "5000", DATE],
     "remote.keep_steps": [5, True, "100", ["100"], [-1], {}, DATE],
+    "remote.keep_best": [0, -1, 1.5, True, "2", [], {}, DATE],
     "remote.keep_every": [0, True, "6", "0s", "-6h", [], {}, DATE],
     "remote.keep_within": [0, True, "2", "0d", "-2d", [], {}, DATE],
     "remote.ephemeral": [
@@ -109,9 +114,8 @@ WRONG: dict[str, list[Any]] = {
 }
 LATER_KEYS = {
     "": ["metrics_file", "run_id_env"],
-    "local": ["keep_best", "ladder"],
+    "local": ["ladder"],
     "remote": [
-        "keep_best",
         "ladder",
         "abort_after",
     ],
@@ -149,7 +153,9 @@ def mutants() -> list[tuple[str, str, Any, str]]:
     for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
         valid = set(toml_keys(model))
         for key in sorted(valid - {"local", "remote"}):
-            made += [(section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in valid]
+            made += [
+                (section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in valid | set(LATER)
+            ]
     for section, keys in LATER_KEYS.items():
         made += [(section, key, value, "not in this version") for key in keys for value in ("x", 2)]
     for section, words in NEIGHBOURS.items():

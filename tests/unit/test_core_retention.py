@@ -131,3 +131,21 @@ def test_keys_join_by_union(items: list[Item], limit: int, keep: int) -> None:
         assert low <= kept(dated, base.model_copy(update=more))
     assert {i.key for i in dated if i.pinned} <= low
     assert max(dated, key=lambda i: i.order).key in low
+
+
+@given(ITEMS, st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=12, max_size=12), st.integers(1, 5))
+def test_keep_best_keeps_the_best_and_no_others(
+    items: list[Item], scores: list[float | None], count: int
+) -> None:
+    """Beside the newest and the pinned; what has no value is passed over, and counts for nobody."""
+    scored = [i.model_copy(update={"score": s}) for i, s in zip(items, scores, strict=False)]
+    stay = kept(scored, RetentionPolicy(keep_best=count))
+    always = {i.key for i in scored if i.pinned} | {max(scored, key=lambda i: i.order).key}
+    known = sorted((i.score for i in scored if i.score is not None), reverse=True)
+    for item in scored:
+        if item.score is not None and len(known) > count and item.score < known[count - 1]:
+            assert item.key not in stay - always
+        if item.score is not None and item.score > ([*known, -9.0][min(count, len(known))]):
+            assert item.key in stay
+        if item.score is None:
+            assert item.key not in stay - always
