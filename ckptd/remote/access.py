@@ -57,14 +57,25 @@ class Access(Model):
         storage_class = {"StorageClass": self.storage_class} if self.storage_class else {}
         return self.for_documents | storage_class
 
-    def signs_payload(self, endpoint: str) -> bool:
+    @property
+    def endpoint(self) -> str | None:
+        """The S3 server's URL; None: AWS, over TLS."""
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        return self.endpoint_url or next(filter(None, map(os.environ.get, names)), None)
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether the server is authenticated and nobody on the way can change a byte."""
+        return self.endpoint is None or self.endpoint.startswith("https://")
+
+    @property
+    def signs_payload(self) -> bool:
         """Whether bodies are signed: by default where neither TLS nor this machine alone carries them."""
         if self.sign_payload is not None:
             return self.sign_payload
-        parts = urlsplit(endpoint)
-        host = parts.hostname or ""
+        host = urlsplit(self.endpoint or "").hostname or ""
         is_here = host in ("localhost", "::1") or host.endswith(".localhost") or host.startswith("127.")
-        return parts.scheme != "https" and not is_here
+        return not self.is_tls and not is_here
 
     def shown(self) -> tuple[tuple[str, str], ...]:
         """Key → value of what is set, in words, for `ckptd check`."""

@@ -6,7 +6,6 @@ own bounded retries with jitter and its timeouts watch every request; what they 
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -104,7 +103,7 @@ def make_client(access: Access) -> Any:
     kind, _, rest = access.credentials.partition(":")
     try:
         session = new_session(access)
-        endpoint = access.endpoint_url or _endpoint_of_environment()
+        endpoint = access.endpoint
         region = access.region or session.get_config_variable("region") or "us-east-1"
         patience = Config(
             connect_timeout=CONNECT_SECONDS,
@@ -125,7 +124,7 @@ def make_client(access: Access) -> Any:
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                     s3={
-                        "payload_signing_enabled": access.signs_payload(endpoint or "https://"),
+                        "payload_signing_enabled": access.signs_payload,
                         "addressing_style": style,
                     },
                 )
@@ -199,10 +198,6 @@ def _unusable(error: Exception) -> NotPermitted:
     else:
         msg = f"the AWS credentials could not be got ({told.get('provider') or type(error).__name__})"
     return NotPermitted(msg, hint=_CREDENTIALS_HINT)
-
-
-def _endpoint_of_environment() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
 def code_of(error: Exception) -> str:
