@@ -15,6 +15,8 @@ from ckptd.errors import SourceChanged
 from ckptd.remote.checksums import crc64
 
 if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
     from ckptd.remote.store import Source
 
 STEP_BYTES = 1 << 20
@@ -86,6 +88,13 @@ class Body(io.RawIOBase):
         data = bytes(self._buffer[self._at - begin : last - begin])
         self._at = last
         return data
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """As `read`; what the CRT signs bodies by."""
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def _fill(self) -> tuple[int, int]:
         room = min(len(self._buffer), self._length - self._at)

@@ -66,5 +66,10 @@ def send_part(
         etag = str(answer["ETag"])
         if not store.abilities.part_etags or body.md5 is None or bare(etag) == body.md5.hex():
             return body, etag
-    msg = f"part {number} of {key} arrived changed {_TRIES} times"
-    raise VerifyError(msg, hint="something on the way to the server changes bytes: a network card, a proxy")
+    raise changed(f"part {number} of {key}", f" {_TRIES} times")
+
+
+def changed(what: str, often: str = "") -> VerifyError:
+    """The server received other bytes than were sent."""
+    msg = f"{what} arrived changed{often}"
+    return VerifyError(msg, hint="something on the way to the server changes bytes: a network card, a proxy")

@@ -141,7 +141,7 @@ def _listed(client: Any, place: dict[str, str], upload_id: str) -> list[dict[str
 
 def _checksum(client: Any, place: dict[str, str], access: Access, data: bytes) -> str | None:
     """crc64nvme when the server computes it by itself *and* rejects a wrong one."""
-    client.put_object(**place, **access.for_documents, Body=data)
+    client.put_object(**place, **access.for_data, Body=data)
     head = client.head_object(**place, ChecksumMode="ENABLED")
     if head.get("ChecksumCRC64NVME") != _encoded(crc64(data).to_bytes(8)):
         return None

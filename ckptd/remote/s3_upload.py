@@ -14,7 +14,7 @@ from ckptd.errors import RefusedError, TargetExists
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
 from ckptd.remote.s3_body import STEP_BYTES, SourceStopped
-from ckptd.remote.s3_etags import guard, joined, send_part
+from ckptd.remote.s3_etags import CHANGED, changed, guard, joined, send_part
 from ckptd.remote.store import Progress
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ class S3Uploads:
             except store.client.exceptions.ClientError as error:
                 if sc.code_of(error) in sc.TAKEN:
                     raise _taken(key) from error
+                if sc.code_of(error) in CHANGED:
+                    raise changed(key) from error
                 raise
         source.drop(0, size)
         crc = body.crc if body.is_whole or not size else _crc_of(source, 0, size, 0)
