@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
 from ckptd.config_section import Section
-from ckptd.config_words import LATER, is_secret, looks_secret, nearest
+from ckptd.config_words import LATER, holds_secret, is_secret, nearest
 from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
     else:
         reason = first["msg"].removeprefix("Value error, ")
         # what was written as credentials, or looks like a key, may be a secret
-        is_shown = key and key != "credentials" and not looks_secret(str(first["input"]))
+        is_shown = key and key != "credentials" and not holds_secret(first["input"])
         shown = f" = {_shown(first['input'])}" if is_shown else ""
         message, hint = f"{subject}{shown}: {reason}", _help(section, key)
     return ConfigError(message + more, hint=hint)
@@ -66,7 +66,7 @@ def _maybe_meant(
 
 
 def _unknown(subject: str, key: str, value: object, section: type[Section]) -> tuple[str, str]:
-    if looks_secret(value):
+    if holds_secret(value):
         value = "…"
     if key in LATER:
         return (

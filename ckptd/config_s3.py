@@ -96,7 +96,9 @@ class S3Keys(Section):
     endpoint_url: Endpoint | None = _key(
         None, "endpoint_url", '"https://s3.example.org"', "of an S3 server that is not AWS"
     )
-    region: Name | None = _key(None, "region", '"eu-central-1"', "of the bucket; default: the AWS settings'")
+    region: Annotated[Name, AfterValidator(_no_secret)] | None = _key(
+        None, "region", '"eu-central-1"', "of the bucket; default: the AWS settings'"
+    )
     addressing: Literal["auto", "path", "virtual"] = _key(
         "auto", "addressing", '"auto"', "host/bucket: path; bucket.host: virtual; auto: virtual on AWS alone"
     )

@@ -83,6 +83,11 @@ def looks_secret(value: object) -> bool:
     return bool(_KEY_ID.search(value)) or (is_key and is_mixed)
 
 
+def holds_secret(value: object) -> bool:
+    """Whether any word of a value, or of a list or table of values, looks like a secret."""
+    return any(looks_secret(word) for word in re.split(r"[\s'\"=,\[\]{}]+", str(value)))
+
+
 def nearest(key: str, valid: Iterable[str], elsewhere: dict[str, str]) -> str:
     """What `key` was probably meant to be; `elsewhere` maps keys of other sections to `[section]` paths."""
     keys = list(valid)

@@ -13,6 +13,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptd.errors import ConfigError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
 from ckptd.remote.s3_etags import CHANGED, bare, joined
@@ -32,6 +33,7 @@ class _Parts:
     are_listed: bool
     part_etags: bool
     joined_etags: bool
+    are_tagged: bool
 
 
 def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: bool) -> Abilities:
@@ -60,7 +62,8 @@ def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: b
         joined_etags=parts.part_etags and parts.joined_etags and etags,
         content_md5=content_md5,
     )
-    return replace(can, notes=_notes(can, is_read_back))
+    untagged = () if parts.are_tagged else ("tags are ignored on objects that are sent in parts",)
+    return replace(can, notes=(*untagged, *_notes(can, is_read_back)))
 
 
 def _notes(can: Abilities, is_read_back: bool) -> tuple[str, ...]:
@@ -106,28 +109,38 @@ def _multipart(client: Any, place: dict[str, str], access: Access, data: bytes) 
         refused = _refuses(
             client, sc.TAKEN, lambda: client.complete_multipart_upload(**join, IfNoneMatch="*")
         )
-        etag = _etag_of_joined(client, place, join, is_open=refused)
+        head = _joined(client, place, join, is_open=refused)
+        _check_encryption(head, access)
         return _Parts(
             refuses_to_replace=refused,
             are_listed=[(p["PartNumber"], p["Size"]) for p in listed] == [(1, len(data))],
             part_etags=_is_md5(part["ETag"], data),
-            joined_etags=etag == joined([_md5(data)]),
+            joined_etags=bare(str(head.get("ETag", ""))) == joined([_md5(data)]),
+            are_tagged=not access.tags or head.get("TagCount") != 0,
         )
     finally:
         with contextlib.suppress(client.exceptions.ClientError):
             client.abort_multipart_upload(**place, UploadId=upload_id)
 
 
-def _etag_of_joined(client: Any, place: dict[str, str], join: dict[str, Any], *, is_open: bool) -> str:
-    """What the server calls the joined object, asked afresh; "" when it could not be joined."""
+def _joined(client: Any, place: dict[str, str], join: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
+    """What the server says of the joined object, asked afresh; nothing when it could not be joined."""
     try:
         if is_open:
             client.complete_multipart_upload(**join)
-        return bare(str(client.head_object(**place).get("ETag", "")))
+        return dict(client.head_object(**place))
     except client.exceptions.ClientError as error:
         if sc.status_of(error) in (400, 404, 409, 412):
-            return ""
+            return {}
         raise
+
+
+def _check_encryption(head: dict[str, Any], access: Access) -> None:
+    """Raise when what lies there is not encrypted as the job asks: some servers ignore that in silence."""
+    found = head.get("ServerSideEncryption")
+    if head and access.sse is not None and found != access.sse:
+        msg = f'sse = "{access.sse}" is ignored by the server: objects there have {found or "no"} encryption'
+        raise ConfigError(msg, hint="nothing was shipped; remove sse, or let the bucket itself encrypt")
 
 
 def _listed(client: Any, place: dict[str, str], upload_id: str) -> list[dict[str, Any]]:
@@ -143,6 +156,7 @@ def _checksum(client: Any, place: dict[str, str], access: Access, data: bytes) -
     """crc64nvme when the server computes it by itself *and* rejects a wrong one."""
     client.put_object(**place, **access.for_data, Body=data)
     head = client.head_object(**place, ChecksumMode="ENABLED")
+    _check_encryption(head, access)
     if head.get("ChecksumCRC64NVME") != _encoded(crc64(data).to_bytes(8)):
         return None
     return "crc64nvme" if _enforces(client, place, data, ChecksumCRC64NVME=_encoded(bytes(8))) else None

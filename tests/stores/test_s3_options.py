@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.errors import CkptdError, NotPermitted, RemoteUnreachable
+from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable
 from ckptd.remote import s3_client
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
@@ -91,6 +91,18 @@ def test_without_options_nothing_is_asked_for(moto: servers.Server) -> None:
     assert head["Tags"] == {}
     assert "StorageClass" not in head
     assert head.get("ServerSideEncryption") in (None, "AES256")
+
+
+def test_encryption_that_a_server_ignores_is_refused(moto: servers.Server) -> None:
+    """Ceph 16 does so with AES256 (test_rgw.py): what was to be encrypted never lies there in the clear."""
+    asked = b"x-amz-server-side-encryption: "
+    with proxy(moto.port) as between:
+        between.rewrite = lambda data: data.replace(asked, asked.replace(b"encryption", b"decoration"))
+        store = store_at(between.endpoint, sse="AES256")
+        with pytest.raises(ConfigError, match='sse = "AES256" is ignored by the server'):
+            store.probe()
+        assert list(store.list("")) == []
+        store_at(between.endpoint).probe()
 
 
 def test_a_class_that_the_server_does_not_know_is_said_by_the_probe(moto: servers.Server) -> None:
