@@ -96,7 +96,11 @@ if os.environ.get("CKPTD_FULL"):
             store_at(rgw.endpoint, sse="AES256")
 
     def test_a_class_and_a_key_that_it_does_not_know(rgw: servers.Server) -> None:
-        for more in ({"storage_class": "NO_SUCH"}, {"sse": "aws:kms", "sse_kms_key_id": "nobody"}):
+        wrong: list[dict[str, Any]] = [
+            {"storage_class": "NO_SUCH"},
+            {"sse": "aws:kms", "sse_kms_key_id": "nobody"},
+        ]
+        for more in wrong:
             with pytest.raises(CkptdError):
                 store_at(rgw.endpoint, **more)
 
