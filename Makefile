@@ -20,11 +20,12 @@ TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
 
+RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd
 
 .DEFAULT_GOAL := help
 .PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
-        system-packages clean
+        system-packages rgw-packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -108,6 +109,13 @@ system-packages: ## (root) what the tests of file systems, of SFTP and of the sy
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \
+	fi
+
+rgw-packages: ## (root) Ceph's RADOS gateway, which stores-full then tries as well
+	@if command -v radosgw >/dev/null && command -v ceph-mon >/dev/null && command -v ceph-osd >/dev/null; then \
+	  echo "rgw packages: nothing to install"; \
+	else \
+	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(RGW_PACKAGES); \
 	fi
 
 clean: ## remove .venv, build products and caches

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
 from ckptd.config_section import Section
-from ckptd.config_words import LATER, is_secret, nearest
+from ckptd.config_words import LATER, holds_secret, is_secret, nearest
 from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
         message, hint = _maybe_meant(first, message, hint, section, data)
     else:
         reason = first["msg"].removeprefix("Value error, ")
-        # what was written as credentials may be a secret
-        shown = f" = {_shown(first['input'])}" if key and key != "credentials" else ""
+        # what was written as credentials, or looks like a key, may be a secret
+        is_shown = key and key != "credentials" and not holds_secret(first["input"])
+        shown = f" = {_shown(first['input'])}" if is_shown else ""
         message, hint = f"{subject}{shown}: {reason}", _help(section, key)
     return ConfigError(message + more, hint=hint)
 
@@ -65,6 +66,8 @@ def _maybe_meant(
 
 
 def _unknown(subject: str, key: str, value: object, section: type[Section]) -> tuple[str, str]:
+    if holds_secret(value):
+        value = "…"
     if key in LATER:
         return (
             f"{subject} = {_shown(value)}: {LATER[key]}: not in this version",

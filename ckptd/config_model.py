@@ -29,13 +29,13 @@ from ckptd.config_quantities import (
     show_bandwidth,
 )
 from ckptd.config_retention import Retention
+from ckptd.config_s3 import S3Keys
 from ckptd.config_schemes import scheme_of
 from ckptd.config_section import Section
 from ckptd.config_section import key as _key
 from ckptd.config_section import required as _required
 from ckptd.config_values import (
     Credentials,
-    Endpoint,
     Form,
     Name,
     Names,
@@ -72,7 +72,7 @@ class LocalConfig(Retention):
     )
 
 
-class RemoteConfig(Retention):
+class RemoteConfig(S3Keys, Retention):
     """One `[[remote]]`: where checkpoints go."""
 
     name: Name = _required("name", '"nas"', "how status calls it")
@@ -88,10 +88,6 @@ class RemoteConfig(Retention):
     bandwidth_bytes_per_second: Bandwidth = _key(
         None, "bandwidth", '"none"', '"8Gb/s" are bits, "1GB/s" bytes per second'
     )
-    endpoint_url: Endpoint | None = _key(
-        None, "endpoint_url", '"https://s3.example.org"', "of an S3 server that is not AWS"
-    )
-    region: Name | None = _key(None, "region", '"eu-central-1"', "of the bucket; default: the AWS settings'")
     credentials: Credentials = _key(
         "env", "credentials", '"env"', "env (AWS chain; ssh-agent and ~/.ssh; …) | profile:NAME | file:PATH"
     )
@@ -119,14 +115,20 @@ class RemoteConfig(Retention):
     def _check_access(self) -> None:
         """Keys of one kind of remote are refused on another."""
         if self.url.startswith("s3://"):
+            if self.addressing == "virtual" and "." in self.url.split("/")[2] and not self._is_plain:
+                reject('addressing = "virtual": no TLS certificate covers a bucket with dots in its name')
             return
-        for key in sorted(self.model_fields_set & {"endpoint_url", "region", "part_size_bytes"}):
+        for key in sorted(self.model_fields_set & {*S3Keys.model_fields, "part_size_bytes"}):
             reject(f"{key.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
         if "credentials" in self.model_fields_set and self.url.startswith(("/", "file://")):
             reject(f"credentials is for servers and services; {self.url} is a directory")
         takes = ("env", "file") if scheme_of(self.url).takes_key_file else ("env",)
         if self.credentials.partition(":")[0] not in takes:
             reject(f"credentials for {self.url} is {' or '.join(takes)}, not {self.credentials!r}")
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.endpoint_url is not None and self.endpoint_url.startswith("http://")
 
     @property
     def bandwidth_shown(self) -> str:

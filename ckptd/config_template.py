@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
 from ckptd.config_retention import Retention
+from ckptd.config_s3 import S3Keys
 from ckptd.config_section import Section
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 _COMMENT_COLUMN = 40
 
-_OF_S3 = frozenset({"endpoint_url", "region", "part_size"})
+_OF_S3 = frozenset(S3Keys.model_fields) | {"part_size"}
 _OF_SERVERS = frozenset({"credentials"})
 _OF_DIRECTORIES = frozenset({"same_filesystem"})
 
@@ -44,8 +45,8 @@ def _lines(
     section: type[Section], values: Mapping[str, object], without: frozenset[str] = frozenset()
 ) -> list[str]:
     lines: list[str] = []
-    inherited = set(Retention.model_fields) if section is not Retention else set()
-    own_first = sorted(section.model_fields.items(), key=lambda item: item[0] in inherited)
+    parts = [set(part.model_fields) for part in (Retention, S3Keys) if part is not section]
+    own_first = sorted(section.model_fields.items(), key=lambda item: [item[0] in part for part in parts])
     for _, field in own_first:
         extra = field.json_schema_extra
         if not isinstance(extra, dict):
@@ -55,7 +56,7 @@ def _lines(
         if key in without:
             continue
         text = f"{key} = {_toml(values[key])}" if key in values else f"# {example}"
-        lines.append(f"{text.ljust(_COMMENT_COLUMN)}# {field.description}")
+        lines.append(f"{text.ljust(_COMMENT_COLUMN - 1)} # {field.description}")
     return lines
 
 

@@ -95,8 +95,15 @@ def check_credentials(value: str) -> str:
     kind, _, rest = value.partition(":")
     if value != "env" and (kind not in ("profile", "file") or not rest):
         reject('it is "env", "profile:NAME" or "file:PATH"; secrets themselves stay out of job files')
-    if kind == "file" and not rest.startswith(("/", "$CREDENTIALS_DIRECTORY/")):
-        reject("the path of a credentials file is absolute, or starts with $CREDENTIALS_DIRECTORY/")
+    name = rest.removeprefix("$CREDENTIALS_DIRECTORY/")
+    if (
+        kind == "file"
+        and not name.startswith("/")
+        and ("/" in name or name in ("", ".", "..") or "$" in name)
+    ):
+        reject(
+            "a credentials file is an absolute path, or a name in $CREDENTIALS_DIRECTORY (LoadCredential=)"
+        )
     return value
 
 

@@ -7,6 +7,7 @@ call the same things otherwise. Secrets are refused without being repeated.
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,15 @@ _NEIGHBOURS = {
     "endpoint_url": "endpoint s3_endpoint host server aws_endpoint_url",
     "region": "region_name aws_region location_constraint",
     "credentials": "profile aws_profile auth credential credentials_file",
+    "addressing": "addressing_style path_style force_path_style s3_force_path_style use_path_style",
+    "role_arn": "role assume_role iam_role aws_role_arn",
+    "external_id": "externalid aws_external_id role_external_id",
+    "sts_endpoint_url": "sts_endpoint sts_url aws_endpoint_url_sts",
+    "sse": "encryption encrypt server_side_encryption s3_sse",
+    "sse_kms_key_id": "kms_key kms_key_id kms_key_arn ssekmskeyid",
+    "storage_class": "storageclass s3_storage_class tier",
+    "tags": "tagging labels object_tags tagset",
+    "sign_payload": "payload_signing payload_signing_enabled sign_body",
     "part_size": "chunk_size chunksize upload_chunk_size multipart_chunksize s3_chunk_size part_size_mb",
 }
 _OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in words.split()}
@@ -50,13 +60,31 @@ LATER = {
 }
 """Keys of docs/contract.md that this version knows and does not act on: refused, never silently ignored."""
 
-_SECRET = ("secret", "password", "passwd", "token", "access_key", "api_key", "apikey", "private_key", "sas_")
+_SECRET = (
+    *("secret", "password", "passwd", "token", "access_key", "api_key", "apikey", "private_key", "sas_"),
+    *("customer_key", "sse_c", "mfa"),
+)
+_KEY_ID = re.compile(r"(AKIA|ASIA)[0-9A-Z]{12,}")
 
 
 def is_secret(key: str) -> bool:
     """Whether a key's name says that its value must not be shown."""
     lowered = key.lower()
     return any(word in lowered for word in _SECRET)
+
+
+def looks_secret(value: object) -> bool:
+    """Whether a value has the shape of an AWS access key, whatever it was written under."""
+    if not isinstance(value, str):
+        return False
+    is_key = bool(re.fullmatch(r"[A-Za-z0-9/+]{40}", value))
+    is_mixed = all(re.search(kind, value) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
+    return bool(_KEY_ID.search(value)) or (is_key and is_mixed)
+
+
+def holds_secret(value: object) -> bool:
+    """Whether any word of a value, or of a list or table of values, looks like a secret."""
+    return any(looks_secret(word) for word in re.split(r"[\s'\"=,\[\]{}]+", str(value)))
 
 
 def nearest(key: str, valid: Iterable[str], elsewhere: dict[str, str]) -> str:

@@ -59,6 +59,9 @@ def register(app: typer.Typer) -> None:
                 )
             )
             console.print(_table(f"{job.name}: {job.file}", findings))
+            for finding in findings:
+                if finding.rows:
+                    console.print(_rows(finding))
             codes += [f.exit_code for f in findings if f.verdict == "fail"]
         if codes:
             raise typer.Exit(max(codes))
@@ -74,6 +77,19 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
         daemon = load_daemon(directory / "ckptd.toml", environ)
         return load_jobs([Path(name) for name in files], daemon, environ), directory
     return load_all(directory, environ), directory / "jobs.d"
+
+
+def _rows(finding: Finding) -> Table:
+    """What a remote is set to, and what its store can do."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"\n{escape(finding.what)}", title_justify="left", box=None, show_header=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in finding.rows:
+        table.add_row(escape(name), escape(value))
+    return table
 
 
 def _table(title: str, findings: list[Finding]) -> Table:

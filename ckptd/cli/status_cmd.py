@@ -208,6 +208,8 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
         elif age > STALE_SECONDS:
             console.print(f"  [yellow]the daemon has not published for {_ago(age)}[/yellow]")
         _disk(console, job)
+        for remote in job.get("remotes", []):
+            console.print(f"  {escape(_abilities(remote))}", style="dim")
         for problem in job["problems"]:
             mark = {"attention": "[red]![/red]", "behind": "[yellow]~[/yellow]"}.get(problem["severity"], "·")
             console.print(f"  {mark} {escape(problem['text'])} ({_ago(_age_seconds(problem['since']))})")
@@ -215,6 +217,16 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
                 console.print(f"    → {escape(problem['next_step'])}")
         if job["checkpoints"]:
             console.print(_table(job, retention))
+
+
+def _abilities(remote: dict[str, Any]) -> str:
+    """What the store was seen to do, and what it does not."""
+    if not remote["attached"]:
+        return f"remote {remote['name']}: not attached"
+    exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"
+    return "; ".join(
+        [f"remote {remote['name']}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]]
+    )
 
 
 def _disk(console: Any, job: dict[str, Any]) -> None:

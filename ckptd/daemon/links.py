@@ -201,10 +201,9 @@ class RemoteLink:
     def _attached(self, answer: m.Answer) -> None:
         self._is_asking = False
         if isinstance(answer, m.Attached):
-            if not answer.create_only and (self.attached is None or self.attached.notes != answer.notes):
-                log.warning(
-                    "remote %s: only one node may write there: %s", self.name, "; ".join(answer.notes)
-                )
+            can = answer.abilities
+            if not can.create_only and (self.attached is None or self.attached.abilities != can):
+                log.warning("remote %s: only one node may write there: %s", self.name, "; ".join(can.notes))
             self.attached = answer
             self.settings = self.settings.model_copy(
                 update={"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}

@@ -172,7 +172,7 @@ def ship_order(
         shipped=tuple(
             m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
             for o in objects
-            if o.proof in ("read-back", "store-checksum")
+            if o.proof in ("read-back", "store-checksum", "part-etags")
         ),
         partly=tuple(
             m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16), token=o.token)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptd.core.forecast import Forecast
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
+    from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
 
@@ -40,6 +41,7 @@ def job_status(job: Job) -> st.JobStatus:
         "save_dir": str(job.config.save_dir),
         "as_of": rfc3339(time.time()),
         "opt_outs": job.config.opt_outs,
+        "remotes": tuple(_remote(link) for link in job.links.values()),
         "problems": tuple(
             st.ProblemStatus(
                 code=p.code, severity=p.severity, since=rfc3339(p.since), text=p.text, next_step=p.next_step
@@ -71,6 +73,22 @@ def job_status(job: Job) -> st.JobStatus:
         production_bytes_per_second=told.production_bytes_per_second,
         link_bytes_per_second=job.state.link_bytes_per_second,
         checkpoints=_checkpoints(job, job.state),
+    )
+
+
+def _remote(link: RemoteLink) -> st.RemoteStatus:
+    """What the store was seen to do when it was attached."""
+    if link.attached is None:
+        return st.RemoteStatus(name=link.name, attached=False)
+    can = link.attached.abilities
+    is_proved = link.settings.verify == "read-back" or can.checksum is not None
+    return st.RemoteStatus(
+        name=link.name,
+        attached=True,
+        create_only=can.create_only,
+        proof=can.proof if is_proved else "none",
+        resumable=can.resumable,
+        notes=can.notes,
     )
 
 

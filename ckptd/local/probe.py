@@ -42,6 +42,8 @@ class Finding:
     text: str
     hint: str = ""
     exit_code: int = 0
+    rows: tuple[tuple[str, str], ...] = ()
+    """What belongs to it in a table of its own."""
 
 
 def failed(what: str, error: CkptdError) -> Finding:

@@ -108,6 +108,19 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteStatus:
+    """A remote as its store was last seen; None and empty before it answered."""
+
+    name: str
+    attached: bool
+    create_only: bool | None = None
+    proof: str | None = None
+    """How an upload is verified there: store-checksum, part-etags, read-back or none."""
+    resumable: bool | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """One job. `state`: ok, behind, attention, waiting, paused or invalid."""
 
@@ -127,6 +140,7 @@ class JobStatus:
     link_bytes_per_second: float | None = None
     problems: tuple[ProblemStatus, ...] = ()
     checkpoints: tuple[CheckpointStatus, ...] = ()
+    remotes: tuple[RemoteStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

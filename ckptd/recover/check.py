@@ -18,6 +18,7 @@ from ckptd.convert.supervise import probe_restrictions
 from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
+from ckptd.recover.abilities import abilities_rows, settings_rows
 from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
@@ -67,9 +68,10 @@ def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], job
 
 
 def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: bool) -> Iterator[Finding]:
-    what = f"remote {remote.name}"
+    what, access = f"remote {remote.name}", access_of(remote)
     if not writes:
-        yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)")
+        rows = settings_rows(remote, access)
+        yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)", rows=rows)
         return
     settings = RemoteSettings(
         name=remote.name,
@@ -79,7 +81,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
         same_filesystem=remote.same_filesystem,
         save_dir=str(job.save_dir),
         verify=remote.verify,
-        access=access_of(remote),
+        access=access,
         bytes_per_second=remote.bandwidth_bytes_per_second,
         node=job.node_name or socket.gethostname(),
         node_id=_CHECK_NODE_ID,
@@ -92,12 +94,15 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
     free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
     text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
     yield Finding(what=what, verdict="ok", text=text)
-    exclusive = "create-only writes are enforced" if answer.create_only else "no create-only writes"
-    proof = answer.checksum or ("read-back" if remote.verify == "read-back" else "nothing")
-    notes = "".join(f"; {note}" for note in answer.notes)
+    can = answer.abilities
+    exclusive = "create-only writes are enforced" if can.create_only else "no create-only writes"
+    is_read_back = remote.verify == "read-back"
+    proof = can.proof if is_read_back or can.checksum else "nothing"
+    notes = "".join(f"; {note}" for note in can.notes)
     text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth_shown}{notes}"
-    hint = "" if answer.create_only else "only one node may write there (P10)"
-    yield Finding(what=what, verdict="ok" if answer.create_only else "note", text=text, hint=hint)
+    hint = "" if can.create_only else "only one node may write there (P10)"
+    rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
+    yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
 
 
 def _absent(what: str, remote: RemoteConfig, job: JobConfig, error: CkptdError) -> Finding:

@@ -55,9 +55,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
     abilities = store.probe()
     return Attached(
         identity=found,
-        create_only=abilities.create_only,
-        checksum=abilities.checksum,
-        notes=abilities.notes,
+        abilities=abilities,
         initialised=initialised,
         free_bytes=store.free_bytes(),
     )

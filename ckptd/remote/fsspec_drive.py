@@ -6,7 +6,6 @@ instances and of listings are off: what another node wrote a moment ago must be 
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from ckptd.config_schemes import scheme_of
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable, StorageError, from_os_error
+from ckptd.remote.access import credentials_path
 from ckptd.remote.drive import Entry, quietly
 from ckptd.remote.store import Abilities
 
@@ -49,7 +49,7 @@ def connection(url: str, access: Access) -> tuple[Callable[[], FsspecDrive], str
     options = dict(driver._get_kwargs_from_urls(url))
     kind, _, rest = access.credentials.partition(":")
     if kind == "file" and known.takes_key_file:
-        options["token"] = os.path.expandvars(rest)
+        options["token"] = credentials_path(rest)
     elif kind != "env":
         msg = f'credentials = "{access.credentials}" means nothing to {scheme}://'
         raise ConfigError(msg, hint='its driver looks for credentials itself: credentials = "env"')

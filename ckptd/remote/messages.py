@@ -14,6 +14,7 @@ from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIdentity, Tombstone
 from ckptd.remote.access import Access
+from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
 
@@ -191,9 +192,7 @@ class Attached(Model):
 
     kind: Literal["attached"] = "attached"
     identity: RemoteIdentity
-    create_only: bool
-    checksum: str | None
-    notes: tuple[str, ...] = ()
+    abilities: Abilities
     initialised: bool = False
     free_bytes: int | None = None
 

@@ -18,6 +18,8 @@ from ckptd import files
 from ckptd.errors import NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
+from ckptd.remote.s3_body import Body
+from ckptd.remote.s3_etags import bare
 from ckptd.remote.s3_probe import probe
 from ckptd.remote.s3_upload import S3Uploads
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, too_large
@@ -47,7 +49,7 @@ class S3Store:
         self._url = url
         self.bucket = parts.netloc
         self._prefix = f"{parts.path.strip('/')}/"
-        self._access = access
+        self.access = access
         self._owner = owner
         self._read_back = read_back
         self._client: Any = None
@@ -65,8 +67,14 @@ class S3Store:
         """The botocore client; made anew after credentials failed, so that rotated ones are found."""
         with self._lock:
             if self._client is None:
-                self._client = sc.make_client(self._access)
+                self._client = sc.make_client(self.access)
             return self._client
+
+    def body(self, source: Source, offset: int, length: int, crc: int) -> Body:
+        """A range to send; with its MD5, where an ETag is what proves or guards it."""
+        can = self.abilities
+        wants_md5 = self._read_back and not can.checksum and (can.part_etags or can.joined_etags)
+        return Body(source, offset, length, crc, wants_md5=wants_md5)
 
     def place(self, key: str) -> dict[str, str]:
         """Bucket and whole key of an object.
@@ -108,7 +116,7 @@ class S3Store:
         """Find out what this server keeps its word on, by small objects that are removed again."""
         key = f"_ckptd/probe~{secrets.token_hex(8)}"
         with self.asking("trying what the server can do"):
-            self.abilities = probe(self.client, self.place(key), is_read_back=self._read_back)
+            self.abilities = probe(self.client, self.place(key), self.access, is_read_back=self._read_back)
         return self.abilities
 
     def get(self, key: str) -> bytes | None:
@@ -129,7 +137,9 @@ class S3Store:
     def put(self, key: str, data: bytes) -> None:
         """Create or replace a small object."""
         with self.asking(f"writing {key}"):
-            self.client.put_object(**self.place(key), Body=data, ContentMD5=_md5(data))
+            self.client.put_object(
+                **self.place(key), **self.access.for_documents, Body=data, ContentMD5=_md5(data)
+            )
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create a small object; False when it exists (P3).
@@ -142,7 +152,11 @@ class S3Store:
             for _ in range(_CREATE_TRIES):
                 try:
                     answer = self.client.put_object(
-                        **self.place(key), Body=data, ContentMD5=_md5(data), IfNoneMatch="*"
+                        **self.place(key),
+                        **self.access.for_documents,
+                        Body=data,
+                        ContentMD5=_md5(data),
+                        IfNoneMatch="*",
                     )
                 except self.client.exceptions.ClientError as error:
                     if sc.code_of(error) in sc.RACING:
@@ -213,7 +227,7 @@ class S3Store:
         self._uploads.discard(key, token)
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
-        """Compare with the checksum that the server computed, where it is enforced, else read back.
+        """Compare with the checksum or ETag that the server computed, where they hold, else read back.
 
         Raises:
             VerifyError: other bytes, or none; a bad object was removed.
@@ -240,6 +254,9 @@ class S3Store:
             return int.from_bytes(base64.b64decode(kept)), "store-checksum"
         if not self._read_back:
             return sent, "none"
+        etag = self._uploads.expected_etag(key, sent)
+        if self.abilities.joined_etags and etag is not None and bare(head.get("ETag", "")) == etag:
+            return sent, "part-etags"
         crc = done = 0
         try:
             for chunk in self._read(key, 0, size_bytes):

@@ -6,6 +6,8 @@ starts over at the range's beginning, and the hash with it. Nothing is held whol
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ from ckptd.errors import SourceChanged
 from ckptd.remote.checksums import crc64
 
 if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
     from ckptd.remote.store import Source
 
 STEP_BYTES = 1 << 20
@@ -27,9 +31,15 @@ class SourceStopped(BaseException):
 
 
 class Body(io.RawIOBase):
-    """`length` bytes of `source` from `offset`; `crc` goes on from `crc_before` over what was read."""
+    """`length` bytes of `source` from `offset`; `crc` goes on from `crc_before` over what was read.
 
-    def __init__(self, source: Source, offset: int, length: int, crc_before: int) -> None:
+    A signature or an MD5 that stands in a header needs the bytes before they are sent: that reading is a
+    rehearsal, unpaced and not hashed (`peek_into` of the source, where it has one).
+    """
+
+    def __init__(
+        self, source: Source, offset: int, length: int, crc_before: int, *, wants_md5: bool = False
+    ) -> None:
         super().__init__()
         self._source = source
         self._offset = offset
@@ -40,6 +50,11 @@ class Body(io.RawIOBase):
         self._at = 0
         self.crc = crc_before
         self._hashed = 0
+        self._wants_md5 = wants_md5
+        self._md5 = _md5() if wants_md5 else None
+        self._is_rehearsal = False
+        # what is read here is read again: it costs no bandwidth and is no progress
+        self._peek = getattr(source, "peek_into", source.read_into)
 
     def __len__(self) -> int:
         return self._length
@@ -61,6 +76,7 @@ class Body(io.RawIOBase):
         self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence] + offset
         if self._at == 0:
             self.crc, self._hashed, self._filled = self._crc_before, 0, (0, 0)
+            self._md5 = _md5() if self._wants_md5 else None
         return self._at
 
     def read(self, size: int = -1) -> bytes:
@@ -73,22 +89,57 @@ class Body(io.RawIOBase):
         self._at = last
         return data
 
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """As `read`; what the CRT signs bodies by."""
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
     def _fill(self) -> tuple[int, int]:
         room = min(len(self._buffer), self._length - self._at)
         try:
-            count = self._source.read_into(self._offset + self._at, self._buffer[:room]) if room > 0 else 0
+            read_into = self._peek if self._is_rehearsal else self._source.read_into
+            count = read_into(self._offset + self._at, self._buffer[:room]) if room > 0 else 0
             if room > 0 and count == 0:
                 msg = f"the source ended after {self._offset + self._at} bytes"
                 raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
         except Exception as error:
             raise SourceStopped(error) from error
-        if self._at == self._hashed:
+        if self._at == self._hashed and not self._is_rehearsal:
             self.crc = crc64(self._buffer[:count], self.crc)
+            if self._md5 is not None:
+                self._md5.update(self._buffer[:count])
             self._hashed += count
         self._filled = (self._at, self._at + count)
         return self._filled
+
+    def rehearse(self, is_rehearsal: bool) -> None:
+        """From now on it is read to be signed or measured (True), or to be sent (False)."""
+        self._is_rehearsal = is_rehearsal
+        self.seek(0)
+
+    def content_md5(self) -> str:
+        """MD5 (base64) of the range, read once before it is sent; for servers that compare it on arrival."""
+        self.rehearse(True)
+        digest = _md5()
+        try:
+            while data := self.read():
+                digest.update(data)
+        finally:
+            self.rehearse(False)
+        return base64.b64encode(digest.digest()).decode()
+
+    @property
+    def md5(self) -> bytes | None:
+        """MD5 of what was sent; None when it was not sent once, whole and in order, or nobody wanted it."""
+        return self._md5.digest() if self._md5 is not None and self.is_whole else None
 
     @property
     def is_whole(self) -> bool:
         """Every byte was read and hashed once, in order."""
         return self._hashed == self._length
+
+
+def _md5() -> hashlib._Hash:
+    return hashlib.md5(usedforsecurity=False)

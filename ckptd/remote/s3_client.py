@@ -6,11 +6,8 @@ own bounded retries with jitter and its timeouts watch every request; what they 
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptd.errors import (
@@ -21,10 +18,11 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
+from ckptd.remote.access import credentials_path
+from ckptd.remote.s3_body import Body
+from ckptd.remote.s3_session import assume_role, new_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptd.errors import CkptdError
     from ckptd.remote.access import Access
 
@@ -33,13 +31,12 @@ READ_SECONDS = 60
 ATTEMPTS = 5
 CONNECTIONS = 8
 
-_SERVICES = ("s3", "sts", "sso", "portal.sso", "oidc")
 _CREDENTIALS_HINT = (
     'they are read again at every try; credentials = "env", "profile:NAME" or "file:PATH" says where they lie'
 )
 _RIGHTS_HINT = (
     "allow s3:ListBucket, GetObject, PutObject, DeleteObject, AbortMultipartUpload and "
-    "ListMultipartUploadParts there"
+    "ListMultipartUploadParts there; for tags PutObjectTagging, for a KMS key GenerateDataKey and Decrypt"
 )
 _WRONG_KEYS = {
     "InvalidAccessKeyId": "the access key is not known",
@@ -102,38 +99,44 @@ def make_client(access: Access) -> Any:
     """
     from botocore import exceptions
     from botocore.config import Config
-    from botocore.loaders import Loader
-    from botocore.session import Session
 
     kind, _, rest = access.credentials.partition(":")
     try:
-        # a profile that is named keeps the environment's keys from winning over it
-        session = Session(profile={"profile": rest, "file": "default"}.get(kind))
-        session.register_component("data_loader", Loader(file_loader=_SmallModels()))
-        if kind == "file":
-            session.set_config_variable("credentials_file", _credentials_file(rest))
-        endpoint = access.endpoint_url or _endpoint_of_environment()
+        session = new_session(access)
+        endpoint = access.endpoint
+        region = access.region or session.get_config_variable("region") or "us-east-1"
+        patience = Config(
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=READ_SECONDS,
+            retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        )
+        if access.role_arn is not None:
+            assume_role(session, access, region, patience)
+        style = access.addressing if access.addressing != "auto" or not endpoint else "path"
         client = session.create_client(
             "s3",
-            region_name=access.region or session.get_config_variable("region") or "us-east-1",
+            region_name=region,
             endpoint_url=endpoint,
-            config=Config(
-                connect_timeout=CONNECT_SECONDS,
-                read_timeout=READ_SECONDS,
-                retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-                max_pool_connections=CONNECTIONS,
-                # bodies are proved by our own checksum of the whole object, not by hashing each part twice
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                s3={
-                    "payload_signing_enabled": False,
-                    "addressing_style": "path" if endpoint else "auto",
-                },
+            config=patience.merge(
+                Config(
+                    max_pool_connections=CONNECTIONS,
+                    # bodies are proved by our checksum of the whole object, not by hashing each part twice
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
+                    s3={
+                        "payload_signing_enabled": access.signs_payload,
+                        "addressing_style": style,
+                    },
+                )
             ),
         )
     except exceptions.ProfileNotFound as error:
-        file = f"the credentials file {os.path.expandvars(rest)} has no section [default]"
-        msg = file if kind == "file" else f"there is no AWS profile {rest!r}"
+        file = (
+            f"the credentials file {credentials_path(rest)} has no section [default]"
+            if kind == "file"
+            else ""
+        )
+        msg = file or f"there is no AWS profile {rest!r}"
         raise NotPermitted(msg, hint=_CREDENTIALS_HINT) from error
     except _no_credentials() as error:
         raise _unusable(error) from error
@@ -141,7 +144,20 @@ def make_client(access: Access) -> Any:
         msg = f"the settings for S3 cannot be used: {error}"
         raise ConfigError(msg, hint="see endpoint_url, region and the AWS configuration file") from error
     client.meta.events.register("after-call.s3", partial(_speaks_s3, client.meta.endpoint_url))
+    client.meta.events.register("before-sign.s3", _before_signing)
+    client.meta.events.register("before-send.s3", _before_sending)
     return client
+
+
+def _before_signing(request: Any, **_: Any) -> None:
+    """What a signature reads of a body is read again when it is sent."""
+    if isinstance(request.data, Body):
+        request.data.rehearse(True)
+
+
+def _before_sending(request: Any, **_: Any) -> None:
+    if isinstance(request.body, Body):
+        request.body.rehearse(False)
 
 
 def _speaks_s3(endpoint: str, http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
@@ -184,45 +200,6 @@ def _unusable(error: Exception) -> NotPermitted:
     return NotPermitted(msg, hint=_CREDENTIALS_HINT)
 
 
-class _SmallModels:
-    """Reads botocore's models without their prose: most of their memory is documentation (P12)."""
-
-    _openers: ClassVar[dict[str, Callable[[str], Any]]] = {".json": open, ".json.gz": gzip.open}
-
-    def exists(self, path: str) -> bool:
-        """Whether a model of that name is there."""
-        return any(os.path.isfile(path + end) for end in self._openers)
-
-    def load_file(self, path: str) -> Any:
-        """The model, or None."""
-        for end, opener in self._openers.items():
-            if os.path.isfile(path + end):
-                with opener(path + end) as stream:
-                    return json.load(stream, object_hook=_without_prose)
-        return None
-
-
-def _without_prose(part: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(part.get("documentation"), str):
-        part["documentation"] = ""
-    if "regions" in part and isinstance(services := part.get("services"), dict):
-        # the endpoints of some three hundred services, of which credentials and S3 need these
-        part["services"] = {name: services[name] for name in _SERVICES if name in services}
-    return part
-
-
-def _credentials_file(path: str) -> str:
-    found = os.path.expandvars(path)
-    if not os.access(found, os.R_OK):
-        msg = f"the credentials file {found} is not there or cannot be read"
-        raise NotPermitted(msg, hint="an AWS credentials file; with systemd: LoadCredential= in the unit")
-    return found
-
-
-def _endpoint_of_environment() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-
-
 def code_of(error: Exception) -> str:
     """The server's error code; "" when it did not answer."""
     response = getattr(error, "response", None)
@@ -252,7 +229,8 @@ def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
         msg = f"{place}: the TLS connection is refused: {error.kwargs.get('error', error)}"
         return RemoteUnreachable(msg, hint="http or https? for an own authority set AWS_CA_BUNDLE")
     if isinstance(error, exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError):
-        host = urlsplit(endpoint).netloc
+        # a role is assumed elsewhere
+        host = urlsplit(str(error.kwargs.get("endpoint_url") or endpoint)).netloc
         msg = f"{place}: nothing answers at {host} ({_cause(error)})"
         return RemoteUnreachable(msg, hint="is endpoint_url right, and the server up? ckptd tries again")
     if isinstance(error, exceptions.HTTPClientError) and "Invalid header" in told:
@@ -289,6 +267,11 @@ def _answered(error: Any, what: str, url: str, endpoint: str) -> CkptdError:
     code, status = code_of(error), status_of(error)
     said = str(error.response.get("Error", {}).get("Message") or "")[:200]
     place = f"{url} at {endpoint}"
+    if getattr(error, "operation_name", "") == "AssumeRole":
+        msg = f"{place}: the role may not be assumed: {code} {said}".rstrip()
+        return NotPermitted(
+            msg, hint="role_arn, external_id, sts_endpoint_url; what does its trust policy say?"
+        )
     if code in _WRONG_KEYS:
         return NotPermitted(f"{place}: {_WRONG_KEYS[code]} ({code})", hint=_CREDENTIALS_HINT)
     if code in _SKEWED:

@@ -7,13 +7,14 @@ travels with its progress into the journal, so that a restart sends at most one 
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError, TargetExists
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
-from ckptd.remote.s3_body import STEP_BYTES, Body, SourceStopped
+from ckptd.remote.s3_body import STEP_BYTES, SourceStopped
+from ckptd.remote.s3_etags import CHANGED, changed, guard, joined, send_part
 from ckptd.remote.store import Progress
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class _Open:
     etags: dict[int, str]
     done_bytes: int = 0
     crc: int = 0
+    md5s: dict[int, bytes] = field(default_factory=dict)
+    """Of the parts that this process sent."""
 
     @property
     def token(self) -> str:
@@ -67,6 +70,7 @@ class S3Uploads:
         self._store = store
         self._wanted_bytes = part_size_bytes
         self._ours: dict[str, str] = {}
+        self._expected: dict[str, tuple[int, str]] = {}
 
     def upload(
         self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
@@ -89,6 +93,8 @@ class S3Uploads:
         while current.done_bytes < source.size_bytes:
             self._part(key, source, current, on_progress)
         self._join(key, source.size_bytes, current)
+        if len(current.md5s) == len(current.etags):
+            self._expected[key] = current.crc, joined(current.md5s[n] for n in sorted(current.md5s))
         del self._ours[key]
         return current.crc
 
@@ -96,6 +102,11 @@ class S3Uploads:
         """Abort the uploads of that key that are ours: this process's, and the one that `token` names."""
         for upload_id in {self._ours.pop(key, ""), token.partition(":")[2]} - {""}:
             self._abort(key, upload_id)
+
+    def expected_etag(self, key: str, crc: int) -> str | None:
+        """The ETag that the object with this CRC must have; None: it was not sent whole by this process."""
+        sent_crc, etag = self._expected.pop(key, (None, None))
+        return etag if sent_crc == crc else None
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -106,19 +117,24 @@ class S3Uploads:
     def _whole(self, key: str, source: Source, on_progress: Callable[[Progress], None]) -> int:
         """A small object in one request."""
         store, size = self._store, source.size_bytes
-        body = Body(source, 0, size, 0)
+        body = store.body(source, 0, size, 0)
         condition = {"IfNoneMatch": "*"} if store.abilities.create_only else {}
         with store.asking(f"writing {key}"):
             try:
-                store.client.put_object(**store.place(key), Body=body if size else b"", **condition)
+                more = condition | store.access.for_data | guard(store.abilities, body)
+                store.client.put_object(**store.place(key), Body=body if size else b"", **more)
             except SourceStopped as stopped:
                 raise stopped.error from None
             except store.client.exceptions.ClientError as error:
                 if sc.code_of(error) in sc.TAKEN:
                     raise _taken(key) from error
+                if sc.code_of(error) in CHANGED:
+                    raise changed(key) from error
                 raise
         source.drop(0, size)
         crc = body.crc if body.is_whole or not size else _crc_of(source, 0, size, 0)
+        if body.md5 is not None:
+            self._expected[key] = crc, body.md5.hex()
         on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=crc))
         return crc
 
@@ -128,7 +144,9 @@ class S3Uploads:
         if store.abilities.checksum:
             checksum = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
         with store.asking(f"beginning {key}"):
-            answer = store.client.create_multipart_upload(**store.place(key), **checksum)
+            answer = store.client.create_multipart_upload(
+                **store.place(key), **store.access.for_data, **checksum
+            )
         return _Open(upload_id=answer["UploadId"], part_bytes=part_bytes, etags={})
 
     def _continued(self, key: str, source: Source, resume: Resume) -> _Open | None:
@@ -177,16 +195,13 @@ class S3Uploads:
         begin = current.done_bytes
         length = min(current.part_bytes, source.size_bytes - begin)
         told = _Telling(source, current, on_progress)
-        body = Body(told, begin, length, current.crc)
-        with store.asking(f"writing part {number} of {key}"):
-            try:
-                answer = store.client.upload_part(
-                    **store.place(key), UploadId=current.upload_id, PartNumber=number, Body=body
-                )
-            except SourceStopped as stopped:
-                raise stopped.error from None
+        request = {**store.place(key), "UploadId": current.upload_id}
+        body, current.etags[number] = send_part(
+            store, key, number, lambda: store.body(told, begin, length, current.crc), request
+        )
+        if body.md5 is not None:
+            current.md5s[number] = body.md5
         current.crc = body.crc if body.is_whole else _crc_of(source, begin, length, current.crc)
-        current.etags[number] = answer["ETag"]
         current.done_bytes += length
         source.drop(begin, length)
         on_progress(_progress(current))
@@ -251,6 +266,11 @@ class _Telling:
         count = self._inner.read_into(offset, buffer)
         self._on_progress(_progress(self._current, offset + count))
         return count
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read, and told, again."""
+        read_into: Callable[[int, memoryview], int] = getattr(self._inner, "peek_into", self._inner.read_into)
+        return read_into(offset, buffer)
 
     def drop(self, offset: int, length: int) -> None:
         """As the inner source."""

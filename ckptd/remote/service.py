@@ -43,7 +43,7 @@ from ckptd.remote.observe import confirm, describe, observe, point, record, stil
 from ckptd.remote.open import WINDOW_BYTES, open_store
 from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
-from ckptd.remote.store import Abilities, Progress
+from ckptd.remote.store import Progress
 from ckptd.remote.transfer import Control
 
 if TYPE_CHECKING:
@@ -141,11 +141,8 @@ class Service:
         )
         self._settings, self._ground = settings, None
         found = attach(store, settings)
-        abilities = Abilities(
-            create_only=found.create_only, checksum=found.checksum, resumable=True, notes=found.notes
-        )
         self._settings = known(settings, found)
-        self._ground = Ground(store=store, abilities=abilities, identity=found.identity)
+        self._ground = Ground(store=store, abilities=found.abilities, identity=found.identity)
         return found
 
     def _attached(self) -> Ground:

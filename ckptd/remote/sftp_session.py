@@ -26,6 +26,7 @@ from ckptd.errors import (
     StorageError,
     from_os_error,
 )
+from ckptd.remote.access import credentials_path
 from ckptd.remote.drive import ConnectionLost
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def place_of(url: str, access: Access) -> SftpPlace:
         port=parts.port or _PORT,
         user=unquote(parts.username) if parts.username else None,
         root=unquote(parts.path).rstrip("/"),
-        key_file=os.path.expandvars(rest) if kind == "file" else None,
+        key_file=credentials_path(rest) if kind == "file" else None,
     )
 
 

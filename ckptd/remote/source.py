@@ -100,6 +100,10 @@ class CheckedSource:
         self._at = offset + count
         return count
 
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read, and checked, again."""
+        return _peek(self._inner)(offset, buffer)
+
     def drop(self, offset: int, length: int) -> None:
         """As the file."""
         self._inner.drop(offset, length)
@@ -168,9 +172,19 @@ class PacedSource:
         self.read_bytes += count
         return count
 
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read again: not paced, not counted, its CRCs are left for that time."""
+        self._check()
+        return _peek(self._inner)(offset, buffer)
+
     def drop(self, offset: int, length: int) -> None:
         """As the inner source."""
         self._inner.drop(offset, length)
+
+
+def _peek(source: Source) -> Callable[[int, memoryview], int]:
+    found: Callable[[int, memoryview], int] = getattr(source, "peek_into", source.read_into)
+    return found
 
 
 def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:

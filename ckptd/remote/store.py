@@ -46,7 +46,18 @@ class Abilities:
     rename: bool = False
     complete_only_absent: bool = False
     """Joining the parts of an upload over an object that appeared meanwhile is refused by the store."""
+    part_etags: bool = False
+    """The ETag of a part is the MD5 of what arrived: a part that changed on its way is found at once."""
+    joined_etags: bool = False
+    """So is that of a whole object, of joined parts the MD5 of their MD5s: a proof (adr/0089)."""
+    content_md5: bool = False
+    """A body that does not fit its Content-MD5 is refused."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def proof(self) -> str:
+        """What an upload is verified by, as manifests name it."""
+        return "store-checksum" if self.checksum else "part-etags" if self.joined_etags else "read-back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _REQUEST = re.compile(rb"(?:^|\r\n)(GET|PUT|POST|HEAD|DELETE) (/[^ \r\n]*) HTTP/1\.1\r\n")
 _PART = re.compile(r"^PUT (/[^?]*)\?.*partNumber=(\d+)")
+_SMALL_BYTES = 1 << 14
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Proxy:
     """One bit of the body of the next request whose line contains this flips on its way."""
     lose_answers_to: str | None = None
     """Requests whose line contains this reach the server, their answers do not come back."""
+    rewrite: Callable[[bytes], bytes] | None = None
+    """Applied to each piece of both directions but large ones; must keep the length."""
     cuts: list[int] = field(default_factory=list)
     """The next connections break once that many bytes of answers came back on each."""
     requests: list[str] = field(default_factory=list)
@@ -112,6 +115,7 @@ class Proxy:
                 if flips and b"HTTP/1.1" not in data and len(data) > 1000:
                     data = data[:500] + bytes([data[500] ^ 1]) + data[501:]
                     flips = False
+                data = self._rewritten(data)
                 if self.hang:
                     continue
                 if self.canned is not None and self._is_meant(data):
@@ -124,6 +128,9 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
         self._open -= {client, server}
+
+    def _rewritten(self, data: bytes) -> bytes:
+        return self.rewrite(data) if self.rewrite is not None and len(data) < _SMALL_BYTES else data
 
     def _is_meant(self, data: bytes) -> bool:
         lines = [f"{method.decode()} {path.decode()}" for method, path in _REQUEST.findall(data)]
@@ -140,7 +147,7 @@ class Proxy:
                 if lost.is_set():
                     client.shutdown(socket.SHUT_RDWR)
                     return
-                client.sendall(data)
+                client.sendall(self._rewritten(data))
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
 

@@ -16,7 +16,6 @@ from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
 from ckptd.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
 from ckptd.remote.pacing import Pacer
-from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
 
 if TYPE_CHECKING:
@@ -189,5 +188,4 @@ class Node:
 
 
 def ground_of(store: Store, found: Attached) -> Ground:
-    abilities = Abilities(create_only=found.create_only, checksum=found.checksum, resumable=True)
-    return Ground(store=store, abilities=abilities, identity=found.identity)
+    return Ground(store=store, abilities=found.abilities, identity=found.identity)

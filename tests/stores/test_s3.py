@@ -53,6 +53,8 @@ class _InParts(StoreConformance):
 
 
 class TestMoto(_InParts):
+    proof = "part-etags"
+
     @pytest.fixture
     def store(self, moto: servers.Server) -> S3Store:
         return store_at(moto)

@@ -21,8 +21,10 @@ from ckptd.config import (
 )
 from ckptd.config_explain import toml_keys
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_s3 import S3Keys
 from ckptd.config_template import daemon_template, job_template
 from ckptd.errors import ConfigError, NotFoundError
+from ckptd.remote.access import Access, access_of
 from tests.unit.config_files import base, refusal, write
 
 __all__ = ["base"]
@@ -341,3 +343,88 @@ def test_resolve_job(tmp_path: Path, base: dict[str, Any]) -> None:
     with pytest.raises(NotFoundError) as caught:
         resolve_job("llamma", environ)
     assert "llama" in caught.value.message
+
+
+S3_KEYS = """
+addressing = "virtual"
+role_arn = "arn:aws:iam::123456789012:role/teams/ckptd"
+external_id = "training/7"
+sts_endpoint_url = "https://sts.eu-central-1.amazonaws.com"
+sse = "aws:kms"
+sse_kms_key_id = "arn:aws:kms:eu-central-1:123456789012:key/mrk-1234abcd12ab34cd56ef1234567890ab"
+storage_class = "INTELLIGENT_TIERING"
+sign_payload = true
+"""
+
+
+def on_s3(tmp_path: Path, keys: str, url: str = "s3://bucket/run") -> Path:
+    """A job file with these keys in its remote."""
+    path = tmp_path / "job.toml"
+    path.write_text(f'save_dir = "{tmp_path}/run"\n[[remote]]\nname = "s3"\nurl = "{url}"\n{keys}\n')
+    return path
+
+
+def test_keys_of_s3_reach_the_store_that_they_are_for(tmp_path: Path) -> None:
+    """As they were written, and through the JSON that a child is told them in."""
+    remote = load_job(on_s3(tmp_path, f'{S3_KEYS}tags = {{ team = "nlp", run = "llama 7b" }}')).remotes[0]
+    access = Access.model_validate_json(access_of(remote).model_dump_json())
+    assert access == access_of(remote)
+    assert access.for_documents == {
+        "ServerSideEncryption": "aws:kms",
+        "SSEKMSKeyId": remote.sse_kms_key_id,
+        "Tagging": "run=llama+7b&team=nlp",
+    }
+    assert access.for_data == access.for_documents | {"StorageClass": "INTELLIGENT_TIERING"}
+    shown = dict(access.shown())
+    assert shown["role_arn"] == remote.role_arn
+    assert shown["tags"] == "run=llama 7b, team=nlp"
+    assert access_of(load_job(on_s3(tmp_path, "")).remotes[0]).for_data == {}
+
+
+def test_tags_are_a_table_a_list_or_a_variable(tmp_path: Path) -> None:
+    wanted = (("run", "a=b"), ("team", "nlp"))
+    for keys in ('tags = { team = "nlp", run = "a=b" }', 'tags = ["team=nlp", "run=a=b"]'):
+        assert load_job(on_s3(tmp_path, keys)).remotes[0].tags == wanted
+    environ = {"CKPTD_REMOTE_TAGS": "team=nlp, run=a=b", "CKPTD_REMOTE_SIGN_PAYLOAD": "true"}
+    remote = job_from_arguments(str(tmp_path / "run"), "s3://bucket/run", environ=environ).remotes[0]
+    assert (remote.tags, remote.sign_payload) == (wanted, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "url", "words"),
+    [
+        ('external_id = "x1"', "", "external_id is for a role; set role_arn"),
+        ('sts_endpoint_url = "https://sts.example.org"', "", "sts_endpoint_url is for a role"),
+        ('sse_kms_key_id = "alias/x"', "", 'sse_kms_key_id needs sse = "aws:kms"'),
+        ('sse = "AES256"\nsse_kms_key_id = "alias/x"', "", 'sse_kms_key_id needs sse = "aws:kms"'),
+        ('addressing = "virtual"\nendpoint_url = "http://10.0.0.1:9000"', "", "is an IP address"),
+        ('addressing = "virtual"', "s3://dotted.bucket/x", "no TLS certificate covers"),
+        ('storage_class = "STANDARD_AI"', "", 'did you mean "STANDARD_IA"?'),
+        ('storage_class = "GLACIER"', "", "cannot be read at once"),
+        ('tags = ["a=1", "a=2"]', "", "each key once"),
+        (f"tags = {json.dumps([f'k{n}=v' for n in range(11)])}", "", "at most 10 tags"),
+        ('verify = "none"', "", "set required = false"),
+    ],
+)
+def test_keys_of_s3_that_do_not_fit_each_other(tmp_path: Path, keys: str, url: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(on_s3(tmp_path, keys, url or "s3://bucket/run"))
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("key", sorted(S3Keys.model_fields))
+@pytest.mark.parametrize("secret", ["AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"])
+def test_a_key_of_aws_under_any_other_name_is_never_shown(tmp_path: Path, key: str, secret: str) -> None:
+    value = f'["team={secret}"]' if key == "tags" else f'"{secret}"'
+    with_it = {"external_id": f'role_arn = "arn:aws:iam::1:role/x"\n{key} = {value}'}
+    with pytest.raises(ConfigError) as caught:
+        load_job(on_s3(tmp_path, with_it.get(key, f"{key} = {value}")))
+    assert key in caught.value.message
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sse_customer_key", "mfa_serial", "aws_session_token"])
+def test_keys_that_would_hold_secrets_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="secret") as caught:
+        load_job(on_s3(tmp_path, f'{key} = "hunter2"'))
+    assert "hunter2" not in str(caught.value)

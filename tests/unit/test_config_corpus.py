@@ -91,7 +91,29 @@ WRONG: dict[str, list[Any]] = {
         DATE,
     ],
     "remote.region": [5, True, "", "eu west", DATE],
-    "remote.credentials": [5, True, "", "profile:", "file:", "file:keys", "AKIA123:secret", DATE],
+    "remote.credentials": [
+        *(
+            5,
+            True,
+            "",
+            "profile:",
+            "file:",
+            "file:a/keys",
+            "file:../keys",
+            "file:$HOME",
+            "AKIA123:secret",
+            DATE,
+        ),
+    ],
+    "remote.addressing": [5, True, "", "PATH", "virtual-host", DATE],
+    "remote.role_arn": [5, True, "", "ckptd", "arn:aws:iam::1:user/x", "arn:aws:s3:::bucket", DATE],
+    "remote.external_id": [5, True, "", "x", "two words", DATE],
+    "remote.sts_endpoint_url": [5, True, "", "host:9000", "http://host?x", DATE],
+    "remote.sse": [5, True, "", "AES", "aes256", "kms", "aws:kms:dsse", DATE],
+    "remote.sse_kms_key_id": [5, True, "", "a key", "-x", DATE],
+    "remote.storage_class": [5, True, "", "standard", "STANDART_IA", "GLACIER", "DEEP_ARCHIVE", DATE],
+    "remote.tags": [5, True, "team", ["team"], [5], ["aws:x=y"], ["=x"], ["a=?"], ["a=1", "a=2"], DATE],
+    "remote.sign_payload": [1, "true", [], DATE],
     "remote.part_size": [5, True, "", "1MiB", "6GiB", "16", "many", DATE],
     "remote.save_total_limit": [0, -1, 2.5, True, "3", [], DATE],
     "remote.keep_last": [0, -1, 2.5, True, "3", [], DATE],
@@ -126,7 +148,9 @@ NEIGHBOURS = {
     "min_free_space>min_free bucket>url destination>url dest>url formats>forms",
     "local": "keep>save_total_limit max_to_keep>save_total_limit keep_n>save_total_limit settle>settle "
     "total_limit>save_total_limit interval>keep_every_steps bucket>url url>url bandwidth>bandwidth",
-    "remote": "bucket>url destination>url path>url dest>url bwlimit>bandwidth same_fs>same_filesystem "
+    "remote": "force_path_style>addressing storageclass>storage_class kms_key_id>sse_kms_key_id "
+    "server_side_encryption>sse labels>tags role>role_arn payload_signing>sign_payload "
+    "bucket>url destination>url path>url dest>url bwlimit>bandwidth same_fs>same_filesystem "
     "save_dir>save_dir min_free>min_free",
 }
 """Words of other tools > the key that the refusal must name."""

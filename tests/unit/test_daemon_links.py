@@ -8,6 +8,7 @@ from ckptd.core.manifest import RemoteIdentity
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
 from ckptd.remote import messages as m
+from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,11 @@ class Scene:
         self.link = RemoteLink(settings, Problems(), lambda call: call(), lambda _: None, self.wake)
         self.link._client = cast("RemoteClient", self.line)
         self.link.turn(1e6)
-        self.answer(m.Attached(identity=IDENTITY, create_only=True, checksum=None))
+        self.answer(
+            m.Attached(
+                identity=IDENTITY, abilities=Abilities(create_only=True, checksum=None, resumable=True)
+            )
+        )
         assert self.link.open_orders == 1, "the first look is work: without it nothing is decided"
         self.answer(BEFORE)
 

@@ -36,7 +36,7 @@ def node(tmp_path: Path) -> Node:
 def test_the_first_daemon_creates_the_identity_and_the_second_takes_it(node: Node, tmp_path: Path) -> None:
     first = do(node, tmp_path / "nas")
     assert first.initialised
-    assert first.create_only
+    assert first.abilities.create_only
     again = do(node, tmp_path / "nas")
     assert not again.initialised
     assert again.identity == first.identity

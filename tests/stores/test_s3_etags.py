@@ -1,0 +1,180 @@
+"""ETags as a proof: believed where the probe saw MD5s; what changed on its way is found (adr/0089)."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptd.errors import VerifyError
+from ckptd.remote import s3_client
+from ckptd.remote.access import Access
+from ckptd.remote.checksums import crc64
+from ckptd.remote.open import open_store
+from ckptd.remote.s3 import S3Store
+from ckptd.remote.store import Resume
+from tests.stores import servers
+from tests.stores.conformance import DATA, Meter, Stopped, send, source_of
+from tests.stores.proxy import proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.remote.store import Progress
+    from tests.stores.proxy import Proxy
+
+pytestmark = pytest.mark.stores
+
+PART_BYTES = 5 << 20
+BIG = DATA * 3
+"""12 MiB and a bit: three parts of 5 MiB."""
+_ETAG = re.compile(rb'(?i)(?<=etag: ")[0-9a-f]{32}|(?<=<ETag>&quot;)[0-9a-f]{32}|(?<=<ETag>")[0-9a-f]{32}')
+_OTHER = bytes.maketrans(b"0123456789abcdef", b"fedcba9876543210")
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in servers.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(s3_client, "ATTEMPTS", 1)
+
+
+@pytest.fixture
+def between(moto: servers.Server) -> Iterator[Proxy]:
+    with proxy(moto.port) as made:
+        yield made
+
+
+def store_at(endpoint: str, *, read_back: bool = True) -> S3Store:
+    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES)
+    store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access, read_back=read_back)
+    assert isinstance(store, S3Store)
+    store.probe()
+    return store
+
+
+def verified(store: S3Store, key: str = "t/x", data: bytes = BIG) -> str:
+    return store.verify(key, len(data), crc64(data), lambda done: None)
+
+
+def disguise(data: bytes) -> bytes:
+    """Every ETag by another of the same length; done twice, it is the first again."""
+    return _ETAG.sub(lambda found: found[0].translate(_OTHER), data)
+
+
+def test_a_proof_without_reading_back(between: Proxy) -> None:
+    """Nothing of the object comes back over the network, in one request or in parts."""
+    store = store_at(between.endpoint)
+    between.requests.clear()
+    send(store, "t/x", BIG)
+    send(store, "t/y", DATA)
+    assert verified(store) == verified(store, "t/y", DATA) == "part-etags"
+    assert between.count("GET") == 0
+    # asked once more, it is not remembered but read
+    assert verified(store) == "read-back"
+
+
+def test_other_bytes_under_the_key_are_no_proof(between: Proxy, moto: servers.Server) -> None:
+    """Replaced between sending and proving: the ETag is another, reading shows what is there."""
+    store = store_at(between.endpoint)
+    for data in (BIG, DATA):
+        send(store, "t/x", data)
+        moto.client().put_object(**store.place("t/x"), Body=data[:-1] + b"!")
+        with pytest.raises(VerifyError, match="the bad copy was removed"):
+            verified(store, data=data)
+        assert store.stat("t/x") is None
+
+
+@pytest.mark.parametrize("data", [BIG, DATA], ids=["parts", "whole"])
+def test_a_bit_that_flips_on_its_way(between: Proxy, moto: servers.Server, data: bytes) -> None:
+    """A part is sent again at once; an object in one request is found when it is verified."""
+    store = store_at(between.endpoint)
+    between.flip_in = "partNumber=2" if data is BIG else "PUT"
+    if data is BIG:
+        send(store, "t/x", data)
+        assert between.parts()[f"/{servers.BUCKET}/{store.place('t/x')['Key']}", 2] == 2
+        assert verified(store) == "part-etags"
+        assert store.get("t/x") == data
+        return
+    send(store, "t/x", data)
+    with pytest.raises(VerifyError):
+        verified(store, data=data)
+    assert store.stat("t/x") is None
+
+
+def test_a_line_that_always_changes_bytes_is_named(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(between.endpoint)
+    real = store.client.upload_part
+
+    def flip(**request: Any) -> Any:
+        between.flip_in = "partNumber=1"
+        return real(**request)
+
+    monkeypatch.setattr(store.client, "upload_part", flip)
+    with pytest.raises(VerifyError, match="part 1 of t/x arrived changed 3 times"):
+        send(store, "t/x", BIG)
+    assert store.stat("t/x") is None
+
+
+def test_an_upload_that_was_continued_is_read_back(between: Proxy) -> None:
+    """Nobody compared the parts of the process that died with what this one reads."""
+    store = store_at(between.endpoint)
+    seen: list[Progress] = []
+    with pytest.raises(Stopped):
+        store.upload("t/x", Meter(BIG, 2 * PART_BYTES), resume=None, on_progress=seen.append)
+    last = seen[-1]
+    resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+    store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None)
+    assert verified(store) == "read-back"
+
+
+def test_a_server_whose_etags_are_no_md5s_is_found_by_the_probe(between: Proxy) -> None:
+    """Ciphertext, a version, a clock: each object is read back, none is sent twice."""
+    between.rewrite = disguise
+    store = store_at(between.endpoint)
+    assert store.abilities.proof == "read-back"
+    assert not store.abilities.part_etags
+    assert any("ETags are no MD5s" in note for note in store.abilities.notes)
+    between.requests.clear()
+    send(store, "t/x", BIG)
+    assert between.parts().total() == 3
+    assert verified(store) == "read-back"
+
+
+def test_a_server_whose_etags_are_md5s_of_small_objects_alone(between: Proxy) -> None:
+    """What the probe could not see is no proof either, and no damage: it is read back, and stays."""
+    store = store_at(between.endpoint)
+    send(store, "t/x", BIG)
+    between.rewrite = disguise
+    assert verified(store) == "read-back"
+    assert store.get("t/x") == BIG
+
+
+def test_content_md5_where_etags_show_nothing(rclone: servers.Server) -> None:
+    """It is enforced there: a part that changed is refused, and never part of anything."""
+    with proxy(rclone.port) as between:
+        between.rewrite = disguise
+        store = store_at(between.endpoint)
+        assert (store.abilities.part_etags, store.abilities.content_md5) == (False, True)
+        heads: list[Any] = []
+        store.client.meta.events.register(
+            "before-send.s3", lambda request, **_: heads.append(request.headers.get("Content-MD5"))
+        )
+        meter = Meter(BIG)
+        store.upload("t/x", meter, resume=None, on_progress=lambda _: None)
+        assert sum(one is not None for one in heads) == 3
+        assert meter.asked == 2 * len(BIG)
+        assert verified(store) == "read-back"
+        between.flip_in = "t/y"
+        with pytest.raises(VerifyError, match="arrived changed"):
+            send(store, "t/y", DATA)
+        assert store.stat("t/y") is None
+
+
+def test_nothing_is_hashed_where_nothing_is_proved(between: Proxy) -> None:
+    store = store_at(between.endpoint, read_back=False)
+    send(store, "t/x", BIG)
+    assert store.body(source_of(BIG), 0, 5, 0).md5 is None
+    assert verified(store) == "none"

@@ -1,0 +1,227 @@
+"""What a job file says of S3 arrives with every request that needs it, on a real server (adr/0089)."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable
+from ckptd.remote import s3_client
+from ckptd.remote.access import Access
+from ckptd.remote.checksums import crc64
+from ckptd.remote.open import open_store
+from ckptd.remote.s3 import S3Store
+from tests.stores import servers
+from tests.stores.conformance import DATA, Meter, send
+from tests.stores.proxy import answer, proxy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.remote.store import Progress
+
+pytestmark = pytest.mark.stores
+
+PART_BYTES = 5 << 20
+BIG = DATA * 3
+"""12 MiB and a bit: three parts of 5 MiB."""
+ROLE = "arn:aws:iam::123456789012:role/ckptd"
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in servers.environment().items():
+        monkeypatch.setenv(name, value)
+    # botocore's own retries are no part of the words
+    monkeypatch.setattr(s3_client, "ATTEMPTS", 1)
+
+
+def store_at(endpoint: str, folder: str = "", **more: Any) -> S3Store:
+    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
+    store = open_store(f"s3://{servers.BUCKET}/{folder or secrets.token_hex(4)}", access=access)
+    assert isinstance(store, S3Store)
+    return store
+
+
+def nothing(_: object) -> None:
+    """Progress that nobody looks at."""
+
+
+def heads(server: servers.Server, store: S3Store) -> dict[str, dict[str, Any]]:
+    """Key → what the server says of the object, its tags among it."""
+    client, found = server.client(), {}
+    for info in store.list(""):
+        place = store.place(info.key)
+        tags = client.get_object_tagging(**place)["TagSet"]
+        found[info.key] = client.head_object(**place) | {"Tags": {t["Key"]: t["Value"] for t in tags}}
+    return found
+
+
+def test_encryption_class_and_tags_reach_every_object(moto: servers.Server) -> None:
+    """In one request or in parts; documents are encrypted and tagged too, but not classed."""
+    tags = (("cost center", "a/b = c"), ("team", "nlp+llm"))
+    store = store_at(
+        moto.endpoint, sse="aws:kms", sse_kms_key_id="alias/ckpt", storage_class="STANDARD_IA", tags=tags
+    )
+    store.probe()
+    send(store, "t/small", b"small")
+    send(store, "t/empty", b"")
+    send(store, "t/big", BIG)
+    store.put("latest", b"t")
+    assert store.put_if_absent("_ckptd/commits/t.json", b"{}")
+    found = heads(moto, store)
+    assert len(found) == 5
+    for key, head in found.items():
+        assert (head["ServerSideEncryption"], head["SSEKMSKeyId"]) == ("aws:kms", "alias/ckpt"), key
+        assert head["Tags"] == dict(tags), key
+        assert head.get("StorageClass", "STANDARD") == ("STANDARD_IA" if key[:2] == "t/" else "STANDARD"), key
+
+
+def test_without_options_nothing_is_asked_for(moto: servers.Server) -> None:
+    store = store_at(moto.endpoint, sse="AES256")
+    send(store, "t/small", b"small")
+    plain = store_at(moto.endpoint)
+    send(plain, "t/big", BIG)
+    assert heads(moto, store)["t/small"]["ServerSideEncryption"] == "AES256"
+    head = heads(moto, plain)["t/big"]
+    assert head["Tags"] == {}
+    assert "StorageClass" not in head
+    assert head.get("ServerSideEncryption") in (None, "AES256")
+
+
+def test_encryption_that_a_server_ignores_is_refused(moto: servers.Server) -> None:
+    """Ceph 16 does so with AES256 (test_rgw.py): what was to be encrypted never lies there in the clear."""
+    asked = b"x-amz-server-side-encryption: "
+    with proxy(moto.port) as between:
+        between.rewrite = lambda data: data.replace(asked, asked.replace(b"encryption", b"decoration"))
+        store = store_at(between.endpoint, sse="AES256")
+        with pytest.raises(ConfigError, match='sse = "AES256" is ignored by the server'):
+            store.probe()
+        assert list(store.list("")) == []
+        store_at(between.endpoint).probe()
+
+
+def test_a_class_that_the_server_does_not_know_is_said_by_the_probe(moto: servers.Server) -> None:
+    with pytest.raises(CkptdError, match="InvalidStorageClass"):
+        store_at(moto.endpoint, storage_class="NO_SUCH_CLASS").probe()
+
+
+@pytest.mark.parametrize(("sign", "is_signed"), [(True, True), (False, False), (None, False)])
+def test_bodies_are_signed_where_that_is_wanted(
+    moto: servers.Server, sign: bool | None, is_signed: bool
+) -> None:
+    """Read twice then, but counted, checked and told once."""
+    store = store_at(moto.endpoint, sign_payload=sign)
+    seen: list[str] = []
+    store.client.meta.events.register(
+        "before-send.s3", lambda request, **_: seen.append(_text(request.headers["X-Amz-Content-SHA256"]))
+    )
+    told: list[Progress] = []
+    meter = Meter(BIG)
+    crc = store.upload("t/x", meter, resume=None, on_progress=told.append)
+    assert crc == crc64(BIG) == crc64(store.get("t/x") or b"")
+    dones = [one.done_bytes for one in told]
+    assert dones == sorted(dones)
+    assert ("UNSIGNED-PAYLOAD" in seen) is not is_signed
+    assert meter.asked == len(BIG) * (2 if is_signed else 1)
+
+
+def test_plain_http_to_another_machine_is_signed_and_tls_is_not() -> None:
+    signs = {
+        None: False,
+        "https://s3.example.org": False,
+        "http://127.0.0.1:9000": False,
+        "http://[::1]:9000": False,
+        "http://bucket.localhost:9000": False,
+        "http://10.0.0.1:9000": True,
+        "http://localhost.example.org": True,
+    }
+    for endpoint, expected in signs.items():
+        assert Access(endpoint_url=endpoint).signs_payload is expected, endpoint
+        assert Access(endpoint_url=endpoint, sign_payload=not expected).signs_payload is not expected
+
+
+def test_a_role_is_assumed_with_the_external_id_and_its_keys_sign(moto: servers.Server) -> None:
+    """moto's STS gives keys that its S3 sees; the session bears this node's name."""
+    store = store_at(moto.endpoint, role_arn=ROLE, external_id="training/7", sts_endpoint_url=moto.endpoint)
+    asked: list[str] = []
+    with proxy(moto.port) as between:
+        store = store_at(
+            moto.endpoint, role_arn=ROLE, external_id="training/7", sts_endpoint_url=between.endpoint
+        )
+        store.client.meta.events.register(
+            "before-send.s3", lambda request, **_: asked.append(_text(request.headers["Authorization"]))
+        )
+        store.put("a", b"1")
+        store.put("b", b"2")
+        assert between.count("POST") == 1
+    (key,) = {re.search(r"Credential=(\w+)/", line)[1] for line in asked}  # type: ignore[index]
+    assert key.startswith("ASIA")
+    assert key != servers.ACCESS_KEY
+
+
+def test_a_role_that_cannot_be_assumed_is_named(moto: servers.Server, tmp_path: Path) -> None:
+    """Nobody at the STS, and nothing to assume it with: whose fault it is stands in the message."""
+    away = store_at(moto.endpoint, role_arn=ROLE, sts_endpoint_url=f"http://127.0.0.1:{servers.free_port()}")
+    with pytest.raises(RemoteUnreachable, match=f"nothing answers at {away.access.sts_endpoint_url[7:]}"):  # type: ignore[index]
+        away.put("a", b"1")
+    with proxy(moto.port) as between:
+        # STS wraps what S3 answers bare
+        text = answer("403 Forbidden", "AccessDenied").replace(b"<Error>", b"<ErrorResponse><Error>")
+        text = text.replace(b"</Error>", b"</Error></ErrorResponse>")
+        size = len(text.partition(b"\r\n\r\n")[2])
+        between.canned = re.sub(rb"Content-Length: \d+", b"Content-Length: %d" % size, text)
+        denied = store_at(moto.endpoint, role_arn=ROLE, sts_endpoint_url=between.endpoint)
+        with pytest.raises(NotPermitted, match="the role may not be assumed: AccessDenied") as caught:
+            denied.put("a", b"1")
+        assert "external_id" in caught.value.hint
+    none = store_at(moto.endpoint, role_arn=ROLE, credentials=f"file:{tmp_path}/none")
+    with pytest.raises(NotPermitted, match="is not there"):
+        none.put("a", b"1")
+
+
+def test_virtual_addressing_puts_the_bucket_into_the_name(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No such name resolves here, so that the resolver is told; the server finds the bucket by Host alone."""
+    real, asked = socket.getaddrinfo, []
+
+    def resolve(host: Any, *more: Any, **named: Any) -> Any:
+        asked.append(str(host))
+        return real("127.0.0.1" if str(host).endswith(".example.test") else host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    endpoint = f"http://s3.example.test:{moto.port}"
+    virtual = store_at(endpoint, "v", addressing="virtual")
+    virtual.probe()
+    send(virtual, "t/big", BIG)
+    assert set(asked) == {f"{servers.BUCKET}.s3.example.test"}
+    assert store_at(moto.endpoint, "v").get("t/big") == BIG
+    asked.clear()
+    store_at(endpoint, "v").stat("t/big")
+    assert set(asked) == {"s3.example.test"}
+
+
+def test_a_credential_of_systemd_by_its_bare_name(
+    rclone: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    text = (
+        f"[default]\naws_access_key_id = {servers.ACCESS_KEY}\naws_secret_access_key = {servers.SECRET_KEY}\n"
+    )
+    (tmp_path / "s3").write_text(text)
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    with pytest.raises(NotPermitted, match="CREDENTIALS_DIRECTORY") as caught:
+        store_at(rclone.endpoint, credentials="file:s3").put("a", b"1")
+    assert "LoadCredential=s3:" in caught.value.hint
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    store_at(rclone.endpoint, credentials="file:s3").put("a", b"1")
+    store_at(rclone.endpoint, credentials="file:$CREDENTIALS_DIRECTORY/s3").put("a", b"1")
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
