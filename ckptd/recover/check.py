@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
         save_dir=str(job.save_dir),
         verify=remote.verify,
         access=access_of(remote),
-        bytes_per_second=remote.bandwidth_bytes_per_second,
+        bytes_per_second=remote.bandwidth.at(time.time()),
         node=job.node_name or socket.gethostname(),
         node_id=_CHECK_NODE_ID,
     )
@@ -95,7 +96,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
     exclusive = "create-only writes are enforced" if answer.create_only else "no create-only writes"
     proof = answer.checksum or ("read-back" if remote.verify == "read-back" else "nothing")
     notes = "".join(f"; {note}" for note in answer.notes)
-    text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth_shown}{notes}"
+    text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth.shown(time.time())}{notes}"
     hint = "" if answer.create_only else "only one node may write there (P10)"
     yield Finding(what=what, verdict="ok" if answer.create_only else "note", text=text, hint=hint)
 
