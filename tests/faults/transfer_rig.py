@@ -41,6 +41,7 @@ class Rig:
         self._shipped: dict[str, m.Shipped] = {}
         self._partly: dict[str, m.PartlyShipped] = {}
         self._order: m.ShipOrder | None = None
+        self._is_saved = False
         self.result: m.ShipResult | None = None
 
     # --- the trainer -----------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ class Rig:
         payload = os.urandom(1 << 20)
         self.node.write({BIG: archive(payload, megabytes)})
         self._shipped, self._partly, self.result, self._order = {}, {}, None, None
-        self.failures = []
+        self.failures, self._is_saved = [], True
         return self.node.save_dir / self.node.tag
 
     # --- the deciding thread ---------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Rig:
         for problem in self.problems.all():
             if problem.text not in self.said:
                 self.said.append(problem.text)
-        if self.result is None and self.link.may_move and self.node.tag:
+        if self.result is None and self.link.may_move and self._is_saved:
             self._ship()
 
     def until(self, what: str, done: Callable[[], object], seconds: float = 60.0) -> None:

@@ -87,7 +87,7 @@ class Proxy:
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     body_bytes: Counter[str] = field(default_factory=Counter)
-    """Path → bytes of bodies that came from the client, again and again."""
+    """Path → bytes of bodies that were put there, again and again."""
 
     def __post_init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -244,10 +244,8 @@ class _Connection:
             at = fault.after_bytes - before
             self._server.sendall(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if is_reached else data)
         elif kind == "drip":
-            step = max(1, int(fault.bytes_per_second * _TICK_SECONDS * 5))
-            for begin in range(0, len(data), step):
-                time.sleep(_TICK_SECONDS * 5)
-                self._server.sendall(data[begin : begin + step])
+            time.sleep(len(data) / fault.bytes_per_second)
+            self._server.sendall(data)
         elif kind in ("cut", "stall"):
             self._server.sendall(data[: max(0, fault.after_bytes - before)] if is_reached else data)
             if is_reached:

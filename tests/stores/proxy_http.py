@@ -69,7 +69,7 @@ class Requests:
         self._is_http = True
         head = self._take(length)
         target = found[2].decode()
-        self._path = target.partition("?")[0]
+        self._path = target.partition("?")[0] if found[1] == b"PUT" else ""
         self._is_chunked = _CHUNKED.search(head) is not None
         match = _LENGTH.search(head)
         self._left_bytes = int(match[1]) if match and not self._is_chunked else 0
