@@ -1,4 +1,4 @@
-"""Small verbs that are tried again at once: a decorator around any store (docs/adr/0090).
+"""Verbs that are tried again at once: a decorator around any store (docs/adr/0090).
 
 Over NFS a handle goes stale when a server restarts or another node renames a folder: opened anew by name the
 same call works. Everything that lasts longer is the daemon's to try again, with its own backoff.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TRIES = 3
 _PASSING = {errno.ESTALE, errno.EAGAIN}
-_VERBS = ("get", "put", "stat", "read_at", "delete", "discard", "free_bytes")
+_VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard", "free_bytes")
 """Each may be done twice; an upload goes on at the next attempt, a listing is asked for again as a whole."""
 
 
