@@ -21,7 +21,7 @@ INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
 .PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
@@ -102,10 +102,10 @@ stores-full: setup ## the conformance suite on every store and file system that 
 faults-full: setup ## kill -9, full disks, lost remotes, hostile files
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/faults tests/attacks $(ARGS)
 
-system-packages: ## (root) what the tests of file systems, of SFTP and of the systemd unit need
+system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts and the systemd unit need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
 	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null \
-	    && command -v systemd-analyze >/dev/null; then \
+	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

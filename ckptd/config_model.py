@@ -20,20 +20,14 @@ from pydantic import (
     model_validator,
 )
 
-from ckptd.config_quantities import (
-    Bandwidth,
-    Bytes,
-    Seconds,
-    Share,
-    ShareOrBytes,
-    show_bandwidth,
-)
+from ckptd.config_quantities import Bytes, Seconds, Share, ShareOrBytes
 from ckptd.config_retention import Retention
 from ckptd.config_s3 import S3Keys
 from ckptd.config_schemes import scheme_of
 from ckptd.config_section import Section
 from ckptd.config_section import key as _key
 from ckptd.config_section import required as _required
+from ckptd.config_timetable import Bandwidth, Timetable
 from ckptd.config_values import (
     Credentials,
     Form,
@@ -85,8 +79,11 @@ class RemoteConfig(S3Keys, Retention):
         ("zero", "universal"), "forms", '["zero", "universal"]', "zero at once; universal when no zero waits"
     )
     required: bool = _key(True, "required", "true", "counts for deleting local files; needs zero")
-    bandwidth_bytes_per_second: Bandwidth = _key(
-        None, "bandwidth", '"none"', '"8Gb/s" are bits, "1GB/s" bytes per second'
+    bandwidth: Bandwidth = _key(
+        Timetable(),
+        "bandwidth",
+        '"none"',
+        '"8Gb/s" are bits, "1GB/s" bytes; or by the clock "08:00,1GB/s 20:00,none"',
     )
     credentials: Credentials = _key(
         "env", "credentials", '"env"', "env (AWS chain; ssh-agent and ~/.ssh; …) | profile:NAME | file:PATH"
@@ -129,12 +126,6 @@ class RemoteConfig(S3Keys, Retention):
     @property
     def _is_plain(self) -> bool:
         return self.endpoint_url is not None and self.endpoint_url.startswith("http://")
-
-    @property
-    def bandwidth_shown(self) -> str:
-        """The limit in bytes and in bits, or "none"."""
-        speed = self.bandwidth_bytes_per_second
-        return "none" if speed is None else show_bandwidth(speed)
 
 
 class JobConfig(Section):
@@ -235,8 +226,11 @@ class DaemonConfig(Section):
         '"1GiB"',
         'of the whole process tree; at least "256MiB"; or "2%"',
     )
-    bandwidth_bytes_per_second: Bandwidth = _key(
-        None, "bandwidth", '"none"', "of all uploads together, shared among those that run"
+    bandwidth: Bandwidth = _key(
+        Timetable(),
+        "bandwidth",
+        '"none"',
+        "of all uploads together, shared among those that run; or by the clock",
     )
     max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
         4, "max_uploads", "4", "checkpoints on their way at once, over all jobs and remotes"

@@ -95,7 +95,7 @@ def parse_bandwidth(value: object) -> int | None:
     if value in (None, "none"):
         return None
     if not isinstance(value, str):
-        msg = 'a bandwidth is a string such as "1GB/s" or "8Gb/s"; timetables are not in this version'
+        msg = 'a bandwidth is a string such as "1GB/s" or "8Gb/s", or a timetable "08:00,1GB/s 20:00,none"'
         raise ValueError(msg)
     text = value.strip()
     wrong = f'{text!r} is no bandwidth; write it as "1GB/s" (bytes) or "8Gb/s" (bits)'
@@ -146,5 +146,4 @@ def show_seconds(seconds: float) -> str:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
-Bandwidth = Annotated[int | None, BeforeValidator(parse_bandwidth)]
 ShareOrBytes = Annotated[Share, BeforeValidator(parse_share)]

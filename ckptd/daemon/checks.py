@@ -81,6 +81,11 @@ def see_problems(job: Job, state: JobState) -> None:
             see.see(
                 "remote-damaged", link.name, text, "what it lists counts as not committed; see ckptd list"
             )
+        if (alone := link.left_alone) is not None:
+            text = f"remote {link.name} is {alone}"
+            see.see(
+                "remote-left-alone", link.name, text, "nothing to do but to mend the reason; tried by itself"
+            )
     waiting = (
         [s.save.tag for s in job.view.saves if s.is_intact and not is_committed(job.view, s)]
         if job.view
@@ -157,7 +162,7 @@ def is_idle(job: Job) -> bool:
         return False
     if any(link.open_orders or (link.attached is None and not link.seconds_to_retry()) for link in links):
         return False
-    ready = {link.name for link in links if link.is_ready}
+    ready = {link.name for link in links if link.is_ready and not link.seconds_to_move}
     # a new journal seals nothing before every remote was heard; one that is away holds nothing else up
     unsealed = len(ready) == len(links) and any(
         v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)

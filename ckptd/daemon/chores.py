@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.convert import supervise
 from ckptd.core.listing import OURS
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
-from ckptd.daemon.links import backoff_seconds
+from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged

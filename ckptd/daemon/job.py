@@ -150,8 +150,9 @@ class Job:
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         for remote in self.config.remotes:
             settings = remote_settings(self.config, remote, journal, node=self.node, node_id=node_id)
+            heard = self._on_attached(remote.name)
             self.links[remote.name] = RemoteLink(
-                settings, self.problems, self._post, self._on_attached(remote.name), self.wake
+                settings, self.problems, self._post, heard, self.wake, remote.bandwidth
             )
         self.knowledge = Knowledge(
             state,
@@ -205,7 +206,7 @@ class Job:
             waits.append(self._hinted_at + HINT_SECONDS - now_seconds)
         if self.state is not None:
             waits.append(self.intake.next_due_seconds(now_seconds))
-            waits += [link.seconds_to_retry() for link in self.links.values() if link.seconds_to_retry() > 0]
+            waits += [wait for link in self.links.values() if (wait := link.seconds_to_wake) > 0]
             if any(link.open_orders for link in self.links.values()):
                 waits.append(2.0)
         return max(0.0, min(waits))

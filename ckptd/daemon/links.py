@@ -7,31 +7,31 @@ that hangs or dies costs this remote, nothing else (docs/design.md §3, §5).
 from __future__ import annotations
 
 import logging
-import random
 import time
 from typing import TYPE_CHECKING
 
 from ckptd import errors
-from ckptd.core.generation import SeenCommit, SeenManifest
+from ckptd.config_timetable import constant
+from ckptd.daemon.backoff import Breaker
+from ckptd.daemon.seen import seen_in
 from ckptd.remote import messages as m
 from ckptd.remote.client import RemoteClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.config_timetable import Timetable
+    from ckptd.core.generation import SeenCommit, SeenManifest
+    from ckptd.daemon.backoff import LeftAlone
     from ckptd.daemon.problems import Code, Problems
 
 log = logging.getLogger("ckptd.remote")
 
 OBSERVE_SECONDS = 10.0
 AT_REST_SECONDS = 60.0
-MAX_BACKOFF_SECONDS = 60.0
 STALLED_SECONDS = 120.0
-
-
-def backoff_seconds(tries: int) -> float:
-    """Full jitter: anywhere up to 1, 2, 4 … 60 s; never less than half a second."""
-    return max(0.5, random.uniform(0, min(MAX_BACKOFF_SECONDS, 2.0**tries)))  # noqa: S311 — no secret
+IDLE_SECONDS = 60.0
+"""An upload of which no byte moved for so long is cut and goes on with a new child."""
 
 
 def error_of(failed: m.Failed) -> errors.CkptdError:
@@ -52,9 +52,12 @@ class RemoteLink:
         post: Callable[[Callable[[], None]], None],
         on_attached: Callable[[m.Attached], None],
         wake: Callable[[], None],
+        bandwidth: Timetable | None = None,
     ) -> None:
         self.name = settings.name
         self.settings = settings
+        self.bandwidth = bandwidth or constant(settings.bytes_per_second)
+        """The remote's own limit."""
         self.attached: m.Attached | None = None
         self.observation: m.Observation | None = None
         self.observed_at_seconds = 0.0
@@ -67,8 +70,10 @@ class RemoteLink:
         self._wake = wake
         self._client = RemoteClient(settings, self._deliver)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
-        self._tries = 0
-        self._retry_at_seconds = 0.0
+        self._answering = Breaker()
+        self._moving = Breaker()
+        """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
+        self._durable: dict[str, int] = {}
         self._is_asking = False
         self._is_regular_look = False
         self._knows_what_child_said = True
@@ -85,16 +90,17 @@ class RemoteLink:
     @property
     def is_ready(self) -> bool:
         """There, ours, observed, and not backing off."""
-        return (
-            self.attached is not None
-            and self.observation is not None
-            and time.monotonic() >= self._retry_at_seconds
-        )
+        return self.attached is not None and self.observation is not None and not self._answering.seconds_left
 
     @property
     def is_shipping(self) -> bool:
         """The mover is busy."""
         return self.ship_order is not None
+
+    @property
+    def may_move(self) -> bool:
+        """It is there, its mover is free, and uploads and removals did not fail too often just now."""
+        return self.is_ready and not self.is_shipping and not self.seconds_to_move
 
     @property
     def open_orders(self) -> int:
@@ -104,17 +110,28 @@ class RemoteLink:
 
     def seconds_to_retry(self) -> float:
         """How long the backoff lasts; 0 when there is none."""
-        return max(0.0, self._retry_at_seconds - time.monotonic())
+        return self._answering.seconds_left
+
+    @property
+    def seconds_to_move(self) -> float:
+        """How long no upload is tried because the last ones failed; 0 when one may be."""
+        return self._moving.seconds_left if self._moving.left_alone else 0.0
+
+    @property
+    def seconds_to_wake(self) -> float:
+        """Until something is tried again; 0 when nothing waits."""
+        return self._answering.seconds_left or self.seconds_to_move
+
+    @property
+    def left_alone(self) -> LeftAlone | None:
+        """What failed so often that it is tried but seldom."""
+        return self._answering.left_alone or self._moving.left_alone
 
     # --- turn ------------------------------------------------------------------------------------------
 
     def turn(self, now_seconds: float, *, is_at_rest: bool = False) -> None:
         """Attach or observe when due, seldom while the job is at rest; restart a child that gives no sign."""
-        if self._client.stalled_seconds > STALLED_SECONDS:
-            log.warning("remote %s: no sign for %.0f s, its child is restarted", self.name, STALLED_SECONDS)
-            self._client.abandon()
-            return
-        if self._is_asking or now_seconds < self._retry_at_seconds:
+        if self._is_cut() or self._is_asking or self._answering.seconds_left:
             return
         due_seconds = AT_REST_SECONDS if is_at_rest else OBSERVE_SECONDS
         if self.attached is None:
@@ -123,6 +140,18 @@ class RemoteLink:
         elif self.observation is None or now_seconds - self.observed_at_seconds >= due_seconds:
             self.observe()
             self._is_regular_look = self.observation is not None
+
+    def _is_cut(self) -> bool:
+        """What hangs is ended with its child: nothing else ends a call on a dead mount, or in a library."""
+        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > IDLE_SECONDS:
+            text = f"{self.name}: no byte moved for {IDLE_SECONDS:.0f} s, so it was cut and goes on anew"
+            next_step = "it accepts and then hangs: look at the server, the mount, the network in between"
+            self._problems.put("transfer-stalled", self.name, text, next_step)
+        elif self._client.stalled_seconds <= STALLED_SECONDS:
+            return False
+        log.warning("remote %s: nothing comes back, its child is restarted", self.name)
+        self._client.abandon()
+        return True
 
     def propose_job_id(self, job_id: str | None) -> None:
         """What the job is called on its other remotes, for a remote that is new."""
@@ -191,11 +220,16 @@ class RemoteLink:
         handler = self._open.get(order_id)
         if handler is None:
             return
-        if not isinstance(answer, m.Moving | m.ObjectDone):
+        if isinstance(answer, m.Moving | m.ObjectDone):
+            self._note_durable(answer)
+        else:
             del self._open[order_id]
+            self._durable = {}
             if self.ship_order == order_id:
                 self.ship_order = None
                 self._changed_at_seconds = time.monotonic()
+                if not isinstance(answer, m.Failed):
+                    self._moves()
         handler(answer)
 
     def _attached(self, answer: m.Answer) -> None:
@@ -232,17 +266,37 @@ class RemoteLink:
         elif isinstance(answer, m.Failed):
             self.trouble(error_of(answer))
 
+    def _note_durable(self, event: m.Moving | m.ObjectDone) -> None:
+        """More is durable than before: only that is a sign that uploads work, not what a buffer took."""
+        if isinstance(event, m.Moving):
+            before = self._durable.setdefault(event.key, event.flushed_bytes)
+            if event.flushed_bytes <= before:
+                return
+            self._durable[event.key] = event.flushed_bytes
+        self._moves()
+
+    def _moves(self) -> None:
+        """An upload or removal works."""
+        self._problems.clear("transfer-stalled", self.name)
+        if self._moving.succeeded():
+            self._wake()
+
     def well(self) -> None:
         """The remote answered: forget the backoff and its problems."""
-        self._tries = 0
-        self._retry_at_seconds = 0.0
+        if self._answering.succeeded():
+            self._wake()
         for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
             self._problems.clear(code, self.name)
 
+    def move_failed(self, error: errors.CkptdError, *, is_answering: bool = False) -> None:
+        """An upload or removal failed for a reason that lies with the remote."""
+        self._moving.failed(error.message)
+        if not is_answering:
+            self.trouble(error)
+
     def trouble(self, error: errors.CkptdError) -> None:
         """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
-        self._tries += 1
-        self._retry_at_seconds = time.monotonic() + backoff_seconds(self._tries)
+        self._answering.failed(error.message)
         code: Code = "remote-unreachable"
         if isinstance(error, errors.RemoteNotOurs | errors.ConfigError):
             code = "remote-not-ours"
@@ -269,28 +323,7 @@ class RemoteLink:
     def seen(self, tag: str) -> tuple[list[SeenManifest], list[SeenCommit]]:
         """Manifests and COMMITs of a tag in the words of `choose_generation`."""
         view = self.tag_views.get(tag)
-        if view is None:
-            return [], []
-        manifests = [
-            SeenManifest(
-                generation=v.manifest.generation,
-                form=v.manifest.form,
-                manifest=v.manifest,
-                committed=v.committed,
-            )
-            for v in view.manifests
-        ]
-        commits = [
-            SeenCommit(
-                generation=v.commit.generation,
-                form=v.commit.form,
-                key=v.key,
-                sha256=v.sha256,
-                disputed=v.disputed,
-            )
-            for v in view.commits
-        ]
-        return manifests, commits
+        return ([], []) if view is None else seen_in(view)
 
     def known_tags(self) -> frozenset[str]:
         """Tags that the remote holds anything of."""

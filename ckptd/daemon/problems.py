@@ -21,6 +21,8 @@ Code = Literal[
     "remote-denied",
     "remote-full",
     "remote-damaged",
+    "remote-left-alone",
+    "transfer-stalled",
     "upload-failed",
     "source-damaged",
     "commit-waiting",
@@ -50,6 +52,8 @@ Severity = Literal["attention", "behind", "note"]
 _SEVERITY: dict[str, Severity] = {
     "remote-unreachable": "behind",
     "remote-full": "attention",
+    "remote-left-alone": "behind",
+    "transfer-stalled": "behind",
     "upload-failed": "behind",
     "commit-waiting": "behind",
     "waiting-for-remote": "behind",

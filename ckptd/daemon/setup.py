@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from ckptd import files
@@ -67,7 +68,7 @@ def remote_settings(
         save_dir=str(config.save_dir),
         verify=remote.verify,
         access=access_of(remote),
-        bytes_per_second=remote.bandwidth_bytes_per_second,
+        bytes_per_second=remote.bandwidth.at(time.time()),
         node=node,
         node_id=node_id,
     )

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, ZERO, Confirmation, ShipRecord, ShipState
-from ckptd.daemon.links import backoff_seconds, error_of
+from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.links import error_of
 from ckptd.daemon.orders import files_to_ship, ship_order
 from ckptd.daemon.state import JobState, Moving
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
@@ -222,8 +223,8 @@ class Shipping:
             state.problems.put("source-damaged", about, f"{about}: {error.message}", error.hint)
         else:
             record = self._again(record, error.message)
-            if isinstance(error, RemoteError | StorageError) or error.exit_code == 77:
-                link.trouble(error)
+            if isinstance(error, RemoteError | StorageError | VerifyError) or error.exit_code == 77:
+                link.move_failed(error, is_answering=isinstance(error, VerifyError))
             if record.tries >= 3:
                 state.problems.put("upload-failed", about, f"{about}: {error.message}", error.hint)
         state.put_ship(action.save_id, record)
@@ -304,7 +305,7 @@ class Shipping:
 
         def done(answer: m.Answer) -> None:
             if isinstance(answer, m.Failed):
-                link.trouble(error_of(answer))
+                link.move_failed(error_of(answer))
                 return
             link.forget_commit(commit.key)
             for save_id, records in list(self._state.ships.items()):
@@ -323,7 +324,7 @@ class Shipping:
         """Removals that a crash cut short: the tombstone is there, the rest goes now (P7)."""
         for link in () if is_first_scan else self._links.values():
             seen = link.observation
-            if seen is None or not link.is_ready or link.is_shipping or not seen.retiring:
+            if seen is None or not link.may_move or not seen.retiring:
                 continue
             tag, generation, form = seen.retiring[0]
             stone = next(
@@ -342,6 +343,6 @@ class Shipping:
 
     def _finished(self, link: RemoteLink, answer: m.Answer) -> None:
         if isinstance(answer, m.Failed):
-            link.trouble(error_of(answer))
+            link.move_failed(error_of(answer))
         link.observe()
         self._wake()

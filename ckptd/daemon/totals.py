@@ -6,6 +6,7 @@ turn loses its place. Everything here is called in the deciding thread, so nothi
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,8 +82,11 @@ class Totals:
         daemon: DaemonConfig,
         links: Callable[[], Sequence[RemoteLink]],
         converting: Callable[[], int],
+        *,
+        unix: Callable[[], float] = time.time,
     ) -> None:
         self._links = links
+        self._unix = unix
         self.uploads = Slots(daemon.max_uploads, lambda: sum(link.is_shipping for link in links()))
         self.conversions = Slots(CONVERSIONS, converting)
         self.change(daemon)
@@ -90,7 +94,7 @@ class Totals:
     def change(self, daemon: DaemonConfig) -> None:
         """Other limits, from now on."""
         self.uploads.count = daemon.max_uploads
-        self._bytes_per_second = daemon.bandwidth_bytes_per_second
+        self._bandwidth = daemon.bandwidth
         self.memory_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
         """Of the whole process tree."""
 
@@ -121,9 +125,13 @@ class Totals:
         self.conversions.call()
 
     def share(self, starting: RemoteLink | None = None) -> None:
-        """Tell those who ship their part; who is about to start hears it before its first byte."""
+        """Tell those who ship their part; who is about to start hears it before its first byte.
+
+        Timetables are read anew each time: a limit that begins now holds with the next turn.
+        """
+        now = self._unix()
         active = [link for link in self._links() if link.is_shipping or link is starting]
-        rates = shares(self._bytes_per_second, {link: link.settings.bytes_per_second for link in active})
+        rates = shares(self._bandwidth.at(now), {link: link.bandwidth.at(now) for link in active})
         for link, rate in rates.items():
             link.limit(rate)
 

@@ -197,7 +197,7 @@ def _remote(
         is_required=is_required,
         forms=forms,
         is_attached=link.is_ready,
-        is_shipping=link.is_shipping,
+        is_shipping=link.is_shipping or link.seconds_to_move > 0,
         commits=commits,
         known_tags=link.known_tags(),
         retention=retention,

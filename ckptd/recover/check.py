@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
         save_dir=str(job.save_dir),
         verify=remote.verify,
         access=access,
-        bytes_per_second=remote.bandwidth_bytes_per_second,
+        bytes_per_second=remote.bandwidth.at(time.time()),
         node=job.node_name or socket.gethostname(),
         node_id=_CHECK_NODE_ID,
     )
@@ -99,7 +100,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
     is_read_back = remote.verify == "read-back"
     proof = can.proof if is_read_back or can.checksum else "nothing"
     notes = "".join(f"; {note}" for note in can.notes)
-    text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth_shown}{notes}"
+    text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth.shown(time.time())}{notes}"
     hint = "" if can.create_only else "only one node may write there (P10)"
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)

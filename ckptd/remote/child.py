@@ -19,9 +19,18 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ckptd.remote.messages import ANSWER_LINE, ORDER_LINE, AnswerLine, Attach, Cancel, Failed, Pace
+from ckptd.remote.messages import (
+    ANSWER_LINE,
+    LONG_ORDERS,
+    ORDER_LINE,
+    AnswerLine,
+    Attach,
+    Cancel,
+    Failed,
+    Pace,
+)
 from ckptd.remote.open import WINDOW_BYTES
-from ckptd.remote.service import LONG_ORDERS, Service
+from ckptd.remote.service import Service
 
 if TYPE_CHECKING:
     from types import FrameType

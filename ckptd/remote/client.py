@@ -23,6 +23,7 @@ import ckptd
 from ckptd.config_schemes import scheme_of
 from ckptd.remote.messages import (
     ANSWER_LINE,
+    LONG_ORDERS,
     ORDER_LINE,
     Alive,
     Attach,
@@ -38,7 +39,7 @@ from ckptd.remote.messages import (
 from ckptd.remote.open import WINDOW_BYTES, directory_path, is_s3
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckptd.remote.messages import Answer, Order, RemoteSettings
 
@@ -64,6 +65,38 @@ class _Child(NamedTuple):
     to_write: queue.SimpleQueue[bytes | None]
 
 
+class _Signs:
+    """When each of the child's two threads last gave a sign, and when a byte last moved in it."""
+
+    def __init__(self) -> None:
+        self._sign_at = dict.fromkeys((True, False), time.monotonic())
+        self._moved_at = dict(self._sign_at)
+
+    def ordered(self, order: Order, before: Iterable[Order]) -> None:
+        """A thread with nothing to do has not been silent."""
+        is_long = _is_long(order)
+        if not any(_is_long(other) == is_long for other in before):
+            self._sign_at[is_long] = self._moved_at[is_long] = time.monotonic()
+
+    def heard(self, order: Order, answer: Answer) -> None:
+        """An event or an answer came."""
+        is_long, now = _is_long(order), time.monotonic()
+        self._sign_at[is_long] = now
+        self._moved_at[is_long] = now - getattr(answer, "idle_seconds", 0.0)
+
+    def silent_seconds(self, order: Order) -> float:
+        """Since the last sign."""
+        return time.monotonic() - self._sign_at[_is_long(order)]
+
+    def idle_seconds(self, order: Order) -> float:
+        """Since the last byte."""
+        return time.monotonic() - self._moved_at[_is_long(order)]
+
+
+def _is_long(order: Order) -> bool:
+    return isinstance(order, LONG_ORDERS)
+
+
 class RemoteClient:
     """Orders to one remote. `on_answer(order id, answer)` is called from a thread of this object.
 
@@ -86,7 +119,7 @@ class RemoteClient:
         self._next_id = _ATTACH_ID
         self._open: dict[int, Order] = {}
         self._pace = Pace(fraction=1.0, bytes_per_second=settings.bytes_per_second)
-        self._sign_at = time.monotonic()
+        self._signs = _Signs()
         self._is_closed = False
 
     @property
@@ -109,9 +142,18 @@ class RemoteClient:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long an order has been open without any sign of the child; 0 while none is open."""
+        """How long an order has been open without any sign of the child; 0 while none is open.
+
+        Long orders and short ones each have a thread there: what one of them does is no sign of the other.
+        """
         with self._lock:
-            return time.monotonic() - self._sign_at if self._open else 0.0
+            return max((self._signs.silent_seconds(order) for order in self._open.values()), default=0.0)
+
+    def idle_seconds(self, order_id: int) -> float:
+        """How long no byte of that open order has moved, for whatever reason but our own limits."""
+        with self._lock:
+            order = self._open.get(order_id)
+            return self._signs.idle_seconds(order) if order is not None else 0.0
 
     def submit(self, order: Order) -> int:
         """Queue an order; returns its id at once. Starts the child when there is none."""
@@ -120,8 +162,7 @@ class RemoteClient:
         with self._lock:
             self._next_id += 1
             order_id = self._next_id
-            if not self._open:
-                self._sign_at = time.monotonic()
+            self._signs.ordered(order, self._open.values())
             self._open[order_id] = order
             try:
                 child = self._running(is_attaching=isinstance(order, Attach))
@@ -199,7 +240,7 @@ class RemoteClient:
         )
         child = _Child(process, queue.SimpleQueue())
         self._child = child
-        self._sign_at = time.monotonic()
+        self._signs = _Signs()
         for target in (self._write, self._read):
             threading.Thread(
                 target=target, args=(child,), name=f"remote-{target.__name__}", daemon=True
@@ -246,7 +287,9 @@ class RemoteClient:
         with self._lock:
             if self._child is not child:
                 return False
-            self._sign_at = time.monotonic()
+            order = self._open.get(order_id)
+            if order is not None:
+                self._signs.heard(order, answer)
             if isinstance(answer, Alive):
                 return True
             if isinstance(answer, Attached):

@@ -27,10 +27,9 @@ from ckptd.errors import (
     SourceChanged,
     StorageError,
     VerifyError,
-    from_os_error,
 )
 from ckptd.remote.checksums import crc64
-from ckptd.remote.folders import copy_rights, make_parents, prune_empty, publish, walk
+from ckptd.remote.folders import copy_rights, explained, make_parents, prune_empty, publish, share_notes, walk
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
 
 if TYPE_CHECKING:
@@ -91,13 +90,15 @@ class DirectoryStore:
             created = self.put_if_absent(key, b"1")
             again = self.put_if_absent(key, b"2")
             create_only = created and not again and self.get(key) == b"1"
+            with self._folder_of(key, f"trying {key}") as (folder, name):
+                notes = share_notes(folder, name)
             self.put(key, b"3")
             if self.get(key) != b"3":
                 msg = f"{self._path} does not give back what was written to it"
                 raise StorageError(msg, hint="the share lies; do not trust it with checkpoints")
         finally:
             self.delete(key)
-        notes = () if self._read_back else ("copies are not read back (verify = none)",)
+        notes += () if self._read_back else ("copies are not read back (verify = none)",)
         return Abilities(create_only=create_only, checksum=None, resumable=True, rename=True, notes=notes)
 
     def get(self, key: str) -> bytes | None:
@@ -270,7 +271,7 @@ class DirectoryStore:
         where = f"{self._path}: {doing}"
         if error.errno in _GONE:
             return RemoteUnreachable(f"{where}: {error.strerror}")
-        return from_os_error(error, where)
+        return explained(error, where)
 
     def _partial(self, key: str) -> str:
         digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()

@@ -13,7 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.errors import RefusedError, TargetExists
+from ckptd.errors import CkptdError, NotPermitted, RefusedError, TargetExists, from_os_error
 from ckptd.remote.store import ObjectInfo
 
 if TYPE_CHECKING:
@@ -182,3 +182,28 @@ def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
         os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
         return
     files.remove_file(folder, partial)
+
+
+def share_notes(folder: int, name: str) -> tuple[str, ...]:
+    """What an NFS server's export may lack, in words, tried with a small file of ours in an open folder."""
+    notes = []
+    owner = os.stat(name, dir_fd=folder, follow_symlinks=False).st_uid
+    if os.geteuid() == 0 and owner != 0:
+        notes.append(f"root is squashed there (root_squash): what it writes belongs to uid {owner}")
+    second = f"{name}.link"
+    try:
+        os.link(name, second, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        files.remove_file(folder, second)
+    except OSError as error:
+        notes.append(
+            f"no hard links there ({error.strerror}): names are given by rename or exclusive creation"
+        )
+    return tuple(notes)
+
+
+def explained(error: OSError, where: str) -> CkptdError:
+    """An error of the share in our words: what is denied to root is denied by a server."""
+    if error.errno == errno.EACCES and os.geteuid() == 0:
+        msg = f"{where}: {error.strerror}, although ckptd is root: the server squashes root (root_squash)"
+        return NotPermitted(msg, hint="run ckptd as the user who trains")
+    return from_os_error(error, where)

@@ -11,10 +11,9 @@ import mmap
 import secrets
 from typing import TYPE_CHECKING, TypeVar
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
-
 from ckptd import files
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
+from ckptd.remote.again import briefly
 from ckptd.remote.checksums import crc64 as crc64_of
 from ckptd.remote.drive import PARTIAL_PREFIX, ConnectionLost, Pool, Rights, explained
 from ckptd.remote.folders import is_ours
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _READ_BYTES = 4 << 20
-_TRIES = 3
 
 T = TypeVar("T")
 
@@ -225,18 +223,12 @@ class FilesStore:
 
     def _call(self, what: str, action: Callable[[Drive], T]) -> T:
         """Do it; a connection that broke meanwhile is replaced and it is done again (every verb may be)."""
-        tries = Retrying(
-            stop=stop_after_attempt(_TRIES),
-            wait=wait_random_exponential(multiplier=0.1, max=2),
-            retry=retry_if_exception_type(ConnectionLost),
-            reraise=True,
-        )
 
         def once() -> T:
             with self._pool.use() as drive, explained(drive, what):
                 return action(drive)
 
-        return tries(once)
+        return briefly(ConnectionLost)(once)
 
     def _path(self, key: str) -> str:
         files.check_relative(key)

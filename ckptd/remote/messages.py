@@ -14,6 +14,8 @@ from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIdentity, Tombstone
 from ckptd.remote.access import Access
+from ckptd.remote.events import Alive as Alive
+from ckptd.remote.events import Moving as Moving
 from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
@@ -177,6 +179,10 @@ Order = Annotated[
 ]
 
 
+LONG_ORDERS = (ShipOrder, Retire)
+"""Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
+
+
 class OrderLine(Model):
     """One line to the child."""
 
@@ -288,29 +294,11 @@ class Failed(Model):
     hint: str = ""
 
 
-class Moving(Model):
-    """Event: bytes of one object; `flushed_bytes`/`crc64` can be resumed from after a crash (P7)."""
-
-    kind: Literal["moving"] = "moving"
-    key: str
-    done_bytes: int
-    total_bytes: int
-    flushed_bytes: int
-    crc64: int
-    token: str = ""
-
-
 class ObjectDone(Model):
     """Event: one object is durable and verified."""
 
     kind: Literal["object-done"] = "object-done"
     object: Shipped
-
-
-class Alive(Model):
-    """Event: the order waits or reads, nothing moved; the client keeps it to itself."""
-
-    kind: Literal["alive"] = "alive"
 
 
 Answer = Annotated[

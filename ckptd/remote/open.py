@@ -47,9 +47,12 @@ def open_store(
     """
     path = directory_path(url)
     if path is not None:
+        from ckptd.remote.again import tried_again
         from ckptd.remote.directory import DirectoryStore
 
-        return DirectoryStore(str(path), owner=owner, read_back=read_back, window_bytes=window_bytes)
+        return tried_again(
+            DirectoryStore(str(path), owner=owner, read_back=read_back, window_bytes=window_bytes)
+        )
     if is_s3(url):
         from ckptd.remote.s3 import S3Store
 

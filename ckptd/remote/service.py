@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd import errors
@@ -45,14 +46,12 @@ from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
 from ckptd.remote.store import Progress
 from ckptd.remote.transfer import Control
+from ckptd.remote.watched import Motion, WatchedPacer, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.remote.messages import Answer, Order
-
-LONG_ORDERS = (ShipOrder, Retire)
-"""Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 
 _EVENT_SECONDS = 0.2
 _SIGN_SECONDS = 1.0
@@ -103,18 +102,19 @@ class Service:
         if isinstance(order, Attach):
             with self._lock:
                 return self._attach(order.settings)
-        ground = self._attached()
+        reporter = _Reporter(order_id, self._emit, self._cancelled)
+        found = self._attached()
+        ground = replace(found, store=watched(found.store, reporter.heard))
         if isinstance(order, Observe):
-            found = observe(ground.store, ground.identity, self._documents)
-            bare = found.model_copy(update={"free_bytes": None})
+            seen = observe(ground.store, ground.identity, self._documents)
+            bare = seen.model_copy(update={"free_bytes": None})
             is_same = order.only_changed and bare == self._observed
             self._observed = bare
-            return Unchanged(free_bytes=found.free_bytes) if is_same else found
+            return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
         if isinstance(order, Describe):
             return describe(ground.store, order.tag, ground.identity)
         if isinstance(order, Confirm):
             return confirm(ground.store, order.commits, ground.identity)
-        reporter = _Reporter(order_id, self._emit, self._cancelled)
         if isinstance(order, ShipOrder):
             return ship(ground, order, reporter.control(self._pacer))
         if isinstance(order, Retire):
@@ -160,7 +160,10 @@ class Service:
 
 
 class _Reporter:
-    """Events of one order: each flushed window, else one every 0.2 s, and a sign of life every second."""
+    """Events of one order: each flushed window, else one every 0.2 s, and a sign of life every second.
+
+    Each says how long nothing has moved: a request that is repeated in vain is life, and no motion.
+    """
 
     def __init__(self, order_id: int, emit: Callable[[int, Answer], None], cancelled: set[int]) -> None:
         self._id = order_id
@@ -168,20 +171,35 @@ class _Reporter:
         self._cancelled = cancelled
         self._at = time.monotonic()
         self._flushed: tuple[str, int, str] = ("", 0, "")
+        self._motion = Motion()
 
     def control(self, pacer: Pacer) -> Control:
         """What a transfer needs."""
-        return Control(pacer=pacer, check=self.check, on_moving=self._on_moving, on_done=self._on_done)
+        return Control(
+            pacer=WatchedPacer(pacer, self._motion),
+            check=self.check,
+            on_moving=self._on_moving,
+            on_done=self._on_done,
+        )
+
+    def heard(self) -> None:
+        """The store answered."""
+        self._motion.moved()
+        self._give_sign()
 
     def check(self) -> None:
         """Raise `Cancelled` when the daemon wants that; give a sign of life when it has been quiet."""
         if self._id in self._cancelled:
             msg = "the transfer was cancelled"
             raise Cancelled(msg, hint="it goes on where it stopped when it is ordered again")
+        self._give_sign()
+
+    def _give_sign(self) -> None:
         if time.monotonic() - self._at >= _SIGN_SECONDS:
-            self._send(Alive())
+            self._send(Alive(idle_seconds=self._motion.idle_seconds))
 
     def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
+        self._motion.advanced(key, progress.done_bytes)
         flushed = (key, progress.flushed_bytes, progress.token)
         if flushed == self._flushed and time.monotonic() - self._at < _EVENT_SECONDS:
             return
@@ -194,6 +212,7 @@ class _Reporter:
                 flushed_bytes=progress.flushed_bytes,
                 crc64=progress.crc64,
                 token=progress.token,
+                idle_seconds=self._motion.idle_seconds,
             )
         )
 

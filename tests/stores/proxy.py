@@ -1,7 +1,7 @@
-"""A TCP proxy before an S3 server: counts requests, and makes a network that fails in chosen ways.
+"""A proxy before a real server: counts what is sent, and makes networks and servers that fail as chosen.
 
-It forwards bytes as they are; what it knows of HTTP is the request line, and a canned answer where a test
-asks for one that no server here gives (a clock that is off, a full bucket).
+It forwards bytes as they are. It knows just enough of HTTP to tell requests, bodies and answers apart, so a
+fault hits the request that is meant; before other servers the faults of connections alone work.
 """
 
 from __future__ import annotations
@@ -9,17 +9,62 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import struct
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Literal
+
+from tests.stores.proxy_http import Piece, Requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_REQUEST = re.compile(rb"(?:^|\r\n)(GET|PUT|POST|HEAD|DELETE) (/[^ \r\n]*) HTTP/1\.1\r\n")
 _PART = re.compile(r"^PUT (/[^?]*)\?.*partNumber=(\d+)")
+_CHUNK_BYTES = 1 << 16
 _SMALL_BYTES = 1 << 14
+_TICK_SECONDS = 0.02
+
+Kind = Literal[
+    "cut", "stall", "deaf", "busy", "lose-answer", "flip-up", "flip-down", "forget", "drip", "answer"
+]
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests whose line contains a match of `where`.
+
+    cut: the connection is reset after `after_bytes` of the body. stall: from there on nothing is read and
+    nothing answered. deaf: all is taken, nothing answered. busy: 503 SlowDown with Retry-After. lose-answer:
+    the server does it, its answer is lost. flip-up, flip-down: one bit of the body or of the answer flips.
+    forget: 200, and the server never heard of it. drip: `bytes_per_second` of the body. answer: `answer`
+    instead of the server's.
+    """
+
+    kind: Kind
+    where: str
+    times: int = 1
+    after_bytes: int = 0
+    answer: bytes = b""
+    bytes_per_second: int = 0
+    hits: int = 0
+
+    def takes(self, line: str) -> bool:
+        """Whether this request is meant; counts it."""
+        if self.hits >= self.times or re.search(self.where, line) is None:
+            return False
+        self.hits += 1
+        return True
+
+
+_BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>.</Message></Error>"
+SLOW_DOWN = (
+    b"HTTP/1.1 503 Slow Down\r\nRetry-After: 1\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+FORGOTTEN = b'HTTP/1.1 200 OK\r\nETag: "0123456789abcdef0123456789abcdef"\r\nContent-Length: 0\r\n\r\n'
 
 
 @dataclass
@@ -29,6 +74,8 @@ class Proxy:
     target_port: int
     away: bool = False
     hang: bool = False
+    latency_seconds: float = 0.0
+    """Before each request goes on its way."""
     canned: bytes | None = None
     canned_for: str = ""
     """A pattern: only requests whose line matches get the canned answer."""
@@ -40,10 +87,15 @@ class Proxy:
     """Applied to each piece of both directions but large ones; must keep the length."""
     cuts: list[int] = field(default_factory=list)
     """The next connections break once that many bytes of answers came back on each."""
+    faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    body_bytes: Counter[str] = field(default_factory=Counter)
+    """Path → bytes of bodies that were put there, again and again."""
 
     def __post_init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
+        # what a client has sent is not much more than what went through
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _CHUNK_BYTES)
         self.port = int(self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
         self._closed = False
@@ -66,6 +118,10 @@ class Proxy:
     def count(self, method: str, containing: str = "") -> int:
         """Requests of a method whose path contains some text."""
         return sum(line.startswith(f"{method} ") and containing in line for line in list(self.requests))
+
+    def sent_bytes(self, containing: str = "") -> int:
+        """Bytes of bodies to paths that contain some text."""
+        return sum(count for path, count in list(self.body_bytes.items()) if containing in path)
 
     def cut(self) -> None:
         """Break every open connection."""
@@ -98,58 +154,141 @@ class Proxy:
         except OSError:
             client.close()
             return
-        self._open |= {client, server}
-        answers_lost = threading.Event()
-        flips = False
-        back = threading.Thread(target=self._answers, args=(server, client, answers_lost), daemon=True)
-        back.start()
+        both = {client, server}
+        self._open |= both
+        connection = _Connection(self, client, server)
+        threading.Thread(target=connection.answers, daemon=True).start()
         with contextlib.suppress(OSError):
-            while data := client.recv(1 << 16):
-                for method, path in _REQUEST.findall(data):
-                    line = f"{method.decode()} {path.decode()}"
-                    self.requests.append(line)
-                    if self.lose_answers_to and self.lose_answers_to in line:
-                        answers_lost.set()
-                    if self.flip_in and self.flip_in in line:
-                        flips, self.flip_in = True, None
-                if flips and b"HTTP/1.1" not in data and len(data) > 1000:
-                    data = data[:500] + bytes([data[500] ^ 1]) + data[501:]
-                    flips = False
-                data = self._rewritten(data)
-                if self.hang:
-                    continue
-                if self.canned is not None and self._is_meant(data):
-                    if _REQUEST.search(data):
-                        client.sendall(self.canned)
-                    continue
-                server.sendall(data)
-        for one in (client, server):
+            connection.requests()
+        for one in both:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
-        self._open -= {client, server}
+        self._open -= both
 
-    def _rewritten(self, data: bytes) -> bytes:
+    def rewritten(self, data: bytes) -> bytes:
+        """What `rewrite` makes of a small piece."""
         return self.rewrite(data) if self.rewrite is not None and len(data) < _SMALL_BYTES else data
 
-    def _is_meant(self, data: bytes) -> bool:
-        lines = [f"{method.decode()} {path.decode()}" for method, path in _REQUEST.findall(data)]
-        return not self.canned_for or any(re.search(self.canned_for, line) for line in lines)
+    def fault_for(self, line: str) -> Fault | None:
+        """The fault that the words of older tests and `faults` mean for this request."""
+        if self.hang:
+            return Fault("deaf", "")
+        if self.lose_answers_to and self.lose_answers_to in line:
+            return Fault("lose-answer", "")
+        if self.flip_in and self.flip_in in line:
+            self.flip_in = None
+            return Fault("flip-up", "", after_bytes=500)
+        if self.canned is not None and re.search(self.canned_for, line):
+            return Fault("answer", "", answer=self.canned)
+        return next((fault for fault in self.faults if fault.takes(line)), None)
 
-    def _answers(self, server: socket.socket, client: socket.socket, lost: threading.Event) -> None:
-        done = 0
+    @property
+    def is_closed(self) -> bool:
+        """It ends: whoever holds a connection back lets go."""
+        return self._closed
+
+
+class _Connection:
+    """One connection: two threads that pump, and the fault of the request under way."""
+
+    def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._server = server
+        self._fault: Fault | None = None
+        self._done_bytes = 0
+        self._to_flip: SimpleQueue[None] = SimpleQueue()
+        self._is_answer_lost = False
+
+    def requests(self) -> None:
+        """From the client to the server until one of them ends it."""
+        parser = Requests()
+        while data := self._client.recv(_CHUNK_BYTES):
+            for piece in parser.feed(data):
+                if piece.line:
+                    self._begin(piece)
+                else:
+                    self._body(piece)
+
+    def _begin(self, piece: Piece) -> None:
+        proxy = self._proxy
+        proxy.requests.append(piece.line)
+        fault = self._fault = proxy.fault_for(piece.line)
+        self._done_bytes = 0
+        if proxy.latency_seconds:
+            time.sleep(proxy.latency_seconds)
+        kind = fault.kind if fault is not None else ""
+        if fault is not None and kind in ("busy", "answer"):
+            self._client.sendall(SLOW_DOWN if kind == "busy" else fault.answer)
+        elif kind == "forget":
+            self._client.sendall(FORGOTTEN if not piece.body_bytes else b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif kind == "cut" and fault is not None and not fault.after_bytes:
+            self._reset()
+        elif kind == "stall" and fault is not None and not fault.after_bytes:
+            self._hold()
+        elif kind != "deaf":
+            self._is_answer_lost |= kind == "lose-answer"
+            if kind == "flip-down":
+                self._to_flip.put(None)
+            self._server.sendall(proxy.rewritten(piece.data))
+
+    def _body(self, piece: Piece) -> None:
+        if self._proxy.hang:
+            return
+        data, fault, before = piece.data, self._fault, self._done_bytes
+        self._done_bytes += len(data)
+        if piece.path:
+            self._proxy.body_bytes[piece.path] += len(data)
+        kind = fault.kind if fault is not None else ""
+        if fault is None or kind in ("lose-answer", "flip-down"):
+            self._server.sendall(self._proxy.rewritten(data))
+            return
+        is_reached = before <= fault.after_bytes < self._done_bytes
+        if kind == "forget" and piece.is_last:
+            self._client.sendall(FORGOTTEN)
+        elif kind == "flip-up":
+            at = fault.after_bytes - before
+            self._server.sendall(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if is_reached else data)
+        elif kind == "drip":
+            time.sleep(len(data) / fault.bytes_per_second)
+            self._server.sendall(data)
+        elif kind in ("cut", "stall"):
+            self._server.sendall(data[: max(0, fault.after_bytes - before)] if is_reached else data)
+            if is_reached:
+                self._reset() if kind == "cut" else self._hold()
+
+    def _reset(self) -> None:
+        """RST, not FIN: what was on its way is gone."""
+        self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._client.close()
+        raise ConnectionResetError
+
+    def _hold(self) -> None:
+        """Neither read nor answer until somebody gives up."""
+        while not self._proxy.is_closed and self._fault is not None and self._fault in self._proxy.faults:
+            time.sleep(_TICK_SECONDS)
+        raise ConnectionResetError
+
+    def answers(self) -> None:
+        """From the server to the client."""
+        done, proxy = 0, self._proxy
         with contextlib.suppress(OSError):
-            while data := server.recv(1 << 16):
+            while data := self._server.recv(_CHUNK_BYTES):
                 done += len(data)
-                if self.cuts and done > self.cuts[0]:
-                    self.cuts.pop(0)
-                    lost.set()
-                if lost.is_set():
-                    client.shutdown(socket.SHUT_RDWR)
+                is_lost = self._is_answer_lost and not data.startswith(b"HTTP/1.1 100")
+                if proxy.cuts and done > proxy.cuts[0]:
+                    proxy.cuts.pop(0)
+                    is_lost = True
+                if is_lost:
+                    self._client.shutdown(socket.SHUT_RDWR)
                     return
-                client.sendall(self._rewritten(data))
+                if not self._to_flip.empty() and len(data) > 1000:
+                    self._to_flip.get()
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                self._client.sendall(proxy.rewritten(data))
         with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)
+            self._client.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ def test_a_full_job(tmp_path: Path, base: dict[str, Any]) -> None:
     assert job.settle_seconds == 5.0
     assert job.local.policy.save_total_limit == 3
     assert job.local.min_free.of(1000) == 50
-    assert job.remotes[0].bandwidth_bytes_per_second == 10**9
-    assert job.remotes[0].bandwidth_shown == "1 GB/s = 8 Gb/s"
+    assert job.remotes[0].bandwidth.at(0) == 10**9
+    assert job.remotes[0].bandwidth.shown(0) == "1 GB/s = 8 Gb/s"
     assert job.deletes_locally
     assert job.file == tmp_path / "llama.toml"
     assert not job.opt_outs
@@ -288,7 +288,7 @@ def test_arguments_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert job.remotes[0].url == str(tmp_path / "nas" / "x")
     assert job.settle_seconds == 1.0
     assert job.local.save_total_limit == 2
-    assert job.remotes[0].bandwidth_bytes_per_second == 10**7
+    assert job.remotes[0].bandwidth.at(0) == 10**7
     assert job.remotes[0].same_filesystem
     assert job.remotes[0].forms == ("zero",)
     assert job.extra == ("tokenizer*", "config.json")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from ckptd.core.manifest import RemoteIdentity
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
+from ckptd.errors import NoSpaceError, RemoteUnreachable
 from ckptd.remote import messages as m
 from ckptd.remote.store import Abilities
 
@@ -27,6 +28,14 @@ class Line:
 
     def __init__(self) -> None:
         self.orders: list[m.Order] = []
+        self.idle = 0.0
+        self.abandoned: list[str] = []
+
+    def idle_seconds(self, order_id: int) -> float:
+        return self.idle
+
+    def abandon(self) -> None:
+        self.abandoned.append("its child")
 
     def submit(self, order: m.Order) -> int:
         self.orders.append(order)
@@ -42,7 +51,8 @@ class Scene:
         )
         self.wakes = 0
         self.line = Line()
-        self.link = RemoteLink(settings, Problems(), lambda call: call(), lambda _: None, self.wake)
+        self.problems = Problems()
+        self.link = RemoteLink(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
         self.link._client = cast("RemoteClient", self.line)
         self.link.turn(1e6)
         self.answer(
@@ -121,3 +131,72 @@ def test_trouble_makes_the_job_plan_again(tmp_path: Path) -> None:
     scene.answer(m.Failed(error="RemoteUnreachable", message="gone"))
     assert scene.link.observation is None
     assert scene.wakes > before
+
+
+UNREACHABLE = m.Failed(error="RemoteUnreachable", message="nobody answers")
+
+
+def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(tmp_path: Path) -> None:
+    """What a socket's buffer took is no sign of health: only what is flushed there, or a whole object."""
+    scene = Scene(tmp_path)
+
+    def ship() -> int:
+        scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+        return order
+
+    def moving(done: int, flushed: int) -> m.Moving:
+        return m.Moving(key="a", done_bytes=done, total_bytes=99, flushed_bytes=flushed, crc64=0)
+
+    def codes() -> set[str]:
+        return {problem.code for problem in scene.problems.all()}
+
+    first = ship()
+    scene.line.idle = 59.0
+    scene.link.turn(1e6)
+    assert codes() == set()
+    scene.line.idle = 61.0
+    scene.link.turn(1e6)
+    assert scene.line.abandoned == ["its child"]
+    assert codes() == {"transfer-stalled"}
+    text = scene.problems.all()[0].text
+    assert "no byte moved for 60 s" in text
+    scene.answer(UNREACHABLE, first)
+    scene.line.idle = 0.0
+    second = ship()
+    scene.answer(moving(10, 5), second)
+    scene.answer(moving(90, 5), second)
+    scene.link.well()
+    assert "transfer-stalled" in codes()
+    scene.answer(moving(91, 6), second)
+    assert "transfer-stalled" not in codes()
+
+
+def test_a_remote_that_answers_and_takes_no_upload_is_left_alone_with_uploads(tmp_path: Path) -> None:
+    """Looks go on, so that what is safe stays known; one upload at growing intervals probes it."""
+    scene = Scene(tmp_path)
+    error = NoSpaceError("it is full")
+    for _ in range(6):
+        assert not scene.link.seconds_to_move
+        scene.link.move_failed(error)
+        scene.link.well()
+    assert scene.link.is_ready
+    assert 0 < scene.link.seconds_to_move <= 30
+    assert "after 6 failures: it is full" in str(scene.link.left_alone)
+    may_move = [scene.link.may_move]
+    order = scene.link.order(m.Point(), lambda _: None)
+    scene.link.ship_order = order
+    scene.answer(m.Done(), order)
+    may_move.append(scene.link.may_move)
+    assert may_move == [False, True]
+    assert str(scene.link.left_alone) == "None"
+
+
+def test_a_remote_that_never_answers_is_left_alone(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for _ in range(6):
+        scene.link.trouble(RemoteUnreachable("nobody answers"))
+    orders = len(scene.line.orders)
+    scene.link.turn(1e9)
+    assert len(scene.line.orders) == orders
+    assert 20 < scene.link.seconds_to_retry() <= 30
+    assert "left alone until" in str(scene.link.left_alone)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.daemon.totals import Slots, shares
+from ckptd.config_model import DaemonConfig
+from ckptd.config_timetable import Timetable, parse_timetable
+from ckptd.daemon.totals import Slots, Totals, shares
+from ckptd.remote.pacing import Pacer
 
 if TYPE_CHECKING:
     from ckptd.daemon.links import RemoteLink
@@ -102,3 +108,60 @@ def test_who_ended_in_the_line_holds_nobody_up() -> None:
     line.slots.call()
     assert line.woken == ["c"]
     assert line.ask("c")
+
+
+class Link:
+    """A transfer under way that remembers what it was told."""
+
+    is_shipping = True
+
+    def __init__(self, bandwidth: Timetable) -> None:
+        self.bandwidth = bandwidth
+        self.told: list[int | None] = []
+
+    def limit(self, bytes_per_second: int | None) -> None:
+        """Remember."""
+        self.told.append(bytes_per_second)
+
+
+def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's and a remote's own, with nothing started anew; a clock that jumps is only another time."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    hour = 3600.0
+    clock = [7 * hour]
+    links = [Link(Timetable()), Link(parse_timetable("12:00,10B/s 13:00,off"))]
+    daemon = DaemonConfig.model_validate({"bandwidth": "08:00,90B/s 20:00,off"})
+    totals = Totals(daemon, lambda: cast("list[RemoteLink]", links), lambda: 0, unix=lambda: clock[0])
+    found = []
+    for now in (7, 8, 12.5, 13, 20, 12.5 - 24 * 365):
+        clock[0] = now * hour
+        totals.settle()
+        found.append([link.told[-1] for link in links])
+    assert found == [[None, None], [45, 45], [80, 10], [45, 45], [None, None], [80, 10]]
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_lanes_of_one_remote_share_its_part() -> None:
+    """However many threads take from one pacer, together they stay below the rate and lose little of it."""
+    rate, taken = 4_000_000, [0] * 8
+    pacer = Pacer(rate)
+    end = time.monotonic() + 1.5
+
+    def lane(number: int) -> None:
+        while time.monotonic() < end:
+            count = pacer.chunk_bytes(1 << 20)
+            pacer.take(count, lambda: None)
+            taken[number] += count
+
+    threads = [threading.Thread(target=lane, args=(n,)) for n in range(len(taken))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = time.monotonic() - end + 1.5
+    # the burst, and one chunk of debt
+    assert sum(taken) <= rate * (took + 0.25) + (1 << 20)
+    assert sum(taken) >= rate * 0.7
+    assert all(taken)

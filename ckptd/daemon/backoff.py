@@ -1,0 +1,91 @@
+"""When what failed is tried again: full jitter first, and what keeps failing is left alone (docs/adr/0090).
+
+Jitter keeps nodes that lost one server from coming back to it all at once. A remote that failed six times in
+a row gets one order at growing intervals, until one succeeds: it costs no more than that.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tenacity import RetryCallState, Retrying, wait_exponential, wait_random_exponential
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE = 6
+"""Failures in a row before something is left alone."""
+_SOON = wait_random_exponential(multiplier=2, max=60, min=0.5)
+_SELDOM = wait_exponential(multiplier=30, max=300)
+_LEAST_SHARE = 0.75
+
+
+def backoff_seconds(tries: int) -> float:
+    """Full jitter: anywhere up to 2, 4, 8 … 60 s; never less than half a second."""
+    return _SOON(_after(tries))
+
+
+def seldom_seconds(failures: int) -> float:
+    """Between two probes of what is left alone: 30 s, 1 min, 2 min … 5 min, up to a quarter less."""
+    longest = _SELDOM(_after(failures - PATIENCE + 1))
+    return longest * random.uniform(_LEAST_SHARE, 1.0)  # noqa: S311 — no secret
+
+
+def _after(tries: int) -> RetryCallState:
+    state = RetryCallState(Retrying(), None, (), {})
+    state.attempt_number = max(tries, 1)
+    return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftAlone:
+    """Something that is left alone: until when (unix seconds), after how many failures, why."""
+
+    until: float
+    failures: int
+    reason: str
+
+    def __str__(self) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(self.until))
+        return f"left alone until {clock} after {self.failures} failures: {self.reason}"
+
+
+class Breaker:
+    """Failures in a row of one kind of order, and when the next one may be tried."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, unix: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._unix = unix
+        self._failures = 0
+        self._retry_at_seconds = 0.0
+        self._alone: LeftAlone | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next order may be tried; 0 when it may be now."""
+        return max(0.0, self._retry_at_seconds - self._clock())
+
+    @property
+    def left_alone(self) -> LeftAlone | None:
+        """What status says while `PATIENCE` is spent; also while the probe is under way."""
+        return self._alone
+
+    def failed(self, reason: str) -> None:
+        """One more in a row."""
+        self._failures += 1
+        is_spent = self._failures >= PATIENCE
+        wait = seldom_seconds(self._failures) if is_spent else backoff_seconds(self._failures)
+        self._retry_at_seconds = self._clock() + wait
+        if is_spent:
+            self._alone = LeftAlone(until=self._unix() + wait, failures=self._failures, reason=reason)
+
+    def succeeded(self) -> bool:
+        """It works: all is forgotten. True when it had been left alone."""
+        was_alone = self._alone is not None
+        self._failures, self._retry_at_seconds, self._alone = 0, 0.0, None
+        return was_alone

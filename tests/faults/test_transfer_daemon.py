@@ -1,0 +1,117 @@
+"""The real daemon and its real time limits: a hang of a minute, an outage, a timetable (CKPTD_FULL=1).
+
+What the rig of test_transfer_faults.py plays with short limits, seen in status.json of a daemon.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.harness import RUN, node
+from tests.e2e.s3_node import BIG_RUN, S3Node, s3_node
+from tests.real import prepare
+from tests.stores.proxy import Fault, proxy
+
+if TYPE_CHECKING:
+    from tests.e2e.harness import Node
+    from tests.stores import servers
+
+pytestmark = [pytest.mark.real, pytest.mark.faults, pytest.mark.stores, pytest.mark.timeout(600)]
+
+BIG = "global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_saves() -> None:
+    """Two trainings."""
+    prepare([RUN, BIG_RUN])
+
+
+def beside(root: Path) -> str:
+    """The S3 remote's keys, and a directory as second remote."""
+    (root / "other").mkdir()
+    return (
+        f'forms = ["zero"]\n[[remote]]\nname = "other"\nurl = "{root}/other/run"\nsame_filesystem = true\n'
+        'forms = ["zero"]\nrequired = false\n'
+    )
+
+
+def other_has(here: S3Node, step: int) -> bool:
+    return (here.root / "other/run/_ckptd/commits" / f"global_step{step}~g1~zero.json").exists()
+
+
+def problem(here: Node, code: str) -> dict[str, Any]:
+    found = [p for p in here.status().get("problems", ()) if p["code"] == code]
+    return found[0] if found else {}
+
+
+def test_no_byte_for_a_minute_is_said_within_ninety_seconds(tmp_path: Path, moto: servers.Server) -> None:
+    """F12: cut after 60 s; the other remote has it meanwhile; heals by itself, one COMMIT, one part again."""
+    with (
+        proxy(moto.port) as between,
+        s3_node(tmp_path, moto, between.endpoint, remote=beside(tmp_path)) as here,
+    ):
+        fault = Fault("deaf", rf"PUT .*{BIG}.*partNumber=3", times=1)
+        between.faults.append(fault)
+        here.start()
+        here.save(1, BIG_RUN)
+        here.wait("the hang", lambda: fault.hits, 30)
+        hung_at = time.monotonic()
+        here.wait("the other remote", lambda: other_has(here, 1), 30)
+        assert not here.problems()
+        here.wait("said", lambda: problem(here, "transfer-stalled"), 90)
+        assert 55 < time.monotonic() - hung_at < 90
+        assert "no byte moved for 60 s" in problem(here, "transfer-stalled")["text"]
+        here.wait_committed("global_step1~g1", 60)
+        here.wait("well again", lambda: not here.problems(), 30)
+        assert here.holds("global_step1", BIG_RUN, 1)
+        assert between.parts()[f"/training/run/{BIG}", 3] == 2
+        assert max(count for part, count in between.parts().items() if part[1] != 3) == 1
+
+
+def test_a_remote_that_keeps_failing_is_left_alone(tmp_path: Path, moto: servers.Server) -> None:
+    """F14: an outage; few orders meanwhile, the reason and the time in status; the other goes on; heals."""
+    with (
+        proxy(moto.port) as between,
+        s3_node(tmp_path, moto, between.endpoint, remote=beside(tmp_path)) as here,
+    ):
+        here.start()
+        here.save(1, BIG_RUN)
+        here.wait_committed("global_step1~g1", 60)
+        between.away = True
+        between.cut()
+        here.save(2, BIG_RUN)
+        here.wait("the other remote", lambda: other_has(here, 2), 60)
+        here.wait("left alone", lambda: problem(here, "remote-left-alone"), 300)
+        text = problem(here, "remote-left-alone")["text"]
+        assert re.match(r"remote nas is left alone until \d\d:\d\d:\d\d after \d+ failures: ", text), text
+        assert "nothing answers" in text
+        between.away = False
+        here.wait_committed("global_step2~g1", 120)
+        here.wait("well again", lambda: not here.problems(), 30)
+
+
+def test_a_timetable_is_followed_without_a_restart(tmp_path: Path) -> None:
+    """Slow until the next full minute, then without a limit."""
+    now = time.time()
+    time.sleep(max(0.0, 15 - 60 + now % 60) and 60 - now % 60)
+    flips = time.localtime(time.time() + 60)
+    table = f'"00:00,20kB/s {flips.tm_hour:02}:{flips.tm_min:02},none"'
+    if (flips.tm_hour, flips.tm_min) == (0, 0):
+        table = '"00:00,none 00:01,20kB/s"'
+    with node(tmp_path, local="", remote=f'forms = ["zero"]\nbandwidth = {table}') as here:
+        shown = here.ckptd("check", here.job_file).stdout
+        assert "local time; now 20 kB/s" in shown
+        daemon = here.start()
+        here.save(1)
+        here.wait("bytes", lambda: here.checkpoint("global_step1")["remotes"]["nas"]["zero"]["bytes_done"])
+        assert not here.commits()
+        here.wait_committed("global_step1~g1", 70)
+        assert time.time() % 60 < 15, "right after the minute"
+        assert daemon.poll() is None
+        assert "now none" in here.ckptd("check", here.job_file).stdout

@@ -1,0 +1,128 @@
+"""One remote as the daemon sees it, its child and its server real, and saves of a trainer to ship.
+
+The test plays the deciding thread: it turns the link, orders what a daemon would order, keeps what a journal
+would keep, and tries again for as long as it takes. What the problems say is what status shows.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.daemon.links import RemoteLink, error_of
+from ckptd.daemon.problems import Problems
+from ckptd.errors import CkptdError, SourceChanged, VerifyError
+from ckptd.remote import messages as m
+from tests.stores.scene import OPTIM, Node, archive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BIG = OPTIM.format(d=0)
+PART_BYTES = 5 << 20
+
+
+class Rig:
+    """One node, one remote, one link; its saves are called global_step<n>."""
+
+    def __init__(self, folder: Path, url: Path | str, **more: object) -> None:
+        self.node = Node(folder / "save")
+        self.node.save_dir.mkdir(parents=True, exist_ok=True)
+        self.problems = Problems()
+        self.said: list[str] = []
+        """Every text of a problem, in the order in which they were seen first."""
+        self.failures: list[CkptdError] = []
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.settings = self.node.settings(url, **more)
+        self.link = RemoteLink(self.settings, self.problems, self._calls.put, lambda _: None, lambda: None)
+        self._shipped: dict[str, m.Shipped] = {}
+        self._partly: dict[str, m.PartlyShipped] = {}
+        self._order: m.ShipOrder | None = None
+        self._is_saved = False
+        self.result: m.ShipResult | None = None
+
+    # --- the trainer -----------------------------------------------------------------------------------
+
+    def save(self, step: int, megabytes: int) -> Path:
+        """A whole save with one big shard; its folder."""
+        self.node.tag = f"global_step{step}"
+        self.node.write_all()
+        payload = os.urandom(1 << 20)
+        self.node.write({BIG: archive(payload, megabytes)})
+        self._shipped, self._partly, self.result, self._order = {}, {}, None, None
+        self.failures, self._is_saved = [], True
+        return self.node.save_dir / self.node.tag
+
+    # --- the deciding thread ---------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """One pass: answers, then the link, then an order to ship where there may be one."""
+        while True:
+            try:
+                self._calls.get(timeout=0.01)()
+            except queue.Empty:
+                break
+        self.link.turn(time.monotonic())
+        for problem in self.problems.all():
+            if problem.text not in self.said:
+                self.said.append(problem.text)
+        if self.result is None and self.link.may_move and self._is_saved:
+            self._ship()
+
+    def until(self, what: str, done: Callable[[], object], seconds: float = 60.0) -> None:
+        """Turn until it is so."""
+        end = time.monotonic() + seconds
+        while not done():
+            message = f"waited {seconds} s for {what}: {self.said[-4:]} {self.failures[-4:]}"
+            assert time.monotonic() < end, message
+            self.turn()
+
+    def ship(self, seconds: float = 60.0) -> m.ShipResult:
+        """Until the save that was written last is committed, whatever fails meanwhile."""
+        self.until("a COMMIT", lambda: self.result is not None, seconds)
+        assert self.result is not None
+        assert self.result.outcome == "committed", self.result
+        return self.result
+
+    def close(self) -> None:
+        """End the child."""
+        self.link.close()
+
+    def _ship(self) -> None:
+        attached = self.link.attached
+        assert attached is not None
+        if self._order is None:
+            order = self.node.order(
+                self.node.sealed(step=int(self.node.tag[11:])), job_id=attached.identity.job_id
+            )
+            self._order = order.model_copy(
+                update={"files": tuple(sorted(order.files, key=lambda f: -f.bytes))}
+            )
+        again = self._order.model_copy(
+            update={"shipped": tuple(self._shipped.values()), "partly": tuple(self._partly.values())}
+        )
+        self.link.ship_order = self.link.order(again, self._heard)
+
+    def _heard(self, answer: m.Answer) -> None:
+        if isinstance(answer, m.ObjectDone):
+            self._shipped[answer.object.key] = answer.object
+            self._partly.pop(answer.object.key, None)
+        elif isinstance(answer, m.Moving):
+            if answer.flushed_bytes or answer.token:
+                self._partly[answer.key] = m.PartlyShipped(
+                    key=answer.key,
+                    flushed_bytes=answer.flushed_bytes,
+                    crc64=answer.crc64,
+                    token=answer.token,
+                )
+        elif isinstance(answer, m.Failed):
+            error = error_of(answer)
+            self.failures.append(error)
+            if not isinstance(error, SourceChanged):
+                self.link.move_failed(error, is_answering=isinstance(error, VerifyError))
+        elif isinstance(answer, m.ShipResult):
+            self.result = answer
+            self.link.well()
