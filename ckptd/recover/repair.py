@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd import files
@@ -265,15 +266,15 @@ class Repair:
         commit, file = bad.view.commit, bad.file
         path = self._local.find(commit.tag, commit.form, file) if self._local is not None else None
         if path is not None:
-            yield f"{HERE} ({path})", lambda: self._from_here(path)
+            yield f"{HERE} ({path})", partial(self._from_here, path)
         for other in self._remotes:
             if other.name != remote.name:
                 same = self._same_in(other, bad)
                 if same is not None:
-                    yield other.name, lambda other=other, same=same: _from_remote(other, same)
+                    yield other.name, partial(_from_remote, other, same)
         spare = resender.spare_of(file)
         if spare is not None:
-            yield "an earlier repair", lambda: _from_remote(remote, spare)
+            yield "an earlier repair", partial(_from_remote, remote, spare)
 
     @contextlib.contextmanager
     def _from_here(self, path: str) -> Iterator[Callable[[], Source]]:

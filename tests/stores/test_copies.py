@@ -218,7 +218,7 @@ def test_by_hand_one_tag_of_a_bucket(scene: RepairScene, bucket: Bucket) -> None
     assert {p.name: p.read_bytes() for p in (to / TAG).iterdir()} == scene.shards(TAG)
 
 
-class Elsewhere(LocalFileSystem):
+class Elsewhere(LocalFileSystem):  # type: ignore[misc]
     """Stands for a driver that somebody installed: another scheme, its own places."""
 
     protocol = "elsewhere"
