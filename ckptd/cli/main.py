@@ -36,6 +36,7 @@ VERBS: tuple[str, ...] = (
     "unpin",
     "accept",
     "adopt",
+    "gc",
     "quickstart",
 )
 """In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""

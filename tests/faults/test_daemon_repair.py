@@ -16,6 +16,9 @@ TAG = "global_step1"
 LONG_AGO_NS = 10**18
 
 
+needs_time = pytest.mark.skipif(not os.environ.get("CKPTD_FULL"), reason="CKPTD_FULL=1")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def real_saves() -> None:
     """One training."""
@@ -40,6 +43,7 @@ def flip(path: Path) -> bytes:
     return good
 
 
+@needs_time
 def test_what_is_put_back_is_the_same_save(tmp_path: Path) -> None:
     """No new generation, no torn save; later it is rotated under its old COMMIT as if nothing had been."""
     with node(tmp_path, job='backfill = "all"') as here:
