@@ -23,6 +23,7 @@ from pydantic import (
 from ckptd.config_quantities import (
     Bandwidth,
     Bytes,
+    BytesPerDay,
     Seconds,
     Share,
     ShareOrBytes,
@@ -93,6 +94,9 @@ class RemoteConfig(S3Keys, Retention):
     )
     part_size_bytes: Annotated[Bytes, AfterValidator(check_part_size)] | None = _key(
         None, "part_size", '"64MiB"', "of uploads to S3; default 16MiB, more for files above 140 GiB"
+    )
+    scrub_bytes_per_day: BytesPerDay = _key(
+        None, "scrub", '"off"', '"50GB/day": committed objects are read again while all is quiet'
     )
     same_filesystem: bool = _key(
         False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"

@@ -21,6 +21,7 @@ Code = Literal[
     "remote-denied",
     "remote-full",
     "remote-damaged",
+    "remote-object-damaged",
     "upload-failed",
     "source-damaged",
     "commit-waiting",

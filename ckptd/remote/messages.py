@@ -14,6 +14,7 @@ from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIdentity, Tombstone
 from ckptd.remote.access import Access
+from ckptd.remote.scrub_messages import Scrub, Scrubbed
 from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
@@ -171,10 +172,8 @@ class Cancel(Model):
     order_id: int
 
 
-Order = Annotated[
-    Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Pace | Cancel,
-    Field(discriminator="op"),
-]
+_Work = Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Scrub
+Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 
 
 class OrderLine(Model):
@@ -313,20 +312,8 @@ class Alive(Model):
     kind: Literal["alive"] = "alive"
 
 
-Answer = Annotated[
-    Attached
-    | Observation
-    | Unchanged
-    | TagView
-    | ShipResult
-    | Confirmed
-    | Done
-    | Failed
-    | Moving
-    | ObjectDone
-    | Alive,
-    Field(discriminator="kind"),
-]
+_End = Attached | Observation | Unchanged | TagView | ShipResult | Confirmed | Scrubbed | Done | Failed
+Answer = Annotated[_End | Moving | ObjectDone | Alive, Field(discriminator="kind")]
 
 
 class AnswerLine(Model):

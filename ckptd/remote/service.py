@@ -43,6 +43,8 @@ from ckptd.remote.observe import confirm, describe, observe, point, record, stil
 from ckptd.remote.open import WINDOW_BYTES, open_store
 from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
+from ckptd.remote.scrub import scrub
+from ckptd.remote.scrub_messages import Scrub
 from ckptd.remote.store import Progress
 from ckptd.remote.transfer import Control
 
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
     from ckptd.remote.messages import Answer, Order
 
-LONG_ORDERS = (ShipOrder, Retire)
+LONG_ORDERS = (ShipOrder, Retire, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 
 _EVENT_SECONDS = 0.2
@@ -117,6 +119,8 @@ class Service:
         reporter = _Reporter(order_id, self._emit, self._cancelled)
         if isinstance(order, ShipOrder):
             return ship(ground, order, reporter.control(self._pacer))
+        if isinstance(order, Scrub):
+            return scrub(ground, order, self._pacer, reporter.check)
         if isinstance(order, Retire):
             retire(ground, order, reporter.check)
         elif isinstance(order, Record):
