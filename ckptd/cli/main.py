@@ -37,6 +37,7 @@ VERBS: tuple[str, ...] = (
     "accept",
     "adopt",
     "gc",
+    "takeover",
     "quickstart",
 )
 """In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""

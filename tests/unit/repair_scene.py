@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli.main import main
 from ckptd.config_model import JobConfig, RemoteConfig
 from ckptd.observe.audit import Audit
 from ckptd.recover.repair import Mended, Repair, Wanted
@@ -110,6 +111,28 @@ def outcomes(repair: Repair) -> list[tuple[str, str, str | None]]:
 
 def _word(row: Mended) -> str | None:
     return None if row.source is None else row.source.split(" ")[0]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> Done:
+    """A command of ckptd in this process: a start of Python is most of what it would cost."""
+    capsys.readouterr()
+    code: object = 0
+    try:
+        main([str(word) for word in arguments])
+    except SystemExit as ended:
+        code = ended.code or 0
+    said = capsys.readouterr()
+    assert isinstance(code, int)
+    return Done(code, said.out, said.err)
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,10 @@ from ckptd.observe.audit import Audit
 from ckptd.recover.garbage import Collector
 from ckptd.recover.sight import RemoteSight, look_at_remote
 from ckptd.recover.unfinished import Unfinished
-from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, scene
+from ckptd.recover.verified import Slice, exit_code
+from ckptd.recover.verify import Verifier
+from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, run_here, scene
 from tests.unit.restore_scene import TAG
-from tests.unit.test_recover_commands import ckptd
 
 __all__ = ["bare", "built", "scene"]
 
@@ -122,8 +123,7 @@ def test_a_replaced_revision_and_its_objects_go(scene: RepairScene) -> None:
     assert len(gone) == 2
     assert "global_step5/lost" in gone
     assert all("global_step5" in name for name in gone)
-    done = ckptd("verify", scene.nas, "--read-data")
-    assert done.returncode == 0, done.stderr
+    assert exit_code([Verifier(sight(scene), read=Slice()).run()]) == 0
 
 
 def test_nothing_goes_where_a_document_cannot_be_read(scene: RepairScene) -> None:
@@ -212,13 +212,13 @@ def test_an_incomplete_checkpoint(scene: RepairScene) -> None:
     assert (line["action"], line["tag"]) == ("gc", tag)
 
 
-def test_the_command(scene: RepairScene, tmp_path: Path) -> None:
+def test_the_command(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A remote by URL, and a job with a pin that only the remote knows."""
     stone(scene, "global_step5", 5)
-    done = ckptd("gc", scene.nas, "--dry-run")
+    done = run_here(capsys, "gc", scene.nas, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "would remove" in done.stdout
-    assert ckptd("gc", scene.nas, "--aside").returncode == 2
+    assert run_here(capsys, "gc", scene.nas, "--aside").returncode == 2
     job = tmp_path / "run.toml"
     job.write_text(
         f'save_dir = "{scene.save_dir}"\n[[remote]]\nname = "nas"\nurl = "{scene.nas}"\n'
@@ -231,9 +231,9 @@ def test_the_command(scene: RepairScene, tmp_path: Path) -> None:
     scene.save(15)
     (scene.save_dir / "global_step15" / scene.shard(1).name).unlink()
     os.utime(scene.save_dir / "global_step15", ns=(LONG_AGO_NS, LONG_AGO_NS))
-    done = ckptd("gc", job, "--incomplete", "global_step15")
+    done = run_here(capsys, "gc", job, "--incomplete", "global_step15")
     assert (done.returncode, "is pinned" in done.stderr) == (65, True), done.stderr
-    done = ckptd("gc", job)
+    done = run_here(capsys, "gc", job)
     assert done.returncode == 0, done.stderr
     assert not (scene.nas / "global_step5").exists()
     lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
