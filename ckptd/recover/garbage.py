@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -223,13 +224,10 @@ def _opened(job: JobConfig) -> Iterator[int | None]:
 
 def _bytes_below(fd: int, name: str) -> int:
     """Bytes of a file, or of everything in a folder; 0 for what cannot be looked at."""
-    try:
+    with contextlib.suppress(OSError, CkptdError):
         status = files.stat_beneath(fd, name)
-        if status is None:
-            return 0
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            return status.st_size
         folder = scan_folder(fd, name)
-    except NotADirectoryError:
-        return 0 if status is None else status.st_size
-    except (OSError, CkptdError):
-        return 0
-    return 0 if folder is None else sum(file.identity.size_bytes for file in folder.files)
+        return 0 if folder is None else sum(file.identity.size_bytes for file in folder.files)
+    return 0

@@ -64,7 +64,7 @@ def test_deepspeed_goes_on_from_a_copy_by_hand(tmp_path: Path) -> None:
     to.mkdir()
     subprocess.run(["cp", "-r", nas / TAG, to], check=True)
     (to / "latest").write_text(TAG)
-    (losses,) = resume(2, [Resume(recipe=RECIPE, save_dir=to, tag=None, load="zero")], tmp_path)
+    (losses,) = resume(2, [Resume(recipe=RECIPE, save_dir=to, tag=TAG, load="zero")], tmp_path)
     expected = losses_of(RECIPE)
     assert losses
     assert losses == {step: expected[step] for step in losses}

@@ -76,3 +76,31 @@ def test_what_is_put_back_is_the_same_save(tmp_path: Path) -> None:
         assert here.commits()[f"{TAG}~g1"] == commits[f"{TAG}~g1"]
         assert not here.problems() & {"torn-save", "prune-blocked", "incomplete-save"}
         assert here.ckptd("verify", here.job_file, "--read-data").returncode == 0
+
+
+@needs_time
+def test_the_scrub_of_a_real_daemon(tmp_path: Path) -> None:
+    """A bit that turned in the remote is a problem with its command; repaired beside the daemon, it clears."""
+    with node(tmp_path, job='backfill = "all"') as here:
+        old(here, 1)
+        assert here.once() == 0
+        shard = shards_in_order(here.nas / TAG)[1]
+        good = flip(shard)
+        here.write_job(remote='scrub = "20TB/day"')
+        here.start()
+        here.wait("said", lambda: "remote-object-damaged" in here.problems(), 60)
+        (problem,) = [p for p in here.status()["problems"] if p["code"] == "remote-object-damaged"]
+        words = problem["next_step"].split()
+        assert words[:2] == ["ckptd", "verify"]
+        assert words[2:] == ["run", TAG, "--repair", "--read-data"]
+        assert shard.name in problem["text"]
+        for step in (2, 3, 4):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        kept = {TAG, "global_step3", "global_step4"}
+        here.wait("the limit", lambda: here.local_tags() == kept, 60)
+        done = here.ckptd("verify", here.job_file, *words[3:])
+        assert done.returncode == 0, done.stderr
+        assert shard.read_bytes() == good
+        here.wait("cleared", lambda: "remote-object-damaged" not in here.problems(), 150)
+        here.wait("let go", lambda: TAG not in here.local_tags(), 60)

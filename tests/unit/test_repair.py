@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ckptd import files
 from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.recover.repair import HERE
-from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, scene
+from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
 from tests.unit.restore_scene import TAG
 
 __all__ = ["bare", "built", "scene"]
@@ -220,3 +221,33 @@ def test_a_universal_form(scene: RepairScene) -> None:
     assert [(row.where, row.form, row.outcome) for row in done.rows] == [("nas", "universal", "repaired")]
     assert done.exit_code() == 0
     assert contents(scene.derived) == good
+
+
+def test_the_command(scene: RepairScene, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job by its file; what it prints, its JSON, and what it refuses."""
+    job = scene.root / "run.toml"
+    remotes = "".join(
+        f'[[remote]]\nname = "{root.parent.name}"\nurl = "{root}"\nsame_filesystem = true\n'
+        for root in (scene.nas, scene.nas2)
+    )
+    job.write_text(f'save_dir = "{scene.save_dir}"\n[local]\nmin_free = "0%"\n{remotes}')
+    assert run_here(capsys, "verify", scene.nas, "--repair").returncode == 2
+    assert run_here(capsys, "verify", job, "--dry-run").returncode == 2
+    assert run_here(capsys, "verify", job, "--repair", "--remote", "nowhere").returncode == 66
+    assert run_here(capsys, "verify", job, "global_step99", "--repair").returncode == 66
+    for root in (scene.nas, scene.nas2):
+        scene.flip(scene.shard(1, root=root))
+    planned = run_here(capsys, "verify", job, TAG, "--repair", "--read-data", "--dry-run")
+    assert planned.returncode == 65
+    assert f"planned   nas: {TAG}/{scene.shard(1).name}" in planned.stdout
+    assert scene.staging.exists() is False
+    one = run_here(capsys, "verify", job, TAG, "--repair", "--read-data", "--json", "--remote", "nas")
+    assert one.returncode == 0, one.stderr
+    (row,) = json.loads(one.stdout)["repairs"]
+    assert (row["where"], row["outcome"], row["source"].split()[0]) == ("nas", "repaired", HERE)
+    both = run_here(capsys, "verify", job, "--repair", "--read-data")
+    assert both.returncode == 0, both.stderr
+    assert f"repaired  nas2: {TAG}/{scene.shard(1).name}" in both.stdout
+    assert run_here(capsys, "verify", job, "--read-data").returncode == 0
+    lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["action"] for line in lines] == ["repair", "repair"]

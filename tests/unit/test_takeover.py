@@ -23,16 +23,16 @@ __all__ = ["built", "scene"]
 
 def settings(scene: RepairScene, job: str, **known: str) -> RemoteSettings:
     """A daemon's."""
-    return RemoteSettings(
-        name="nas",
-        url=str(scene.nas),
-        job=job,
-        save_dir=str(scene.save_dir),
-        same_filesystem=True,
-        node="n0",
-        node_id="i",
-        **known,
-    )
+    values: dict[str, object] = {
+        "name": "nas",
+        "url": str(scene.nas),
+        "job": job,
+        "save_dir": str(scene.save_dir),
+        "same_filesystem": True,
+        "node": "n0",
+        "node_id": "i",
+    }
+    return RemoteSettings.model_validate(values | known)
 
 
 @pytest.fixture
