@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckptd.recover.repair import Mended
+    from ckptd.recover.mended import Mended
     from ckptd.recover.verified import VerifiedRemote
 
 _HELP = (

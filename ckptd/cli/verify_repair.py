@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.errors import CkptdError
-    from ckptd.recover.repair import Mended
+    from ckptd.recover.mended import Mended
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.sources import Where
     from ckptd.recover.verified import Slice
@@ -34,7 +34,8 @@ def run_repair(
     from ckptd.cli.text import say
     from ckptd.cli.verify_cmd import show
     from ckptd.observe.audit import Audit
-    from ckptd.recover.repair import Repair, Wanted
+    from ckptd.recover.mended import Wanted
+from ckptd.recover.repair import Repair
     from ckptd.recover.sources import named, where_of
     from ckptd.recover.unfinished import Unfinished
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from ckptd.errors import CkptdError, DamagedError, LockHeld, NoSpaceError, Nothi
 from ckptd.recover.intact import LocalFiles, opened_save_dir
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import Mender, drop_fetched, is_same_file
+from ckptd.recover.mended import HERE, Mended, Wanted
 from ckptd.recover.resume import reserve_bytes
 from ckptd.recover.verified import VerifiedRemote, exit_code
 from ckptd.recover.verify import Verifier
@@ -34,40 +34,9 @@ if TYPE_CHECKING:
     from ckptd.recover.intact import LocalFault
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.unfinished import Unfinished
-    from ckptd.recover.verified import BadObject, Slice
+    from ckptd.recover.verified import BadObject
     from ckptd.remote.messages import CommitView
     from ckptd.remote.store import Source
-
-HERE = "here"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
-    """One damaged file. `where`: a remote's name, or `here`; `source`: where intact bytes lie (None: nowhere
-    that is known); `outcome`: planned, repaired, or left, with the reason and the exit code it stands for."""
-
-    where: str
-    tag: str
-    generation: int
-    form: str
-    key: str
-    bytes: int
-    damage: str
-    source: str | None
-    outcome: str
-    reason: str = ""
-    code: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
-
-    targets: frozenset[str]
-    here: bool = True
-    tag: str | None = None
-    read: Slice | None = None
-    dry_run: bool = False
 
 
 class Repair:
@@ -113,8 +82,8 @@ class Repair:
                 if self._wanted.here:
                     self._mend_here(self._local.faults(self._remotes, self._wanted.tag))
             for remote, bad in found:
-                for one in bad:
-                    self.rows.append(self._put_right(remote, one))
+                resender = self._resender(remote)
+                self.rows += [self._put_right(remote, resender, one) for one in bad]
         finally:
             if fd is not None:
                 os.close(fd)
@@ -235,14 +204,16 @@ class Repair:
 
     # --- in a remote -----------------------------------------------------------------------------------
 
-    def _put_right(self, remote: RemoteSight, bad: BadObject) -> Mended:
-        name, last = None, ""
-        resender = Resender(
+    def _resender(self, remote: RemoteSight) -> Resender:
+        return Resender(
             remote.store,
             remote.observation.identity,
             lambda key, token: self._unfinished.note(remote.name, key, token),
             lambda key, done, total: self._tell(f"{remote.name}: {key}", done, total),
         )
+
+    def _put_right(self, remote: RemoteSight, resender: Resender, bad: BadObject) -> Mended:
+        name, last = None, ""
         for name, opened in self._sources(remote, bad, resender):
             if self._wanted.dry_run:
                 return self._row(remote, bad, source=name, outcome="planned")

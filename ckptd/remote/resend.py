@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.manifest import ROOT
 from ckptd.errors import CkptdError, DamagedError, RefusedError
 from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.documents import generations_with_manifests, read_generation
 from ckptd.remote.observe import confirm
 
 if TYPE_CHECKING:
@@ -107,6 +108,16 @@ def spare_key(file: ManifestFile) -> str:
     return f"{SPARE}{name[:32]}"
 
 
+def contents_of(store: Store) -> dict[str, set[str]]:
+    """Key → CRC64 of every content that any readable manifest promises under it, committed or not."""
+    found: dict[str, set[str]] = {}
+    for where in generations_with_manifests(store):
+        for known in read_generation(store, where):
+            for file in known.manifest.files:
+                found.setdefault(file.key, set()).add(file.checksums.crc64nvme)
+    return found
+
+
 class Resender:
     """Puts objects of one remote right. `note(key, token)`: an upload that a crash would leave behind; token
     "" when it is over. `on_progress(key, done, total)`."""
@@ -122,15 +133,17 @@ class Resender:
         self._identity = identity
         self._note = note
         self._on_progress = on_progress
+        self._contents: dict[str, set[str]] | None = None
 
     def put_right(self, view: CommitView, file: ManifestFile, open_source: Callable[[], Source]) -> None:
         """Send the bytes of `open_source()`; it is asked again for the second of two uploads.
 
         Raises:
-            RefusedError: the COMMIT does not count any more, or the key was written to meanwhile.
+            RefusedError: the COMMIT does not count any more, or another manifest promises other bytes there.
             DamagedError: the source holds other bytes; the object is as it was, or its spare lies beside it.
         """
         self._still_counts(view)
+        self._is_alone(file)
         store, spare = self._store, spare_key(file)
         if store.stat(file.key) is not None:
             if not self._holds(spare, file):
@@ -157,6 +170,14 @@ class Resender:
         if not found.ok:
             msg = f"{view.commit.tag} is not repaired: {found.reason}"
             raise RefusedError(msg, hint="what is disputed or retired does not count for anybody")
+
+    def _is_alone(self, file: ManifestFile) -> None:
+        """What is bad for one manifest may be intact for another: then nobody can say what is right."""
+        if self._contents is None:
+            self._contents = contents_of(self._store)
+        if len(self._contents.get(file.key, ())) > 1:
+            msg = f"{file.key} is listed with two contents"
+            raise RefusedError(msg, hint="one of the manifests was changed; nothing was sent")
 
     def _holds(self, key: str, file: ManifestFile) -> bool:
         """Whether the committed bytes lie under another key."""

@@ -43,7 +43,7 @@ def flip(path: Path) -> bytes:
 if os.environ.get("CKPTD_FULL"):  # minutes: rest, repair, rest again
 
     def test_what_is_put_back_is_the_same_save(tmp_path: Path) -> None:
-        """No new generation, no torn save; later it is rotated under its old COMMIT as if nothing had been."""
+        """No new generation, no torn save; later it is rotated under its old COMMIT."""
         with node(tmp_path, job='backfill = "all"') as here:
             old(here, 1)
             assert here.once() == 0
@@ -77,8 +77,9 @@ if os.environ.get("CKPTD_FULL"):  # minutes: rest, repair, rest again
             assert not here.problems() & {"torn-save", "prune-blocked", "incomplete-save"}
             assert here.ckptd("verify", here.job_file, "--read-data").returncode == 0
 
+    @pytest.mark.timeout(290)
     def test_the_scrub_of_a_real_daemon(tmp_path: Path) -> None:
-        """A bit that turned in the remote is a problem with its command; repaired beside the daemon, it clears."""
+        """A bit that turned is a problem with its command; repaired beside the daemon, it clears."""
         with node(tmp_path, job='backfill = "all"') as here:
             old(here, 1)
             assert here.once() == 0

@@ -17,7 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ckptd.cli.main import main
 from ckptd.config_model import RemoteConfig
-from ckptd.recover.repair import HERE, Repair, Wanted
+from ckptd.recover.mended import HERE, Wanted
+from ckptd.recover.repair import Repair
 from ckptd.recover.sight import look_at_remote
 from ckptd.recover.sources import Where
 from ckptd.recover.unfinished import Unfinished

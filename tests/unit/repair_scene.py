@@ -14,7 +14,8 @@ import pytest
 from ckptd.cli.main import main
 from ckptd.config_model import JobConfig, RemoteConfig
 from ckptd.observe.audit import Audit
-from ckptd.recover.repair import Mended, Repair, Wanted
+from ckptd.recover.mended import Mended, Wanted
+from ckptd.recover.repair import Repair
 from ckptd.recover.sight import look_at_remote
 from ckptd.recover.unfinished import Unfinished
 from ckptd.recover.verified import Slice

@@ -6,13 +6,15 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptd import files
 from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
-from ckptd.recover.repair import HERE
+from ckptd.recover.mended import HERE
+from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
 from tests.unit.restore_scene import TAG
 
@@ -251,3 +253,19 @@ def test_the_command(scene: RepairScene, capsys: pytest.CaptureFixture[str]) -> 
     assert run_here(capsys, "verify", job, "--read-data").returncode == 0
     lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
     assert [json.loads(line)["action"] for line in lines] == ["repair", "repair"]
+
+
+def test_two_contents_under_one_key(scene: RepairScene) -> None:
+    """A manifest that was changed to claim another checkpoint's object: that one is intact and stays."""
+
+    def claim(document: dict[str, Any]) -> None:
+        (row,) = [f for f in document["files"] if "rank_1" in f["path"]]
+        row["key"] = f"global_step5/{row['path']}"
+
+    rewrite(scene, TAG, claim)
+    before = contents(scene.nas)
+    done = scene.repair(TAG, targets=["nas"], here=False)
+    assert [row.outcome for row in done.rows] == ["left"]
+    assert "two contents" in done.rows[0].reason
+    assert done.exit_code() == 65
+    assert contents(scene.nas) == before
