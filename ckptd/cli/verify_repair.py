@@ -35,7 +35,7 @@ def run_repair(
     from ckptd.cli.verify_cmd import show
     from ckptd.observe.audit import Audit
     from ckptd.recover.mended import Wanted
-from ckptd.recover.repair import Repair
+    from ckptd.recover.repair import Repair
     from ckptd.recover.sources import named, where_of
     from ckptd.recover.unfinished import Unfinished
 
