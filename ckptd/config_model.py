@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ckptd.config_quantities import Bytes, Seconds, Share, ShareOrBytes
+from ckptd.config_quantities import Bytes, BytesPerDay, Seconds, Share, ShareOrBytes
 from ckptd.config_retention import Retention
 from ckptd.config_s3 import S3Keys
 from ckptd.config_schemes import scheme_of
@@ -90,6 +90,9 @@ class RemoteConfig(S3Keys, Retention):
     )
     part_size_bytes: Annotated[Bytes, AfterValidator(check_part_size)] | None = _key(
         None, "part_size", '"64MiB"', "of uploads to S3; default 16MiB, more for files above 140 GiB"
+    )
+    scrub_bytes_per_day: BytesPerDay = _key(
+        None, "scrub", '"off"', '"50GB/day": committed objects are read again while all is quiet'
     )
     same_filesystem: bool = _key(
         False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"

@@ -115,6 +115,21 @@ def parse_bandwidth(value: object) -> int | None:
     return speed
 
 
+def parse_per_day(value: object) -> int | None:
+    """Bytes per day of "50GB/day" or "2TiB/day"; None for "off"."""
+    if value in (None, "off"):
+        return None
+    text = _text(value, "a speed of reading", "50GB/day")
+    if not text.endswith("/day"):
+        msg = f'{text!r} is no amount a day; write it as "50GB/day", or "off"'
+        raise ValueError(msg)
+    amount = parse_bytes(text.removesuffix("/day"))
+    if amount <= 0:
+        msg = f'{text!r} reads nothing; write "off"'
+        raise ValueError(msg)
+    return amount
+
+
 def _is_number(text: str) -> bool:
     digits = text.replace(".", "", 1)
     return digits.isascii() and digits.isdigit() and text[:1] != "." and text[-1:] != "."
@@ -146,4 +161,5 @@ def show_seconds(seconds: float) -> str:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
+BytesPerDay = Annotated[int | None, BeforeValidator(parse_per_day)]
 ShareOrBytes = Annotated[Share, BeforeValidator(parse_share)]

@@ -26,7 +26,9 @@ from ckptd.pages import copy_range as copy_range
 from ckptd.pages import drop_pages as drop_pages
 from ckptd.pages import extent_at as extent_at
 from ckptd.pages import flush_range as flush_range
+from ckptd.pages import free_bytes as free_bytes
 from ckptd.pages import start_flush as start_flush
+from ckptd.pages import write_all as write_all
 from ckptd.pages import write_at as write_at
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 TEMPORARY_PREFIX = ".ckptd-tmp-"
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_RENAME_NOREPLACE = 1
 
 
 def identity_of(status: os.stat_result) -> FileIdentity:
@@ -206,13 +207,6 @@ def read_beneath(dir_fd: int, relative: str, *, limit_bytes: int = 64 << 20) -> 
         os.close(fd)
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write everything, whatever the kernel takes at once."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def fsync_dir(fd: int) -> None:
     """Make the names in a directory durable; EINVAL is tolerated (network file systems that cannot)."""
     try:
@@ -289,8 +283,16 @@ def _create_without_link(dir_fd: int, temporary: str, name: str, data: bytes, mo
 
 def rename_noreplace(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
     """Rename that never replaces; FileExistsError when `dst` is there (`renameat2`, Linux ≥ 3.15)."""
-    result = _libc.renameat2(src_dir_fd, os.fsencode(src), dst_dir_fd, os.fsencode(dst), _RENAME_NOREPLACE)
-    if result != 0:
+    _renameat2(src_dir_fd, src, dst_dir_fd, dst, 1)
+
+
+def rename_exchange(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str) -> None:
+    """Swap two names at once: neither is absent at any instant."""
+    _renameat2(src_dir_fd, src, dst_dir_fd, dst, 2)
+
+
+def _renameat2(src_dir_fd: int, src: str, dst_dir_fd: int, dst: str, flags: int) -> None:
+    if _libc.renameat2(src_dir_fd, os.fsencode(src), dst_dir_fd, os.fsencode(dst), flags) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), src, None, dst)
 
@@ -338,9 +340,3 @@ def remove_tree(dir_fd: int, name: str) -> None:
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=dir_fd)
-
-
-def free_bytes(fd: int) -> int:
-    """Bytes that an ordinary user may still write on the file system of `fd`."""
-    status = os.fstatvfs(fd)
-    return status.f_bavail * status.f_frsize

@@ -150,3 +150,16 @@ def drop_pages(fd: int, offset: int = 0, length: int = 0) -> None:
     """Ask the kernel to forget clean cached pages of a range (`length` 0: to the end)."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write everything, whatever the kernel takes at once."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def free_bytes(fd: int) -> int:
+    """Bytes that an ordinary user may still write on the file system of `fd`."""
+    status = os.fstatvfs(fd)
+    return status.f_bavail * status.f_frsize

@@ -53,7 +53,7 @@ CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
 
 REMOVERS = {
     "remove", "unlink", "rmdir", "removedirs", "rename", "renames", "replace", "rmtree", "move", "link",
-    "remove_file", "remove_tree", "rename_noreplace", "rename_new",
+    "remove_file", "remove_tree", "rename_noreplace", "rename_new", "rename_exchange",
 }  # fmt: skip
 
 MAY_REMOVE = {
@@ -69,6 +69,7 @@ MAY_REMOVE = {
     "convert/execute.py": "publishes its own temporary files",
     "convert/executor_child.py": "links and publishes its own files",
     "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
+    "recover/mend.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
     "recover/lock.py": "its own empty folders, where there is nothing to resume from",
     "recover/fetch.py": "its own files in staging",
     "quickstart/play.py": "plays the replaced node",

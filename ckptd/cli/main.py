@@ -36,6 +36,8 @@ VERBS: tuple[str, ...] = (
     "unpin",
     "accept",
     "adopt",
+    "gc",
+    "takeover",
     "quickstart",
 )
 """In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""

@@ -9,11 +9,13 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckptd.recover.verify import VerifiedRemote
+    from ckptd.recover.mended import Mended
+    from ckptd.recover.verified import VerifiedRemote
 
 _HELP = (
     "Prove committed checkpoints again from the remote alone: documents, presence and size of every object; "
-    "with --read-data every byte. Exits 0 when all is as committed, 65 when something differs."
+    "with --read-data every byte. Exits 0 when all is as committed, 65 when something differs. --repair puts "
+    "it right from intact bytes on the node or in another remote."
 )
 _SHOWN_UNLISTED = 5
 
@@ -30,51 +32,71 @@ def register(app: typer.Typer) -> None:
             None, "--slice", metavar="N/T", help="Read the N-th of T slices: 1/7 on Mondays, 2/7 …"
         ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        repair: bool = typer.Option(False, "--repair", help="Put right what differs, from intact bytes."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="With --repair: only say what it would do."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
         config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
     ) -> None:
-        import json
         import os
-        import sys
-        from dataclasses import asdict
         from pathlib import Path
-
-        from rich.console import Console
 
         from ckptd.cli.progress import progress_bar
         from ckptd.cli.text import say
-        from ckptd.errors import CkptdError
+        from ckptd.errors import CkptdError, UsageError
         from ckptd.recover.sight import look_at_remote
         from ckptd.recover.sources import where_of
-        from ckptd.recover.verify import Slice, Verifier, exit_code, slice_of
+        from ckptd.recover.verified import Slice, exit_code, slice_of
+        from ckptd.recover.verify import Verifier
         from ckptd.remote.access import access_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
         directory = Path(config_dir) if config_dir else None
+        if dry_run and not repair:
+            raise UsageError("--dry-run belongs to --repair", hint="verify alone writes nothing anyway")
+        if repair:
+            from ckptd.cli.verify_repair import run_repair
+
+            run_repair(job, tag, read, remote, directory, dry_run=dry_run, as_json=as_json)
+            return
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         found: list[VerifiedRemote] = []
         failures: list[CkptdError] = []
         with progress_bar() as tell:
             for one in where.remotes:
                 try:
-                    sight = look_at_remote(one.name, one.url, where.owner, access_of(one))
+                    sight = look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
                     found.append(Verifier(sight, read=read, on_progress=tell).run(tag))
                 except CkptdError as error:
                     failures.append(error)
                     say(f"{one.name}: {error}")
-        if as_json:
-            shown = {"schema_version": 1, "remotes": [asdict(remote_found) for remote_found in found]}
-            print(json.dumps(shown, indent=1))
-        else:
-            console = Console(width=None if sys.stdout.isatty() else 200)
-            for verified in found:
-                console.print(_table(verified))
-        for verified in found:
-            for line in _lines(verified):
-                say(f"{verified.name}: {line}")
+        show(found, as_json=as_json)
         code = exit_code(found) or (failures[0].exit_code if failures else 0)
         if code:
             raise typer.Exit(code)
+
+
+def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | None = None) -> None:
+    """Tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from ckptd.cli.text import say
+
+    if as_json:
+        shown = {"schema_version": 1, "remotes": [asdict(one) for one in found]}
+        if repairs is not None:
+            shown["repairs"] = [asdict(row) for row in repairs]
+        print(json.dumps(shown, indent=1))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 200)
+        for verified in found:
+            console.print(_table(verified))
+    for verified in found:
+        for line in _lines(verified):
+            say(f"{verified.name}: {line}")
 
 
 def _lines(verified: VerifiedRemote) -> list[str]:

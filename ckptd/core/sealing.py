@@ -26,7 +26,8 @@ def same_files(save: SealedSave, folder: FolderListing) -> bool:
 
 
 def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, FileFacts]) -> Memory | None:
-    """Identities of the last sealed save of the tag; one whose ctime alone changed counts as kept (H50)."""
+    """Identities of the last sealed save of the tag; one that is the same but for ctime, or that was put back
+    (adr/0091), counts as kept (H50)."""
     if row is None:
         return None
     here = {f.path: f for f in folder.files}
@@ -39,19 +40,20 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
         elif file.path in shards:
             known = facts.get(file.path)
             is_same = (
-                _only_ctime(file, current) and known is not None and known.fingerprint == file.fingerprint
+                _is_put_back(file, current) and known is not None and known.fingerprint == file.fingerprint
             )
             memory[file.path] = current.identity if is_same else file.identity
     return Memory(shards=memory)
 
 
 def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:
-    """The same save with new ctimes, when nothing but ctimes changed; None when it is another save (H50)."""
+    """The same save with new identities, when only ctimes changed or files were put back (`verify --repair`,
+    rsync -t): same size, mtime and fingerprint. None when it is another save (H50)."""
     now = {f.path: f for f in folder.own}
     if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
         return None
     for file in save.files:
-        is_same = file.identity == now[file.path].identity or _only_ctime(file, now[file.path])
+        is_same = file.identity == now[file.path].identity or _is_put_back(file, now[file.path])
         if not is_same or facts[file.path].fingerprint != file.fingerprint:
             return None
     files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in save.files)
@@ -103,5 +105,7 @@ def best_of(tag: str, facts: Mapping[str, FileFacts], metric: str | None = None)
     return Best(metric="best_metric", value=state.trainer.best_metric, is_best=True)
 
 
-def _only_ctime(file: SealedFile, now: ListedFile) -> bool:
-    return replace(file.identity, ctime_ns=now.identity.ctime_ns) == now.identity
+def _is_put_back(file: SealedFile, now: ListedFile) -> bool:
+    """Perhaps another inode, and all that a save would change is as it was; the caller compares content."""
+    same = {"ctime_ns": now.identity.ctime_ns, "ino": now.identity.ino}
+    return replace(file.identity, **same) == now.identity

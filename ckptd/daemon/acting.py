@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ckptd.daemon.chores import Chores
     from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.scrubbing import Scrubber
     from ckptd.daemon.shipping import Shipping
     from ckptd.daemon.totals import Totals
     from ckptd.journal import Journal
@@ -33,6 +34,7 @@ class Actor:
         journal: Journal,
         totals: Totals,
         wake: Callable[[], None],
+        scrubber: Scrubber,
     ) -> None:
         self._links = links
         self._shipping = shipping
@@ -40,6 +42,7 @@ class Actor:
         self._journal = journal
         self._totals = totals
         self._wake = wake
+        self.scrubber = scrubber
 
     def carry_out(self, plan: a.Plan, save_dir_fd: int, reserve_bytes: int) -> None:
         """Start what may start now; what has to wait in line is planned again when its turn comes."""
@@ -52,6 +55,10 @@ class Actor:
             except OSError as error:
                 log.error("%s", from_os_error(error, type(action).__name__))
         self._totals.end_turn(places)
+
+    def scrub(self) -> bool:
+        """The slow reading goes on, or makes way; whether it found something."""
+        return self.scrubber.turn()
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""

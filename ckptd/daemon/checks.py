@@ -109,7 +109,8 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         if verdict.state is State.TORN_RESAVE:
             see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
         elif verdict.state is State.INCOMPLETE:
-            see.see("incomplete-save", tag, reason, "its writer is gone; ckptd resume moves it aside")
+            removes = f"ckptd gc {job.config.name} --incomplete {tag} removes it"
+            see.see("incomplete-save", tag, reason, f"ckptd resume moves it aside, {removes}")
         elif verdict.state is State.SUSPECT:
             see.see("suspect-save", tag, reason, f"if it is one save: ckptd accept {job.config.name} {tag}")
         elif verdict.state is State.LEFTOVER and _is_lost(job, state, tag):

@@ -24,6 +24,7 @@ from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.rest import RESCAN_SECONDS, Rest
+from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.setup import (
     check_device,
     is_still,
@@ -93,6 +94,7 @@ class Job:
         self._tags_at_start: frozenset[str] | None = None
         """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
         self._may_delete = False
+        self._active_at = 0.0
         self.rest = Rest()
 
     # --- opening ---------------------------------------------------------------------------------------
@@ -119,8 +121,8 @@ class Job:
         fd = open_locked(save_dir)
         if fd is None:
             self._tags_at_start = frozenset()
-            text = f"{save_dir} does not exist yet"
-            self.problems.put("save-dir-missing", save_dir, text, "it appears when training starts")
+            hint = "it appears when training starts"
+            self.problems.put("save-dir-missing", save_dir, f"{save_dir} does not exist yet", hint)
             return
         self._fd = fd
         self.problems.clear("save-dir-missing", save_dir)
@@ -170,7 +172,8 @@ class Job:
         self.chores = Chores(
             self.config, state, self.workers, self._audit, self._totals.conversion_bytes, self.wake
         )
-        self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake)
+        scrubber = Scrubber(self.config, state, self.links)
+        self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
         return state
 
     def _on_attached(self, name: str) -> Callable[[m.Attached], None]:
@@ -218,8 +221,6 @@ class Job:
 
     # --- the turn --------------------------------------------------------------------------------------
 
-    _active_at = 0.0
-
     def turn(self, now_seconds: float) -> None:
         """One pass: scan when due, then plan and act."""
         if self._fd is None:
@@ -251,8 +252,7 @@ class Job:
             self._tags_at_start = frozenset(f.tag for f in listing.folders)
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
-            is_inside = self.state_dir.is_relative_to(self.config.save_dir)
-            if not listing.folders and is_inside:
+            if not listing.folders and self.state_dir.is_relative_to(self.config.save_dir):
                 return
             recover(self._activate(save_dir_fd), save_dir_fd, self._audit)
             self.needs_turn = True
@@ -263,7 +263,7 @@ class Job:
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
                 link.turn(now_seconds, is_at_rest=self.rest.is_now)
-        has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
+        has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values()) | self.actor.scrub()
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
@@ -291,7 +291,7 @@ class Job:
             state,
             self.links,
             save_dir_fd,
-            pins=self.knowledge.pins,
+            pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self._may_delete,
         )
         state.plan = plan(self.view)

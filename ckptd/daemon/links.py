@@ -64,6 +64,8 @@ class RemoteLink:
         self.tag_views: dict[str, m.TagView] = {}
         self.ship_order: int | None = None
         """The order of the mover (ship or retire) that is under way."""
+        self.scrub_order: int | None = None
+        """A slow reading that is under way; anything else comes first."""
         self._problems = problems
         self._post = post
         self._on_attached = on_attached
@@ -104,9 +106,10 @@ class RemoteLink:
 
     @property
     def open_orders(self) -> int:
-        """Orders without an answer yet, but for the regular look at what the remote holds."""
+        """Orders without an answer yet, but for the regular look and the slow reading."""
         is_look = self._is_asking and self.attached is not None and self._is_regular_look
-        return len(self._open) - (is_look and self._asked_at_seconds >= self._changed_at_seconds)
+        is_in_vain = is_look and self._asked_at_seconds >= self._changed_at_seconds
+        return len(self._open) - is_in_vain - (self.scrub_order is not None)
 
     def seconds_to_retry(self) -> float:
         """How long the backoff lasts; 0 when there is none."""
@@ -205,6 +208,11 @@ class RemoteLink:
         if self.ship_order is not None:
             self._client.cancel(self.ship_order)
 
+    def cancel_scrub(self) -> None:
+        """End the slow reading at its next step."""
+        if self.scrub_order is not None:
+            self._client.cancel(self.scrub_order)
+
     def close(self) -> None:
         """End the child; answers that are on their way concern nobody any more."""
         self._client.close()
@@ -225,6 +233,8 @@ class RemoteLink:
         else:
             del self._open[order_id]
             self._durable = {}
+            if self.scrub_order == order_id:
+                self.scrub_order = None
             if self.ship_order == order_id:
                 self.ship_order = None
                 self._changed_at_seconds = time.monotonic()

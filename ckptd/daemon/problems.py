@@ -23,6 +23,7 @@ Code = Literal[
     "remote-damaged",
     "remote-left-alone",
     "transfer-stalled",
+    "remote-object-damaged",
     "upload-failed",
     "source-damaged",
     "commit-waiting",

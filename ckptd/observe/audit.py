@@ -1,4 +1,4 @@
-"""audit.jsonl: one line for everything that ckptd ever removed, with its reason and the COMMITs it rested on.
+"""audit.jsonl: one line for everything that ckptd removed or repaired: why, on which COMMITs it rested.
 
 Append-only and flushed before the removal is reported done, so that a person (or a judge that is not ckptd)
 can compare every deletion with what was committed at that moment (P1).
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-What = Literal["prune", "retire", "drop-derived", "release-hold", "trash"]
+What = Literal["prune", "retire", "drop-derived", "release-hold", "trash", "repair", "gc"]
 
 
 class Audit:

@@ -15,7 +15,15 @@ from ckptd.core.manifest import ManifestFile
 from ckptd.core.order import next_order
 from ckptd.core.save import Order
 from ckptd.core.trainers import Trainer, layout_of
-from ckptd.errors import DamagedError, NotFoundError, RemoteError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NotFoundError,
+    NotPermitted,
+    RemoteError,
+    StorageError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -110,8 +118,8 @@ class Choice:
 
     candidates: list[Candidate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    lost: dict[str, RemoteError] = field(default_factory=dict)
-    """Remotes that stopped answering while their manifests were read."""
+    lost: dict[str, CkptdError] = field(default_factory=dict)
+    """Remotes that stopped answering, or refused, while their manifests were read."""
 
 
 def choose(
@@ -192,7 +200,7 @@ def readable_copies(
                 choice.notes.append(
                     f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
                 )
-            except RemoteError as error:
+            except (RemoteError, NotPermitted, StorageError) as error:
                 choice.lost[remote.name] = error
     return copies
 

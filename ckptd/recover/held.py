@@ -57,7 +57,9 @@ def look_into(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -
         present = [file for file in known.values() if _is_something(folder, file.path)]
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="compare") as pool:
             found = dict(
-                zip((f.path for f in present), pool.map(lambda f: _is(folder, f), present), strict=True)
+                zip(
+                    (f.path for f in present), pool.map(lambda f: same_bytes(folder, f), present), strict=True
+                )
             )
     finally:
         os.close(folder)
@@ -96,7 +98,7 @@ def _is_something(folder: int, path: str) -> bool:
         return True
 
 
-def _is(folder: int, file: ManifestFile) -> bool:
+def same_bytes(folder: int, file: ManifestFile) -> bool:
     """Same size and same CRC64; pages are dropped after reading."""
     try:
         fd = files.open_beneath(folder, file.path)

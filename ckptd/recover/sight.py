@@ -93,15 +93,17 @@ class LocalSight:
         return {path: facts.fingerprint for path, facts in self.facts.items()}
 
 
-def look_at_remote(name: str, url: str, job: str | None, access: Access = _DEFAULT) -> RemoteSight:
-    """Read a remote; `job`: whose it must be (None: anybody's).
+def look_at_remote(
+    name: str, url: str, job: str | None, access: Access = _DEFAULT, *, is_tolerant: bool = False
+) -> RemoteSight:
+    """Read a remote; `job`: whose it must be (None: anybody's); `is_tolerant`: as `read_remote`.
 
     Raises:
         RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
     """
     store = open_store(url, access=access)
     try:
-        observation = read_remote(store)
+        observation = read_remote(store, is_tolerant=is_tolerant)
     except RemoteNotOurs as error:
         if IDENTITY_KEY not in error.message:
             raise

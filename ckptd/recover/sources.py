@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.config import remote_from_arguments, resolve_job
-from ckptd.errors import CkptdError, DamagedError, NotFoundError, RemoteError
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NoSpaceError,
+    NotFoundError,
+    NotPermitted,
+    RemoteError,
+    StorageError,
+)
 from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
@@ -23,6 +31,10 @@ if TYPE_CHECKING:
     from ckptd.recover.choose import Copy
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.steps import Step
+
+
+_OF_A_REMOTE = (RemoteError, NotPermitted, StorageError)
+"""What makes the next remote be asked; a fault of this node is met again there, and said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +137,7 @@ class Sources:
                 self.damaged.add((step.copy.remote.name, step.copy.view.sha256))
                 self._look_again(step.copy)
                 return True
-            if isinstance(error, RemoteError):
+            if isinstance(error, _OF_A_REMOTE) and not isinstance(error, NoSpaceError):
                 self.drop(step.copy.remote.name, error)
                 return True
         fetched = [s for s in steps if isinstance(s, Fetch)]

@@ -6,18 +6,26 @@ local is asked: neither the daemon nor its journal nor save_dir.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import missing, objects_of, order_of
 from ckptd.core.manifest import ROOT, commit_key
-from ckptd.errors import DamagedError, NotFoundError, NothingCommitted, RefusedError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NotFoundError,
+    NothingCommitted,
+    NotPermitted,
+    RefusedError,
+    StorageError,
+)
 from ckptd.recover.fetch import PARALLEL, read_through
 from ckptd.recover.sight import is_gone
 from ckptd.recover.trust import distrust
+from ckptd.recover.verified import BadObject, Difference, VerifiedCommit, VerifiedRemote
 from ckptd.remote.checksums import to_hex
 from ckptd.remote.documents import manifests_of_commit, read_generation, stem_of
 
@@ -26,75 +34,11 @@ if TYPE_CHECKING:
 
     from ckptd.core.manifest import ManifestFile
     from ckptd.recover.sight import RemoteSight
+    from ckptd.recover.verified import Slice
     from ckptd.remote.messages import CommitView
 
 _POINTERS = ("latest", "latest_universal")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """The `number`-th (from 1) of `of` slices of all objects, by a hash of their keys."""
-
-    number: int = 1
-    of: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
-            msg = f"--slice {self.number}/{self.of} is not one of {self.of} slices"
-            raise UsageError(msg, hint="slices count from 1: --slice 1/7 … --slice 7/7")
-
-    def has(self, key: str) -> bool:
-        """Whether an object belongs to the slice: the same one on every machine."""
-        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") % self.of == self.number - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One thing that is not as it was committed."""
-
-    key: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: expected {self.expected}, found {self.found}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifiedCommit:
-    """One COMMIT. `verdict`: good, damaged, disputed or retired (the last two do not count for anybody)."""
-
-    tag: str
-    generation: int
-    form: str
-    branch: int
-    step: int
-    files: int
-    bytes: int
-    read_bytes: int
-    commit_sha256: str
-    verdict: str
-    differences: tuple[Difference, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifiedRemote:
-    """One remote; oldest checkpoint first. `unlisted`: objects that no manifest lists."""
-
-    name: str
-    url: str
-    job: str
-    commits: tuple[VerifiedCommit, ...]
-    unlisted: tuple[str, ...]
-    unlisted_bytes: int
-    problems: tuple[str, ...]
-    """Documents that could not be read."""
-
-    @property
-    def is_good(self) -> bool:
-        """Nothing that counts differs."""
-        return not self.problems and all(row.verdict != "damaged" for row in self.commits)
+_KEPT_FROM_READING = (NotPermitted, StorageError)
 
 
 class Verifier:
@@ -115,6 +59,8 @@ class Verifier:
         self._listed: set[str] = set()
         self._lock = threading.Lock()
         self._done_bytes = 0
+        self.bad: list[BadObject] = []
+        """Objects of COMMITs that count which are absent or other bytes; filled by `run`."""
 
     def run(self, tag: str | None = None) -> VerifiedRemote:
         """Prove every COMMIT, or those of one tag.
@@ -170,14 +116,18 @@ class Verifier:
             files = self._documents(view, differences)
         except (DamagedError, RefusedError) as error:
             differences.append(Difference(key=view.key, expected="its manifests", found=error.message))
+        except _KEPT_FROM_READING as error:
+            differences.append(_unreadable(view.key, "its manifests", error))
         before = self._done_bytes
-        differences += self._objects(commit.tag, files.values())
-        verdict = "damaged" if differences else "good"
-        if view.disputed:
-            verdict = "disputed"
-        elif is_retired or (differences and is_gone(self._remote.store, view)):
-            # retention goes on while hours of bytes are read
-            verdict = "retired"
+        bad = self._objects(commit.tag, files.values())
+        differences += [difference for _, difference in bad]
+        verdict = self._verdict(view, is_retired, differences)
+        if verdict == "damaged":
+            self.bad += [
+                BadObject(view=view, file=file, difference=difference)
+                for file, difference in bad
+                if difference.code == DamagedError.exit_code
+            ]
         return VerifiedCommit(
             tag=commit.tag,
             generation=commit.generation,
@@ -191,6 +141,19 @@ class Verifier:
             verdict=verdict,
             differences=tuple(differences),
         )
+
+    def _verdict(self, view: CommitView, is_retired: bool, differences: Sequence[Difference]) -> str:
+        if view.disputed:
+            return "disputed"
+        with contextlib.suppress(*_KEPT_FROM_READING):
+            # retention goes on while hours of bytes are read
+            is_retired = is_retired or (bool(differences) and is_gone(self._remote.store, view))
+        if is_retired:
+            return "retired"
+        if not differences:
+            return "good"
+        is_proven = any(one.code == DamagedError.exit_code for one in differences)
+        return "damaged" if is_proven else "unreadable"
 
     def _documents(self, view: CommitView, differences: list[Difference]) -> Mapping[str, ManifestFile]:
         """The objects that a COMMIT promises; what does not agree among its documents is added."""
@@ -214,7 +177,7 @@ class Verifier:
         differences += [Difference(key=view.key, expected=what, found="in no manifest") for what in lacking]
         return objects
 
-    def _objects(self, tag: str, wanted: Iterable[ManifestFile]) -> list[Difference]:
+    def _objects(self, tag: str, wanted: Iterable[ManifestFile]) -> list[tuple[ManifestFile, Difference]]:
         listed = list(wanted)
         total = sum(f.bytes for f in listed if self._read is not None and self._read.has(f.key))
         start = self._done_bytes
@@ -234,7 +197,8 @@ class Verifier:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
                 raise
-        return [difference for difference in found if difference is not None]
+        rows = zip(listed, found, strict=True)
+        return [(file, difference) for file, difference in rows if difference is not None]
 
     def _object(
         self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
@@ -242,7 +206,10 @@ class Verifier:
         """One object; a replica that several COMMITs list is read once."""
         mark = (file.key, file.bytes, file.checksums.crc64nvme)
         if mark not in self._checked:
-            self._checked[mark] = self._compare(file, told, stop)
+            try:
+                self._checked[mark] = self._compare(file, told, stop)
+            except _KEPT_FROM_READING as error:
+                self._checked[mark] = _unreadable(file.key, f"{file.bytes} bytes", error)
         return self._checked[mark]
 
     def _compare(
@@ -270,23 +237,10 @@ class Verifier:
         """What a shipment under way has put there already is listed by its manifests, if it has any yet."""
         seen = self._remote.observation
         for where in {*seen.uncommitted, *seen.retiring}:
-            for known in read_generation(self._remote.store, where):
-                self._listed |= {file.key for file in known.manifest.files}
+            with contextlib.suppress(*_KEPT_FROM_READING):
+                for known in read_generation(self._remote.store, where):
+                    self._listed |= {file.key for file in known.manifest.files}
 
 
-def slice_of(text: str) -> Slice:
-    """`2/7` → the second of seven slices.
-
-    Raises:
-        UsageError: it is none.
-    """
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and len(number) < 10 and len(of) < 10):
-        msg = f"--slice {text!r} is not N/T"
-        raise UsageError(msg, hint="--slice 1/7 reads the first of seven slices")
-    return Slice(number=int(number), of=int(of))
-
-
-def exit_code(verified: Sequence[VerifiedRemote]) -> int:
-    """0: all as committed; 65: something differs."""
-    return 0 if all(remote.is_good for remote in verified) else DamagedError.exit_code
+def _unreadable(key: str, expected: str, error: CkptdError) -> Difference:
+    return Difference(key=key, expected=expected, found=f"unreadable: {error.message}", code=error.exit_code)

@@ -25,7 +25,7 @@ from ckptd.core.manifest import (
     side_key,
     stem,
 )
-from ckptd.errors import DamagedError
+from ckptd.errors import CkptdError, DamagedError
 from ckptd.remote.messages import CommitView
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Documents:
     retired: list[Tombstone] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    skip: tuple[type[CkptdError], ...] = (DamagedError,)
 
     def live(self) -> list[CommitView]:
         """COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
@@ -121,11 +122,15 @@ class DocumentCache:
 
 
 def read_commits(
-    store: Store, only_tag: str | None = None, *, cache: DocumentCache | None = None
+    store: Store,
+    only_tag: str | None = None,
+    *,
+    cache: DocumentCache | None = None,
+    skip: tuple[type[CkptdError], ...] = (DamagedError,),
 ) -> Documents:
-    """Every COMMIT and tombstone (of one tag)."""
+    """Every COMMIT and tombstone (of one tag); what fails with one of `skip` is named and left out."""
     cache = DocumentCache() if cache is None else cache
-    found = Documents()
+    found = Documents(skip=skip)
     disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
     for info in store.list(f"{ROOT}/commits/"):
         where = stem_of_key(info.key)
@@ -133,7 +138,7 @@ def read_commits(
             continue
         try:
             read = cache.get(store, info, Commit)
-        except DamagedError as error:
+        except skip as error:
             found.damaged.append(error.message)
             continue
         if read is not None:
@@ -144,7 +149,7 @@ def read_commits(
     for info in store.list(f"{ROOT}/retired/"):
         where = stem_of_key(info.key)
         if where is not None and only_tag in (None, where[0]):
-            _collect(store, info, Tombstone, found.retired, found.damaged, cache)
+            _collect(store, info, Tombstone, found.retired, found, cache)
     found.commits.sort(key=lambda view: view.key)
     return found
 
@@ -154,7 +159,7 @@ def read_decisions(store: Store, found: Documents, cache: DocumentCache | None =
     cache = DocumentCache() if cache is None else cache
     for folder in ("decisions", "pins"):
         for info in store.list(f"{ROOT}/{folder}/"):
-            _collect(store, info, Decision, found.decisions, found.damaged, cache)
+            _collect(store, info, Decision, found.decisions, found, cache)
     found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
 
 
@@ -163,13 +168,13 @@ def _collect(
     info: ObjectInfo,
     kind: type[AnyDocument],
     into: list[AnyDocument],
-    damaged: list[str],
+    found: Documents,
     cache: DocumentCache,
 ) -> None:
     try:
         read = cache.get(store, info, kind)
-    except DamagedError as error:
-        damaged.append(error.message)
+    except found.skip as error:
+        found.damaged.append(error.message)
         return
     if read is not None:
         into.append(read[0])

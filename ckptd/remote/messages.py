@@ -16,6 +16,7 @@ from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIde
 from ckptd.remote.access import Access
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
+from ckptd.remote.scrub_messages import Scrub, Scrubbed
 from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
@@ -173,13 +174,11 @@ class Cancel(Model):
     order_id: int
 
 
-Order = Annotated[
-    Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Pace | Cancel,
-    Field(discriminator="op"),
-]
+_Work = Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Scrub
+Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 
 
-LONG_ORDERS = (ShipOrder, Retire)
+LONG_ORDERS = (ShipOrder, Retire, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 
 
@@ -301,20 +300,8 @@ class ObjectDone(Model):
     object: Shipped
 
 
-Answer = Annotated[
-    Attached
-    | Observation
-    | Unchanged
-    | TagView
-    | ShipResult
-    | Confirmed
-    | Done
-    | Failed
-    | Moving
-    | ObjectDone
-    | Alive,
-    Field(discriminator="kind"),
-]
+_End = Attached | Observation | Unchanged | TagView | ShipResult | Confirmed | Scrubbed | Done | Failed
+Answer = Annotated[_End | Moving | ObjectDone | Alive, Field(discriminator="kind")]
 
 
 class AnswerLine(Model):

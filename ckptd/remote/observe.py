@@ -20,7 +20,7 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
-from ckptd.errors import DamagedError, RemoteNotOurs
+from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
 from ckptd.remote.documents import (
     IDENTITY_KEY,
     DocumentCache,
@@ -60,11 +60,16 @@ def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
 
 
 def observe(
-    store: Store, identity: RemoteIdentity | None = None, cache: DocumentCache | None = None
+    store: Store,
+    identity: RemoteIdentity | None = None,
+    cache: DocumentCache | None = None,
+    *,
+    skip: tuple[type[CkptdError], ...] = (DamagedError,),
 ) -> Observation:
-    """Everything the deciding thread needs to know of a remote, in one dated observation."""
+    """Everything the deciding thread needs to know of a remote, in one dated observation; documents that fail
+    with one of `skip` are named in `damaged`."""
     found_identity = still_ours(store, identity)
-    found = read_commits(store, cache=cache)
+    found = read_commits(store, cache=cache, skip=skip)
     read_decisions(store, found, cache)
     if cache is not None:
         cache.forget_unasked()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import order_of
 from ckptd.core.manifest import Commit
+from ckptd.errors import CkptdError, DamagedError, NotPermitted, StorageError
 from ckptd.remote import observe
 from ckptd.remote.documents import manifests_of_commit, stem_of
 
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 
-def read_remote(store: Store, identity: RemoteIdentity | None = None) -> Observation:
-    """What the remote holds now.
+UNREADABLE = (DamagedError, NotPermitted, StorageError)
+"""What one document may fail with where the others are still wanted (`verify`)."""
+
+
+def read_remote(
+    store: Store, identity: RemoteIdentity | None = None, *, is_tolerant: bool = False
+) -> Observation:
+    """What the remote holds now; `is_tolerant`: also where rights or the disk forbid reading one document.
 
     Raises:
         RemoteNotOurs: it has no `remote.json` ("not mounted?"), or another than `identity`.
         RemoteUnreachable: it is not there.
     """
-    return observe.observe(store, identity)
+    skip: tuple[type[CkptdError], ...] = UNREADABLE if is_tolerant else (DamagedError,)
+    return observe.observe(store, identity, skip=skip)
 
 
 def live_commits(observation: Observation) -> tuple[CommitView, ...]:

@@ -44,6 +44,8 @@ from ckptd.remote.observe import confirm, describe, observe, point, record, stil
 from ckptd.remote.open import WINDOW_BYTES, open_store
 from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
+from ckptd.remote.scrub import scrub
+from ckptd.remote.scrub_messages import Scrub
 from ckptd.remote.store import Progress
 from ckptd.remote.transfer import Control
 from ckptd.remote.watched import Motion, WatchedPacer, watched
@@ -117,6 +119,8 @@ class Service:
             return confirm(ground.store, order.commits, ground.identity)
         if isinstance(order, ShipOrder):
             return ship(ground, order, reporter.control(self._pacer))
+        if isinstance(order, Scrub):
+            return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
         if isinstance(order, Retire):
             retire(ground, order, reporter.check)
         elif isinstance(order, Record):

@@ -52,6 +52,25 @@ def test_deepspeed_goes_on_from_a_restore(tmp_path: Path) -> None:
         assert abs(loss - expected[step]) <= 1e-3
 
 
+if os.environ.get("CKPTD_FULL"):  # two starts of torch
+
+    @pytest.mark.timeout(200)
+    def test_deepspeed_goes_on_from_a_copy_by_hand(tmp_path: Path) -> None:
+        """docs/recovery.md: `cp` of one tag and its name in `latest`, nothing of ckptd."""
+        prepare([RECIPE])
+        save_dir, nas, to = tmp_path / "nvme" / "run", tmp_path / "nas" / "run", tmp_path / "by-hand"
+        nas.parent.mkdir()
+        shutil.copytree(save_dir_of(RECIPE), save_dir)
+        assert ckptd("run", save_dir, nas, "--once", "--same-filesystem").returncode == 0
+        to.mkdir()
+        subprocess.run(["cp", "-r", nas / TAG, to], check=True)
+        (to / "latest").write_text(TAG)
+        (losses,) = resume(2, [Resume(recipe=RECIPE, save_dir=to, tag=TAG, load="zero")], tmp_path)
+        expected = losses_of(RECIPE)
+        assert losses
+        assert losses == {step: expected[step] for step in losses}
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.faults
 def test_killed_for_real_and_called_again(tmp_path: Path) -> None:

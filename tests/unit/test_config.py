@@ -101,6 +101,14 @@ def test_a_secret_is_refused_and_not_repeated(tmp_path: Path, key: str, value: s
     assert "hunter2" not in str(caught.value)
 
 
+def test_how_much_is_read_again_a_day(tmp_path: Path) -> None:
+    """`scrub` is off by default; an amount a day, in bytes."""
+    path = tmp_path / "job.toml"
+    for line, wanted in (("", None), ('scrub = "off"', None), ('scrub = "50GB/day"', 50 * 10**9)):
+        path.write_text(f'save_dir = "{tmp_path}/run"\n[[remote]]\nname = "nas"\nurl = "/mnt/nas/x"\n{line}')
+        assert load_job(path).remotes[0].scrub_bytes_per_day == wanted
+
+
 @pytest.mark.parametrize("key", ["endpoint_url", "region", "credentials", "part_size"])
 def test_keys_of_s3_are_refused_for_directories(tmp_path: Path, key: str) -> None:
     value = {"endpoint_url": "http://host", "part_size": "64MiB"}.get(key, "env")

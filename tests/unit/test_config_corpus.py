@@ -114,6 +114,7 @@ WRONG: dict[str, list[Any]] = {
     "remote.storage_class": [5, True, "", "standard", "STANDART_IA", "GLACIER", "DEEP_ARCHIVE", DATE],
     "remote.tags": [5, True, "team", ["team"], [5], ["aws:x=y"], ["=x"], ["a=?"], ["a=1", "a=2"], DATE],
     "remote.sign_payload": [1, "true", [], DATE],
+    "remote.scrub": [5, True, "", "50GB", "50GB/s", "0GB/day", "/day", "fast", DATE],
     "remote.part_size": [5, True, "", "1MiB", "6GiB", "16", "many", DATE],
     "remote.save_total_limit": [0, -1, 2.5, True, "3", [], DATE],
     "remote.keep_last": [0, -1, 2.5, True, "3", [], DATE],

@@ -13,7 +13,8 @@ from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
 from ckptd.recover.sight import look_at_remote
 from ckptd.recover.sources import where_of
-from ckptd.recover.verify import Slice, Verifier, exit_code
+from ckptd.recover.verified import Slice, exit_code
+from ckptd.recover.verify import Verifier
 from ckptd.remote.messages import Retire
 from ckptd.remote.retire import retire
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES

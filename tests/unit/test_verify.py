@@ -12,7 +12,8 @@ import pytest
 from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NotFoundError, NothingCommitted, UsageError
 from ckptd.recover.sight import look_at_remote
-from ckptd.recover.verify import Slice, VerifiedRemote, Verifier, exit_code, slice_of
+from ckptd.recover.verified import Slice, VerifiedRemote, exit_code, slice_of
+from ckptd.recover.verify import Verifier
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.test_recover_commands import ckptd

@@ -1,0 +1,131 @@
+"""`ckptd gc JOB|URL`: what nothing counts on goes: half removals, replaced objects, our own leftovers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.recover.garbage import Collector
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.recover.sources import Where
+
+_HELP = (
+    "Remove what nothing counts on and is provably ours: removals that were cut short, objects of replaced "
+    "manifests, leftovers of killed work. Checkpoints are never garbage."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def gc(
+        job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
+        incomplete: str = typer.Option(
+            None, metavar="TAG", help="Remove this incomplete or torn folder from save_dir, nothing else."
+        ),
+        aside: bool = typer.Option(False, "--aside", help="Also what was moved to _ckptd/aside."),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+    ) -> None:
+        import os
+        from pathlib import Path
+
+        from ckptd.cli.text import say
+        from ckptd.cli.verify_repair import job_of, state_of
+        from ckptd.observe.audit import Audit
+        from ckptd.recover.garbage import Collector
+        from ckptd.recover.sources import where_of
+
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+        config = (
+            job_of(where, "--incomplete" if incomplete else "--aside") if incomplete or aside else where.job
+        )
+        state_dir = state_of(config, directory, make=not dry_run) if config is not None else None
+        audit = Audit(state_dir / "audit.jsonl") if state_dir is not None else None
+        collector = Collector(audit, say, dry_run=dry_run)
+        code = 0
+        try:
+            if incomplete and config is not None:
+                collector.incomplete(config, incomplete, _pins(where, state_dir))
+            else:
+                code = _everything(collector, where, state_dir)
+                if aside and config is not None:
+                    collector.aside(config)
+        finally:
+            _show(collector, dry_run=dry_run)
+        if code:
+            raise typer.Exit(code)
+
+
+def _everything(collector: Collector, where: Where, state_dir: Path | None) -> int:
+    """Remotes and node; the exit code of what failed first."""
+    from ckptd.cli.text import say
+    from ckptd.cli.verify_repair import look
+    from ckptd.errors import CkptdError
+    from ckptd.recover.unfinished import Unfinished
+
+    sights, failures = look(where)
+    codes = [error.exit_code for error in failures.values()]
+    good: list[RemoteSight] = []
+    for sight in sights:
+        try:
+            collector.remote(sight, Unfinished(state_dir) if state_dir is not None else None)
+            good.append(sight)
+        except CkptdError as error:
+            say(f"{sight.name}: {error}")
+            codes.append(error.exit_code)
+    if where.job is not None:
+        collector.node(where.job, good, state_dir)
+    return codes[0] if codes else 0
+
+
+def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
+    """Pinned tags: decisions here, and in every remote that answers."""
+    from ckptd.cli.text import say
+    from ckptd.cli.verify_repair import look
+    from ckptd.daemon.knowledge import pinned_tags, read_decisions
+    from ckptd.errors import CkptdError
+
+    decisions = read_decisions(state_dir) if state_dir is not None else []
+    try:
+        sights, _ = look(where)
+    except CkptdError as error:
+        if state_dir is None:
+            raise
+        say(f"going by the pins that are known here: {error.message}")
+        sights = []
+    known = {(d.kind, d.tag, d.serial): d for s in sights for d in s.observation.decisions}
+    known |= {(d.kind, d.tag, d.serial): d for d in decisions}
+    return pinned_tags(sorted(known.values(), key=lambda d: d.serial))
+
+
+def _show(collector: Collector, *, dry_run: bool) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ckptd.cli.text import printable
+    from ckptd.config_quantities import show_bytes
+
+    if not collector.removed:
+        print("nothing to remove")
+        return
+    total = sum(row.bytes for row in collector.removed)
+    title = f"{'would remove' if dry_run else 'removed'} {show_bytes(total)}"
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in ("where", "what", "size", "why"):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for row in collector.removed:
+        table.add_row(
+            row.where, escape(printable(row.what)), show_bytes(row.bytes), escape(printable(row.why))
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

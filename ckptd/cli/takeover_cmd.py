@@ -1,0 +1,79 @@
+"""`ckptd takeover JOB`: remotes that belong to another job's name or id become this job's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from ckptd.config_model import JobConfig, RemoteConfig
+    from ckptd.journal import Journal
+
+_HELP = (
+    "Make the remotes of a job its own, though another job's name or id is in them: after a rename, or when "
+    "its state is of another remote. Daemons that write there under the old identity stop."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def takeover(
+        job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+    ) -> None:
+        import fcntl
+        import os
+        from contextlib import ExitStack
+        from pathlib import Path
+
+        from ckptd.cli.verify_repair import job_of, state_of
+        from ckptd.errors import LockHeld
+        from ckptd.journal import Journal
+        from ckptd.recover.intact import opened_save_dir
+        from ckptd.recover.lock import lock
+        from ckptd.recover.sources import where_of
+
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+        config = job_of(where, "takeover")
+        with ExitStack() as closing:
+            fd = opened_save_dir(config.save_dir)
+            if fd is not None:
+                closing.callback(os.close, fd)
+                try:
+                    lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise LockHeld(f"a daemon owns {config.save_dir}", hint="stop it first") from error
+            state_dir = state_of(config, directory, make=False)
+            journal = None
+            if state_dir is not None and (state_dir / "journal.db").exists():
+                journal = Journal(state_dir / "journal.db")
+                closing.callback(journal.close)
+            for one in where.remotes:
+                print(f"{one.name}: {_one(config, one, journal)}")
+
+
+def _one(config: JobConfig, remote: RemoteConfig, journal: Journal | None) -> str:
+    """Take one remote over where it is another's; what was done."""
+    from ckptd.remote.access import access_of
+    from ckptd.remote.open import open_store
+    from ckptd.remote.takeover import identity_of, take_over
+
+    store = open_store(remote.url, access=access_of(remote))
+    found = identity_of(store)
+    known_job = journal.meta(f"job_id:{remote.name}") if journal is not None else None
+    known_remote = journal.meta(f"remote_id:{remote.name}") if journal is not None else None
+    is_ours = found.job == config.name and known_job in (None, found.job_id)
+    if is_ours and known_remote in (None, found.remote_id):
+        return f"is this job's already ({found.job}, {found.job_id})"
+    now = found if is_ours else take_over(store, found, config.name)
+    if journal is not None:
+        journal.set_meta(f"job_id:{remote.name}", now.job_id)
+        journal.set_meta(f"remote_id:{remote.name}", now.remote_id)
+    if is_ours:
+        return f"was taken over for {found.job}; this node knows it now"
+    return f"was job {found.job}'s, is {now.job}'s now (job id {now.job_id}, as before)"

@@ -1,0 +1,219 @@
+"""The slow scrub: committed objects are read again, those longest unproven first, while all is quiet.
+
+What is found damaged is a problem that names the repair, and as long as it lasts its checkpoint is treated as
+pinned: the copy on this node may be the last good one. Where it was lies in the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from pydantic import Field, ValidationError
+
+from ckptd.core.coverage import order_of
+from ckptd.core.identity import Model
+from ckptd.remote import messages as m
+from ckptd.remote.reader import live_commits
+from ckptd.remote.scrub_messages import BadCopy, Scrub, Scrubbed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.config_model import JobConfig
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.state import JobState
+
+log = logging.getLogger("ckptd.scrub")
+
+LEAST_BYTES = 4 << 20
+"""Less is not worth an order."""
+MOST_SECONDS = 3600.0
+"""Credit that is saved up while something else is under way."""
+AGAIN_SECONDS = 86400.0
+"""No COMMIT is read twice in so short a time."""
+RECHECK_SECONDS = 30.0
+"""Between looks at what is known to be bad: repaired, it is no problem any more."""
+
+
+class Progress(Model):
+    """What the journal keeps of one remote, by the SHA-256 of COMMITs."""
+
+    proven_at: dict[str, float] = Field(default_factory=dict)
+    """Unix seconds."""
+    current: str = ""
+    after: str = ""
+    bad: dict[str, tuple[BadCopy, ...]] = Field(default_factory=dict)
+
+
+class Scrubber:
+    """Of one job; every method is called in the deciding thread."""
+
+    def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteLink]) -> None:
+        self._config = config
+        self._state = state
+        self._links = links
+        self._rates = {
+            remote.name: remote.scrub_bytes_per_day / 86400
+            for remote in config.remotes
+            if remote.scrub_bytes_per_day
+        }
+        self._credit = dict.fromkeys(self._rates, 0.0)
+        self._filled_at = time.monotonic()
+        self._rechecked_at: dict[str, float] = {}
+        self._damaged: frozenset[str] = frozenset()
+        self._progress = {name: self._read(name) for name in self._rates}
+
+    @property
+    def damaged_tags(self) -> frozenset[str]:
+        """Checkpoints that some remote is known to hold damaged: no other copy of them may go."""
+        return frozenset(
+            view.commit.tag
+            for name, progress in self._progress.items()
+            if progress.bad
+            for view in self._views(name)
+            if view.sha256 in progress.bad
+        )
+
+    def turn(self) -> bool:
+        """Go on where that is allowed, stop where it is not; whether what is damaged is other than before."""
+        now = time.monotonic()
+        passed, self._filled_at = now - self._filled_at, now
+        is_quiet = self._is_quiet()
+        for name, rate in self._rates.items():
+            link = self._links[name]
+            self._credit[name] = min(self._credit[name] + passed * rate, rate * MOST_SECONDS)
+            if link.observation is None:
+                continue
+            self._forget(name)
+            if link.scrub_order is not None:
+                if not is_quiet:
+                    link.cancel_scrub()
+            elif is_quiet and link.is_ready:
+                self._go_on(name, link, now)
+        before, self._damaged = self._damaged, self.damaged_tags
+        return before != self._damaged
+
+    def _is_quiet(self) -> bool:
+        state = self._state
+        is_moving = state.moving or state.converting or state.in_flight or state.asking
+        if is_moving or state.is_first_scan or state.plan is None:
+            return False
+        return not state.plan.actions and not any(link.is_shipping for link in self._links.values())
+
+    def _views(self, name: str) -> tuple[m.CommitView, ...]:
+        seen = self._links[name].observation if name in self._links else None
+        return live_commits(seen) if seen is not None else ()
+
+    def _forget(self, name: str) -> None:
+        """COMMITs that do not count any more; then the problem is what is left."""
+        known = {view.sha256 for view in self._views(name)}
+        old = self._progress[name]
+        kept = old.model_copy(
+            update={
+                "proven_at": {k: v for k, v in old.proven_at.items() if k in known},
+                "bad": {k: v for k, v in old.bad.items() if k in known},
+            }
+        )
+        if kept != old:
+            self._keep(name, kept)
+        self._say(name)
+
+    def _go_on(self, name: str, link: RemoteLink, now: float) -> None:
+        progress = self._progress[name]
+        views = {view.sha256: view for view in self._views(name)}
+        bad = next((sha for sha in progress.bad if sha in views), None)
+        is_due = now - self._rechecked_at.get(name, -RECHECK_SECONDS) >= RECHECK_SECONDS
+        if bad is not None and is_due and self._credit[name] > 0:
+            self._rechecked_at[name] = now
+            keys = tuple(copy.key for copy in progress.bad[bad])
+            self._order(
+                name,
+                link,
+                views[bad],
+                Scrub(commit_key=views[bad].key, commit_sha256=bad, limit_bytes=1 << 62, only=keys),
+            )
+            return
+        if self._credit[name] < min(LEAST_BYTES, self._rates[name] * MOST_SECONDS):
+            return
+        view = views.get(progress.current) or self._next(name, views)
+        if view is not None:
+            after = progress.after if view.sha256 == progress.current else ""
+            self._order(
+                name,
+                link,
+                view,
+                Scrub(
+                    commit_key=view.key,
+                    commit_sha256=view.sha256,
+                    after=after,
+                    limit_bytes=max(1, int(self._credit[name])),
+                ),
+            )
+
+    def _next(self, name: str, views: Mapping[str, m.CommitView]) -> m.CommitView | None:
+        """The one longest unproven; None: each was read lately."""
+        proven = self._progress[name].proven_at
+        due = [v for v in views.values() if time.time() - proven.get(v.sha256, 0.0) >= AGAIN_SECONDS]
+        return min(due, key=lambda v: (proven.get(v.sha256, 0.0), order_of(v.commit)), default=None)
+
+    def _order(self, name: str, link: RemoteLink, view: m.CommitView, order: Scrub) -> None:
+        def done(answer: m.Answer) -> None:
+            if isinstance(answer, Scrubbed):
+                self._scrubbed(name, view, order, answer)
+            elif isinstance(answer, m.Failed) and answer.error != "SourceChanged":
+                log.warning("scrub of %s: %s", name, answer.message)
+                self._credit[name] = 0.0
+
+        link.scrub_order = link.order(order, done)
+
+    def _scrubbed(self, name: str, view: m.CommitView, order: Scrub, answer: Scrubbed) -> None:
+        self._credit[name] -= answer.read_bytes
+        old, sha = self._progress[name], view.sha256
+        if answer.is_gone:
+            update: dict[str, object] = {"current": "", "after": ""}
+        else:
+            keys = {copy.key for copy in answer.bad}
+            before = [c for c in old.bad.get(sha, ()) if not order.only and c.key not in keys]
+            found = (*before, *answer.bad)
+            bad = {k: v for k, v in old.bad.items() if k != sha} | ({sha: found} if found else {})
+            update = {"bad": bad}
+            if not order.only:
+                is_whole = answer.next_after is None
+                update |= {"current": "" if is_whole else sha, "after": answer.next_after or ""}
+                if is_whole:
+                    update["proven_at"] = old.proven_at | {sha: time.time()}
+        self._keep(name, old.model_copy(update=update))
+        self._say(name)
+
+    def _say(self, name: str) -> None:
+        """One problem a remote, naming the first bad object."""
+        see = self._state.problems
+        views = {view.sha256: view for view in self._views(name)}
+        rows = [
+            (views[s], copy)
+            for s, copies in self._progress[name].bad.items()
+            if s in views
+            for copy in copies
+        ]
+        if not rows:
+            see.clear("remote-object-damaged", name)
+            return
+        view, copy = rows[0]
+        more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+        text = f"{name}: {copy.key} is {copy.found}, committed was {copy.expected}{more}"
+        job, tag = self._config.name, view.commit.tag
+        see.put("remote-object-damaged", name, text, f"ckptd verify {job} {tag} --repair --read-data")
+
+    # --- journal ---------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> Progress:
+        try:
+            return Progress.model_validate_json(self._state.journal.meta(f"scrub:{name}") or "{}")
+        except ValidationError:
+            return Progress()
+
+    def _keep(self, name: str, progress: Progress) -> None:
+        self._progress[name] = progress
+        self._state.journal.set_meta(f"scrub:{name}", progress.model_dump_json())

@@ -1,0 +1,233 @@
+"""`ckptd gc`: what nothing counts on any more goes, on the node and in remotes; everything is listed first.
+
+Nothing is guessed: remote keys come from tombstones and replaced manifests (remote/collect.py), uploads that
+are aborted from our own journal, and a local folder goes only by its name and for cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.convert.supervise import inspect_files
+from ckptd.core.lifecycle import Context, State, judge
+from ckptd.errors import CkptdError, NotFoundError, RefusedError
+from ckptd.journal import Journal
+from ckptd.local import fs
+from ckptd.local.scan import scan_folder
+from ckptd.recover.intact import opened_save_dir
+from ckptd.recover.lock import lock, one_at_a_time
+from ckptd.recover.mend import FETCHED, unrest
+from ckptd.remote.collect import carry_out, find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.listing import FolderListing
+    from ckptd.observe.audit import Audit
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.recover.unfinished import Unfinished
+    from ckptd.remote.collect import Garbage
+
+HERE = "here"
+_STAGED = ("resume.", FETCHED)
+_GIVEN_UP = (State.INCOMPLETE, State.TORN_RESAVE, State.LEFTOVER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """One thing that goes, or would. `where`: `here` or a remote; bytes as far as they are known."""
+
+    where: str
+    what: str
+    bytes: int
+    why: str
+
+
+class Collector:
+    """One call of `gc`. Nothing is changed with `dry_run`; `say(line)`: what is left alone, and why."""
+
+    def __init__(self, audit: Audit | None, say: Callable[[str], None], *, dry_run: bool) -> None:
+        self._audit = audit
+        self._say = say
+        self._dry_run = dry_run
+        self.removed: list[Removal] = []
+
+    # --- remotes ---------------------------------------------------------------------------------------
+
+    def remote(self, sight: RemoteSight, unfinished: Unfinished | None) -> None:
+        """Finish removals, remove what is provably nobody's, abort what a killed repair left.
+
+        Raises:
+            RefusedError: a document cannot be read; nothing was removed.
+        """
+        store, identity = sight.store, sight.observation.identity
+        found = find(store, identity)
+        for stone, size in found.retiring:
+            if self._dry_run:
+                why = f"a removal that was cut short ({stone.reason})"
+                self._add(sight.name, f"{stone.tag} ({stone.form})", size, why)
+        if self._dry_run:
+            for one in found.objects:
+                self._add(sight.name, one.key, one.bytes, one.why)
+        else:
+            carry_out(store, identity, found, lambda one: self._gone(sight.name, one))
+        for key, token in unfinished.of(sight.name) if unfinished is not None else ():
+            self._add(sight.name, f"an upload of {key}", 0, "a repair was killed")
+            if not self._dry_run and unfinished is not None:
+                store.discard(key, token)
+                unfinished.note(sight.name, key, "")
+        if found.unlisted_objects:
+            self._say(
+                f"{sight.name}: {found.unlisted_objects} objects ({found.unlisted_bytes} bytes) are in no "
+                "manifest and not provably ours; they stay"
+            )
+
+    def _gone(self, remote: str, one: Garbage) -> None:
+        self._add(remote, one.key, one.bytes, one.why)
+        if self._audit is not None:
+            self._audit.write(
+                "gc",
+                tag=one.tag,
+                generation=one.generation,
+                form=one.form,
+                reason=f"{remote}: {one.why}",
+                files=[(one.key, one.bytes)],
+            )
+
+    # --- the node --------------------------------------------------------------------------------------
+
+    def node(self, job: JobConfig, sights: Sequence[RemoteSight], state_dir: Path | None) -> None:
+        """Trash and staging of ours, uploads that the journal knows: only where no daemon is at work."""
+        with _opened(job) as fd:
+            if fd is None:
+                return
+            try:
+                lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._say(f"a daemon owns {job.save_dir}: it tidies trash, staging and uploads by itself")
+                return
+            with one_at_a_time(fd):
+                for name in fs.names_in(fd, fs.TRASH):
+                    if name.startswith("ours."):
+                        self._ours(fd, fs.TRASH, name, "half-removed")
+                for name in fs.names_in(fd, fs.STAGING):
+                    if name.startswith(_STAGED):
+                        self._ours(fd, fs.STAGING, name, "left by a recovery")
+            if state_dir is not None and (state_dir / "journal.db").exists():
+                self._uploads(sights, state_dir)
+
+    def _uploads(self, sights: Sequence[RemoteSight], state_dir: Path) -> None:
+        journal = Journal(state_dir / "journal.db")
+        try:
+            for sight in sights:
+                left = journal.leftovers(sight.name)
+                for key, token in left:
+                    self._add(sight.name, f"an upload of {key}", 0, "of an attempt that ended")
+                    if not self._dry_run:
+                        sight.store.discard(key, token)
+                if left and not self._dry_run:
+                    journal.forget_leftovers(sight.name)
+        finally:
+            journal.close()
+
+    def aside(self, job: JobConfig) -> None:
+        """What `resume`, `restore` and repairs moved aside: kept until a person says this."""
+        with _opened(job) as fd:
+            for name in fs.names_in(fd, fs.ASIDE) if fd is not None else ():
+                assert fd is not None
+                self._ours(fd, fs.ASIDE, name, "moved aside")
+
+    def _ours(self, fd: int, folder: str, name: str, why: str) -> None:
+        size = _bytes_below(fd, f"{folder}/{name}")
+        if not self._dry_run:
+            if folder == fs.TRASH:
+                fs.empty_our_trash(fd)
+            else:
+                fs.remove_ours(fd, folder, name)
+        self._noted(f"{folder}/{name}", size, why)
+
+    def incomplete(self, job: JobConfig, tag: str, pins: frozenset[str]) -> None:
+        """Remove one incomplete or torn checkpoint folder.
+
+        Raises:
+            NotFoundError: there is none of that name. SourceChanged: somebody writes there.
+            RefusedError: it is complete, in flight, suspect, pinned or no checkpoint.
+        """
+        files.check_relative(tag)
+        with _opened(job) as fd:
+            listing = scan_folder(fd, tag) if fd is not None and "/" not in tag else None
+            if fd is None or listing is None:
+                raise NotFoundError(f"there is no folder {tag} in {job.save_dir}", hint="see `ckptd status`")
+            with one_at_a_time(fd):
+                reason = self._given_up(job, fd, listing, pins)
+                size = sum(file.identity.size_bytes for file in listing.files)
+                for file in listing.files:
+                    self._say(f"{tag}/{file.path} ({file.identity.size_bytes} bytes)")
+                if not self._dry_run:
+                    fs.remove_incomplete(fd, tag, listing.files)
+        self._noted(tag, size, reason)
+
+    def _given_up(self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str]) -> str:
+        """Why the folder is not whole; refuses whatever may still be wanted."""
+        tag = listing.tag
+        if tag in pins:
+            raise RefusedError(f"{tag} is pinned", hint="`ckptd unpin` first")
+        if not listing.is_checkpoint:
+            raise RefusedError(f"{job.save_dir}/{tag} is no checkpoint folder", hint="ckptd leaves it alone")
+        busy = unrest(str(job.save_dir), fd, tag)
+        if busy is not None:
+            raise RefusedError(f"{tag}: {busy}", hint="call it again when nobody writes there")
+        rows = inspect_files(job.save_dir / tag, [file.path for file in listing.files])
+        context = Context(
+            settle_seconds=0.0,
+            quiet_seconds=3600.0,
+            is_in_flight=False,
+            save_spread_seconds=job.save_spread_seconds,
+        )
+        verdict = judge(listing, {row.path: row for row in rows}, None, context)
+        if verdict.state not in _GIVEN_UP:
+            raise RefusedError(
+                f"{tag} is {verdict.state.value}{f' ({verdict.reason})' if verdict.reason else ''}",
+                hint="only an incomplete or torn checkpoint is removed so",
+            )
+        return verdict.reason or verdict.state.value
+
+    # --- telling ---------------------------------------------------------------------------------------
+
+    def _add(self, where: str, what: str, size: int, why: str) -> None:
+        self.removed.append(Removal(where=where, what=what, bytes=size, why=why))
+
+    def _noted(self, what: str, size: int, why: str) -> None:
+        self._add(HERE, what, size, why)
+        if self._audit is not None and not self._dry_run:
+            tag = "" if what.startswith("_") else what
+            self._audit.write("gc", tag=tag, generation=0, form="", reason=why, files=[(what, size)])
+
+
+@contextlib.contextmanager
+def _opened(job: JobConfig) -> Iterator[int | None]:
+    fd = opened_save_dir(job.save_dir)
+    try:
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _bytes_below(fd: int, name: str) -> int:
+    """Bytes of a file, or of everything in a folder; 0 for what cannot be looked at."""
+    with contextlib.suppress(OSError, CkptdError):
+        status = files.stat_beneath(fd, name)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            return status.st_size
+        folder = scan_folder(fd, name)
+        return 0 if folder is None else sum(file.identity.size_bytes for file in folder.files)
+    return 0

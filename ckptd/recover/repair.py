@@ -1,0 +1,317 @@
+"""`ckptd verify --repair`: what verifying found is put right from intact bytes elsewhere (P1, P2; adr/0091).
+
+A bad or absent file of a folder in save_dir comes from a remote, a bad or absent object from save_dir or
+another remote. What counts as intact is CRC64 equal to the manifest's; nothing intact is ever touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.config_quantities import show_bytes
+from ckptd.errors import CkptdError, DamagedError, LockHeld, NoSpaceError, NothingCommitted, RefusedError
+from ckptd.recover.intact import LocalFiles, opened_save_dir
+from ckptd.recover.lock import lock, one_at_a_time
+from ckptd.recover.mend import Mender, drop_fetched, is_same_file
+from ckptd.recover.mended import HERE, Mended, Wanted
+from ckptd.recover.resume import reserve_bytes
+from ckptd.recover.verified import VerifiedRemote, exit_code
+from ckptd.recover.verify import Verifier
+from ckptd.remote.resend import Resender, StoreSource
+from ckptd.remote.source import FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.manifest import ManifestFile
+    from ckptd.observe.audit import Audit
+    from ckptd.recover.intact import LocalFault
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.recover.unfinished import Unfinished
+    from ckptd.recover.verified import BadObject
+    from ckptd.remote.messages import CommitView
+    from ckptd.remote.store import Source
+
+
+class Repair:
+    """One call. `remotes`: all that answer, in the job file's order; `audit` may be None in a dry run."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        remotes: Sequence[RemoteSight],
+        wanted: Wanted,
+        *,
+        node_id: str | None,
+        audit: Audit | None,
+        unfinished: Unfinished,
+        say: Callable[[str], None],
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._remotes = remotes
+        self._wanted = wanted
+        self._node_id = node_id
+        self._audit = audit
+        self._unfinished = unfinished
+        self._say = say
+        self._on_progress = on_progress
+        self._local: LocalFiles | None = None
+        self._fd = -1
+        self.verified: list[VerifiedRemote] = []
+        self.rows: list[Mended] = []
+
+    def run(self) -> None:
+        """Verify, compare, put right; fills `verified` (as found) and `rows`.
+
+        Raises:
+            NothingCommitted, NotFoundError: no remote holds a COMMIT (4), or none of that tag (66).
+        """
+        found = self._verify()
+        fd = opened_save_dir(self._job.save_dir)
+        self._fd = -1 if fd is None else fd
+        try:
+            if fd is not None:
+                self._local = LocalFiles(self._job.save_dir, fd, self._node_id, self._say)
+                if self._wanted.here:
+                    self._mend_here(self._local.faults(self._remotes, self._wanted.tag))
+            for remote, bad in found:
+                resender = self._resender(remote)
+                self.rows += [self._put_right(remote, resender, one) for one in bad]
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def exit_code(self) -> int:
+        """0: nothing was damaged, or all is repaired; 65: damage is left; else why nothing more was done."""
+        left = [row for row in self.rows if row.outcome == "left"]
+        if self._wanted.dry_run:
+            return DamagedError.exit_code if self.rows else exit_code(self.verified)
+        repaired = {(row.where, row.key) for row in self.rows if row.outcome == "repaired"}
+        codes = {row.code for row in left}
+        for remote in self.verified:
+            codes |= {DamagedError.exit_code} if remote.problems else set()
+            for row in remote.commits:
+                if row.verdict in ("damaged", "unreadable"):
+                    keys = [d for d in row.differences if (remote.name, d.key) not in repaired]
+                    codes |= {one.code for one in keys}
+        for code in (DamagedError.exit_code, LockHeld.exit_code):
+            if code in codes:
+                return code
+        return max(codes, default=0)
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def _verify(self) -> list[tuple[RemoteSight, list[BadObject]]]:
+        found = []
+        nothing: CkptdError | None = None
+        for remote in self._remotes:
+            if remote.name not in self._wanted.targets:
+                continue
+            verifier = Verifier(remote, read=self._wanted.read, on_progress=self._on_progress)
+            try:
+                self.verified.append(verifier.run(self._wanted.tag))
+            except NothingCommitted as error:
+                nothing = error
+                continue
+            found.append((remote, verifier.bad))
+        if nothing is not None and not found:
+            raise nothing
+        return found
+
+    # --- here ------------------------------------------------------------------------------------------
+
+    def _mend_here(self, faults: Sequence[LocalFault]) -> None:
+        if self._wanted.dry_run or not faults:
+            self.rows += [self._row_here(f, outcome="left" if f.left else "planned") for f in faults]
+            return
+        try:
+            with self._locked(faults):
+                drop_fetched(self._fd)
+                for tag in dict.fromkeys(fault.tag for fault in faults):
+                    self._mend_folder([fault for fault in faults if fault.tag == tag])
+        except (LockHeld, NoSpaceError) as error:
+            self.rows += [self._left_here(fault, error) for fault in faults]
+
+    @contextlib.contextmanager
+    def _locked(self, faults: Sequence[LocalFault]) -> Iterator[None]:
+        """As `restore`: shared with other recoveries, never beside a daemon, which may be pruning."""
+        try:
+            lock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            msg = f"a daemon owns {self._job.save_dir}"
+            hint = "stop it for the repair; the trainer may go on, what it writes in now is left alone"
+            raise LockHeld(msg, hint=hint) from error
+        try:
+            needed = sum(fault.file.bytes for fault in faults)
+            reserve = reserve_bytes(self._fd, self._job, [fault.copies[0].bytes for fault in faults])
+            if files.free_bytes(self._fd) - needed < reserve:
+                msg = f"{self._job.save_dir} has no room for {show_bytes(needed)} more"
+                raise NoSpaceError(msg)
+            with one_at_a_time(self._fd):
+                yield
+        finally:
+            lock(self._fd, fcntl.LOCK_UN)
+
+    def _mend_folder(self, faults: Sequence[LocalFault]) -> None:
+        mender = Mender(self._fd, faults[0].tag, faults[0].copies, self._on_progress)
+        for fault in faults:
+            if fault.left is not None:
+                refused = RefusedError(fault.left, hint="call it again when it is quiet")
+                self.rows.append(self._left_here(fault, refused))
+                continue
+            try:
+                source = mender.put_back(fault.file)
+            except CkptdError as error:
+                self.rows.append(self._left_here(fault, error))
+                continue
+            assert self._local is not None
+            self._local.is_good_now(fault.tag, fault.file)
+            row = self._row_here(fault, outcome="repaired", source=source)
+            self._note(row, fault.copies[0].view)
+            self.rows.append(row)
+        mender.end()
+
+    def _left_here(self, fault: LocalFault, error: CkptdError) -> Mended:
+        return self._row_here(fault, outcome="left", reason=str(error), code=error.exit_code)
+
+    def _row_here(
+        self, fault: LocalFault, *, outcome: str, source: str | None = None, reason: str = "", code: int = 0
+    ) -> Mended:
+        commit = fault.copies[0].view.commit
+        if source is None:
+            held = [c for c in fault.copies if any(is_same_file(f, fault.file) for f in c.files)]
+            source = held[0].remote.name if held else None
+        return Mended(
+            where=HERE,
+            tag=fault.tag,
+            generation=commit.generation,
+            form=commit.form,
+            key=f"{fault.tag}/{fault.file.path}",
+            bytes=fault.file.bytes,
+            damage="other bytes" if fault.is_there else "absent",
+            source=source,
+            outcome=outcome,
+            reason=reason or (fault.left or ""),
+            code=code,
+        )
+
+    # --- in a remote -----------------------------------------------------------------------------------
+
+    def _resender(self, remote: RemoteSight) -> Resender:
+        return Resender(
+            remote.store,
+            remote.observation.identity,
+            lambda key, token: self._unfinished.note(remote.name, key, token),
+            lambda key, done, total: self._tell(f"{remote.name}: {key}", done, total),
+        )
+
+    def _put_right(self, remote: RemoteSight, resender: Resender, bad: BadObject) -> Mended:
+        name, last = None, ""
+        for name, opened in self._sources(remote, bad, resender):
+            if self._wanted.dry_run:
+                return self._row(remote, bad, source=name, outcome="planned")
+            try:
+                with opened() as open_source:
+                    resender.put_right(bad.view, bad.file, open_source)
+            except (CkptdError, OSError) as error:
+                last = f"from {name}: {error}"
+                self._say(f"{remote.name}: {bad.file.key}: {last}")
+                continue
+            row = self._row(remote, bad, source=name, outcome="repaired")
+            self._note(row, bad.view)
+            return row
+        reason = last or "its bytes lie intact nowhere that is known"
+        return self._row(remote, bad, source=name, outcome="left", reason=reason, code=DamagedError.exit_code)
+
+    def _sources(
+        self, remote: RemoteSight, bad: BadObject, resender: Resender
+    ) -> Iterator[tuple[str, Callable[[], contextlib.AbstractContextManager[Callable[[], Source]]]]]:
+        """Where the committed bytes may lie: the node first, then other remotes, then an earlier repair's."""
+        commit, file = bad.view.commit, bad.file
+        path = self._local.find(commit.tag, commit.form, file) if self._local is not None else None
+        if path is not None:
+            yield f"{HERE} ({path})", partial(self._from_here, path)
+        for other in self._remotes:
+            if other.name != remote.name:
+                same = self._same_in(other, bad)
+                if same is not None:
+                    yield other.name, partial(_from_remote, other, same)
+        spare = resender.spare_of(file)
+        if spare is not None:
+            yield "an earlier repair", partial(_from_remote, remote, spare)
+
+    @contextlib.contextmanager
+    def _from_here(self, path: str) -> Iterator[Callable[[], Source]]:
+        with files.reading(self._fd, path) as fd:
+            yield lambda: FileSource(fd, path)
+
+    def _same_in(self, other: RemoteSight, bad: BadObject) -> ManifestFile | None:
+        """The object of another remote that its own COMMIT of this tag says to be the same bytes."""
+        for view in other.commits:
+            commit = view.commit
+            if (commit.tag, commit.form) != (bad.view.commit.tag, bad.view.commit.form):
+                continue
+            with contextlib.suppress(CkptdError):
+                for manifest in other.manifests(commit):
+                    for file in manifest.files:
+                        if is_same_file(file, bad.file) and _is_stored(other, file):
+                            return file
+        return None
+
+    def _row(
+        self,
+        remote: RemoteSight,
+        bad: BadObject,
+        *,
+        source: str | None,
+        outcome: str,
+        reason: str = "",
+        code: int = 0,
+    ) -> Mended:
+        commit = bad.view.commit
+        return Mended(
+            where=remote.name,
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            key=bad.file.key,
+            bytes=bad.file.bytes,
+            damage=f"expected {bad.difference.expected}, found {bad.difference.found}",
+            source=source,
+            outcome="left" if outcome == "planned" and source is None else outcome,
+            reason=reason,
+            code=code,
+        )
+
+    def _note(self, row: Mended, view: CommitView) -> None:
+        if self._audit is not None:
+            self._audit.write(
+                "repair",
+                tag=row.tag,
+                generation=row.generation,
+                form=row.form,
+                reason=f"{row.where}: {row.damage}; from {row.source}",
+                commits=[(view.key, view.sha256)],
+                files=[(row.key, row.bytes)],
+            )
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(what, done, total)
+
+
+@contextlib.contextmanager
+def _from_remote(remote: RemoteSight, file: ManifestFile) -> Iterator[Callable[[], Source]]:
+    yield lambda: StoreSource(remote.store, file)
+
+
+def _is_stored(remote: RemoteSight, file: ManifestFile) -> bool:
+    info = remote.store.stat(file.key)
+    return info is not None and info.bytes == file.bytes

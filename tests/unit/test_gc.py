@@ -1,0 +1,240 @@
+"""`ckptd gc`: what it removes, and all that it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import JobConfig
+from ckptd.core.manifest import Decision, NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
+from ckptd.errors import CkptdError, NotFoundError, RefusedError
+from ckptd.observe.audit import Audit
+from ckptd.recover.garbage import Collector
+from ckptd.recover.sight import RemoteSight, look_at_remote
+from ckptd.recover.unfinished import Unfinished
+from ckptd.recover.verified import Slice, exit_code
+from ckptd.recover.verify import Verifier
+from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, run_here, scene
+from tests.unit.restore_scene import TAG
+
+__all__ = ["bare", "built", "scene"]
+
+
+def collector(scene: RepairScene, *, dry_run: bool = False) -> Collector:
+    """One call."""
+    scene.state.mkdir(exist_ok=True)
+    return Collector(Audit(scene.state / "audit.jsonl"), scene.said.append, dry_run=dry_run)
+
+
+def sight(scene: RepairScene) -> RemoteSight:
+    """The remote as it is."""
+    return look_at_remote("nas", str(scene.nas), None)
+
+
+def tree(root: Path) -> set[str]:
+    """Names of files."""
+    return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+
+
+def stone(scene: RepairScene, tag: str, step: int, marks: tuple[tuple[str, str], ...] = ()) -> None:
+    """A tombstone, as retention leaves it."""
+    commit = next(v for v in sight(scene).observation.commits if v.commit.tag == tag)
+    document = Tombstone(
+        tag=tag,
+        generation=1,
+        form="zero",
+        branch=1,
+        step=step,
+        save_seq=1,
+        reason="keep_last",
+        commit_sha256=commit.sha256,
+        fingerprints=marks,
+    )
+    path = scene.nas / "_ckptd" / "retired" / f"{tag}~g1~zero.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(to_bytes(document))
+
+
+def test_a_clean_remote_and_strangers_stay(scene: RepairScene) -> None:
+    (scene.nas / TAG / "stray.bin").write_bytes(b"12345")
+    (scene.nas / "global_step7").mkdir()
+    (scene.nas / "global_step7" / "half").write_bytes(b"1")
+    before = tree(scene.nas)
+    one = collector(scene)
+    one.remote(sight(scene), None)
+    assert one.removed == []
+    assert tree(scene.nas) == before
+    assert "2 objects (6 bytes)" in scene.said[-1]
+
+
+def test_a_removal_that_was_cut_short_is_finished(scene: RepairScene) -> None:
+    stone(scene, "global_step5", 5)
+    shard = scene.shard(1, "global_step5", scene.nas)
+    shard.unlink()
+    left = {name for name in tree(scene.nas) if "global_step5" not in name}
+    dry = collector(scene, dry_run=True)
+    before = tree(scene.nas)
+    dry.remote(sight(scene), None)
+    assert [(row.where, row.what) for row in dry.removed] == [("nas", "global_step5 (zero)")]
+    assert dry.removed[0].bytes > 0
+    assert tree(scene.nas) == before
+    assert scene.audit() == []
+    collector(scene).remote(sight(scene), None)
+    assert tree(scene.nas) == left | {"_ckptd/retired/global_step5~g1~zero.json"}
+    assert [line["action"] for line in scene.audit()] == ["gc"]
+    again = collector(scene)
+    again.remote(sight(scene), None)
+    assert again.removed == []
+
+
+def test_what_was_retired_and_sent_again_goes(scene: RepairScene) -> None:
+    shard = scene.shard(1, "global_step5", scene.nas)
+    data = shard.read_bytes()
+    stone(scene, "global_step5", 5, ((shard.name, "mark"), ("../out", "mark")))
+    collector(scene).remote(sight(scene), None)
+    assert not shard.exists()
+    shard.parent.mkdir()
+    shard.write_bytes(data)
+    (shard.parent / "stranger").write_bytes(b"1")
+    one = collector(scene)
+    one.remote(sight(scene), None)
+    assert [row.what for row in one.removed] == [f"global_step5/{shard.name}"]
+    assert tree(shard.parent) == {"stranger"}
+
+
+def test_a_replaced_revision_and_its_objects_go(scene: RepairScene) -> None:
+    """Only of generations that are committed and not the newest; what any other manifest lists stays."""
+    for tag in ("global_step5", TAG):
+        folder = scene.nas / "_ckptd" / "nodes" / f"{tag}~g1~zero"
+        (path,) = folder.iterdir()
+        good = NodeManifest.model_validate_json(path.read_bytes())
+        lost = good.files[0].model_copy(update={"key": f"{tag}/lost", "path": "lost"})
+        old = good.model_copy(update={"revision": 0, "files": (*good.files, lost)})
+        key = manifest_key(old, sha256_of(to_bytes(old)))
+        (scene.nas / key).write_bytes(to_bytes(old))
+        (scene.nas / tag / "lost").write_bytes(b"123")
+    before = tree(scene.nas)
+    one = collector(scene)
+    one.remote(sight(scene), None)
+    gone = before - tree(scene.nas)
+    assert len(gone) == 2
+    assert "global_step5/lost" in gone
+    assert all("global_step5" in name for name in gone)
+    assert exit_code([Verifier(sight(scene), read=Slice()).run()]) == 0
+
+
+def test_nothing_goes_where_a_document_cannot_be_read(scene: RepairScene) -> None:
+    stone(scene, "global_step5", 5)
+    (path,) = (scene.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()
+    path.write_bytes(b"{torn")
+    before = tree(scene.nas)
+    with pytest.raises(RefusedError, match="nothing in"):
+        collector(scene).remote(sight(scene), None)
+    assert tree(scene.nas) == before
+
+
+def test_only_noted_uploads_are_given_up(scene: RepairScene) -> None:
+    """The partial file of a repair's own key; another node's stays."""
+    scene.state.mkdir()
+    notes = Unfinished(scene.state)
+    notes.note("nas", f"{TAG}/x", "1:id")
+    notes.note("other", f"{TAG}/y", "1:id")
+    one = collector(scene)
+    one.remote(sight(scene), Unfinished(scene.state))
+    assert [row.what for row in one.removed] == [f"an upload of {TAG}/x"]
+    assert Unfinished(scene.state).of("nas") == []
+    assert len(Unfinished(scene.state).of("other")) == 1
+
+
+def test_our_own_leftovers_on_the_node(scene: RepairScene) -> None:
+    ours = scene.save_dir / "_ckptd"
+    for name in (
+        "trash/ours.abc",
+        "trash/global_step1.ff",
+        "staging/resume.zero.ab",
+        "staging/mine",
+        "aside/a.1",
+    ):
+        (ours / name).mkdir(parents=True)
+        (ours / name / "file").write_bytes(b"1234")
+    job = scene.job_with(scene.nas)
+    dry = collector(scene, dry_run=True)
+    dry.node(job, [], None)
+    dry.aside(job)
+    assert [row.bytes for row in dry.removed] == [4, 4, 4]
+    assert len(tree(ours)) == 5
+    one = collector(scene)
+    one.node(job, [], None)
+    assert tree(ours) == {"trash/global_step1.ff/file", "staging/mine/file", "aside/a.1/file"}
+    one.aside(job)
+    assert "aside/a.1/file" not in tree(ours)
+    assert len(scene.audit()) == 3
+
+
+def refused(scene: RepairScene, job: JobConfig, tag: str, pins: frozenset[str] = frozenset()) -> str:
+    """Why it is not removed."""
+    before = tree(scene.save_dir)
+    with pytest.raises(CkptdError) as raised:
+        collector(scene).incomplete(job, tag, pins)
+    assert tree(scene.save_dir) - {"_ckptd"} == before
+    return raised.value.message
+
+
+def test_an_incomplete_checkpoint(scene: RepairScene) -> None:
+    job = scene.job_with(scene.nas)
+    tag = "global_step15"
+    scene.save(15)
+    (scene.save_dir / tag / scene.shard(1).name).unlink()
+    assert "changed less than" in refused(scene, job, tag)
+    os.utime(scene.save_dir / tag, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert "is pinned" in refused(scene, job, tag, frozenset({tag}))
+    assert "is complete" in refused(scene, job, TAG)
+    assert "there is no folder" in refused(scene, job, "global_step99")
+    with pytest.raises(RefusedError):
+        collector(scene).incomplete(job, "../nas", frozenset())
+    (scene.save_dir / "notes").mkdir()
+    assert "no checkpoint" in refused(scene, job, "notes")
+    with pytest.raises(NotFoundError):
+        collector(scene).incomplete(job, "global_step99", frozenset())
+    others = {name for name in tree(scene.save_dir) if not name.startswith(f"{tag}/")}
+    dry = collector(scene, dry_run=True)
+    dry.incomplete(job, tag, frozenset())
+    assert (scene.save_dir / tag).is_dir()
+    one = collector(scene)
+    one.incomplete(job, tag, frozenset())
+    assert tree(scene.save_dir) == others
+    assert one.removed == dry.removed
+    assert "was never" in one.removed[0].why or "missing" in one.removed[0].why
+    (line,) = scene.audit()
+    assert (line["action"], line["tag"]) == ("gc", tag)
+
+
+def test_the_command(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A remote by URL, and a job with a pin that only the remote knows."""
+    stone(scene, "global_step5", 5)
+    done = run_here(capsys, "gc", scene.nas, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "would remove" in done.stdout
+    assert run_here(capsys, "gc", scene.nas, "--aside").returncode == 2
+    job = tmp_path / "run.toml"
+    job.write_text(
+        f'save_dir = "{scene.save_dir}"\n[[remote]]\nname = "nas"\nurl = "{scene.nas}"\n'
+        "same_filesystem = true\n"
+    )
+    pins = scene.nas / "_ckptd" / "pins"
+    pins.mkdir()
+    pin = Decision(kind="pin", tag="global_step15", serial=1)
+    (pins / "pin~global_step15~1.json").write_bytes(to_bytes(pin))
+    scene.save(15)
+    (scene.save_dir / "global_step15" / scene.shard(1).name).unlink()
+    os.utime(scene.save_dir / "global_step15", ns=(LONG_AGO_NS, LONG_AGO_NS))
+    done = run_here(capsys, "gc", job, "--incomplete", "global_step15")
+    assert (done.returncode, "is pinned" in done.stderr) == (65, True), done.stderr
+    done = run_here(capsys, "gc", job)
+    assert done.returncode == 0, done.stderr
+    assert not (scene.nas / "global_step5").exists()
+    lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["action"] for line in lines] == ["gc"]

@@ -1,0 +1,202 @@
+"""The slow scrub, with the remote's real child: what it reads when, what it raises, when that is over."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from ckptd.config_model import RemoteConfig
+from ckptd.core.actions import Plan
+from ckptd.daemon import scrubbing
+from ckptd.daemon.links import RemoteLink
+from ckptd.daemon.scrubbing import Scrubber
+from ckptd.daemon.state import Converting, JobState
+from ckptd.journal import Journal
+from ckptd.remote.commit import Ground
+from ckptd.remote.documents import read_commits
+from ckptd.remote.messages import RemoteSettings
+from ckptd.remote.open import open_store
+from ckptd.remote.pacing import Cancelled, Pacer
+from ckptd.remote.scrub import scrub
+from ckptd.remote.scrub_messages import Scrub
+from ckptd.remote.store import Abilities
+from tests.unit.repair_scene import RepairScene, built, scene
+from tests.unit.restore_scene import TAG
+
+__all__ = ["built", "scene"]
+
+
+def piece(scene: RepairScene, tag: str = TAG, **more: object) -> Scrub:
+    """The order for one COMMIT."""
+    view = next(v for v in read_commits(open_store(str(scene.nas))).commits if v.commit.tag == tag)
+    values = {"commit_key": view.key, "commit_sha256": view.sha256, "limit_bytes": 1 << 40} | more
+    return Scrub.model_validate(values)
+
+
+def ground(scene: RepairScene) -> Ground:
+    """The remote as the child holds it."""
+    return Ground(
+        store=open_store(str(scene.nas)),
+        abilities=Abilities(create_only=True, checksum=None, resumable=True),
+        identity=scene.ground().identity,
+    )
+
+
+def nothing() -> None:
+    """Never stops."""
+
+
+def test_pieces_cover_every_object_once(scene: RepairScene) -> None:
+    total = sum(p.stat().st_size for p in (scene.nas / TAG).rglob("*") if p.is_file())
+    here, read, after, pieces = ground(scene), 0, "", 0
+    while True:
+        done = scrub(here, piece(scene, after=after, limit_bytes=1), Pacer(), nothing)
+        assert done.bad == ()
+        read += done.read_bytes
+        pieces += 1
+        if done.next_after is None:
+            break
+        after = done.next_after
+    assert (read, pieces) == (total, 4)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone", "manifest", "retired"])
+def test_what_it_finds(scene: RepairScene, how: str) -> None:
+    shard = scene.shard(1, root=scene.nas)
+    key = f"{TAG}/{shard.name}"
+    if how == "flipped":
+        scene.flip(shard)
+    elif how == "cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif how == "manifest":
+        (path,) = (scene.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()
+        path.write_bytes(b"{}")
+        key = f"_ckptd/commits/{TAG}~g1~zero.json"
+    else:
+        shard.unlink()
+    order = piece(scene)
+    if how == "retired":
+        stones = scene.nas / "_ckptd" / "retired"
+        stones.mkdir()
+        (stones / f"{TAG}~g1~zero.json").write_text("{}")
+    done = scrub(ground(scene), order, Pacer(), nothing)
+    assert done.is_gone is (how == "retired")
+    assert [copy.key for copy in done.bad] == ([] if how == "retired" else [key])
+    assert scrub(ground(scene), order.model_copy(update={"commit_sha256": "other"}), Pacer(), nothing).is_gone
+
+
+def test_it_stops_between_two_steps(scene: RepairScene) -> None:
+    def stop() -> None:
+        msg = "enough"
+        raise Cancelled(msg)
+
+    with pytest.raises(Cancelled):
+        scrub(ground(scene), piece(scene), Pacer(), stop)
+
+
+@dataclass
+class Thread:
+    """The deciding thread of a job that has nothing to do: a link with its child, and the scrubber."""
+
+    scene: RepairScene
+    state: JobState
+    calls: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.state.plan = Plan(actions=(), local_keeps={}, remote_keeps={})
+        self.state.is_first_scan = False
+        settings = RemoteSettings(
+            name="nas",
+            url=str(self.scene.nas),
+            job="run",
+            save_dir=str(self.scene.save_dir),
+            same_filesystem=True,
+            node="n0",
+            node_id="i",
+        )
+        self.link = RemoteLink(settings, self.state.problems, self.calls.put, lambda _: None, lambda: None)
+        self.restart()
+
+    def restart(self) -> None:
+        """A new scrubber, as after a start of the daemon."""
+        remote = RemoteConfig.model_validate({"name": "nas", "url": str(self.scene.nas), "scrub": "10TB/day"})
+        job = self.scene.job(remote=False).model_copy(update={"remotes": (remote,), "name": "run"})
+        self.scrubber = Scrubber(job, self.state, {"nas": self.link})
+
+    def until(self, done: Callable[[], object], seconds: float = 20.0) -> None:
+        """Turns until it is so."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not done():
+            self.link.turn(time.monotonic())
+            self.scrubber.turn()
+            try:
+                self.calls.get(timeout=0.05)()
+            except queue.Empty:
+                continue
+        assert done()
+
+    @property
+    def problems(self) -> list[str]:
+        """Texts and next steps."""
+        return [f"{p.code}: {p.text}; {p.next_step}" for p in self.state.problems.all()]
+
+    @property
+    def proven(self) -> int:
+        """COMMITs that were read to their end."""
+        return len(self.scrubber._progress["nas"].proven_at)
+
+
+@pytest.fixture
+def thread(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Thread]:
+    """Small objects and short times."""
+    monkeypatch.setattr(scrubbing, "LEAST_BYTES", 1)
+    monkeypatch.setattr(scrubbing, "RECHECK_SECONDS", 0.2)
+    scene.state.mkdir()
+    one = Thread(scene, JobState(journal=Journal(scene.state / "journal.db")))
+    yield one
+    one.link.close()
+    one.state.journal.close()
+
+
+def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
+    """Every COMMIT is proven; a flipped bit is named with the repair, keeps its tag from being deleted,
+    outlives a restart, and is over once the object is right again."""
+    scene = thread.scene
+    shard = scene.shard(1, root=scene.nas)
+    good = shard.read_bytes()
+    scene.flip(shard)
+    thread.until(lambda: thread.proven == 2 and thread.problems)
+    assert thread.scrubber.damaged_tags == {TAG}
+    (text,) = thread.problems
+    assert text.startswith("remote-object-damaged: nas: ")
+    assert f"{TAG}/{shard.name}" in text
+    assert text.endswith(f"ckptd verify run {TAG} --repair --read-data")
+    thread.restart()
+    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.proven == 2
+    shard.write_bytes(good)
+    thread.until(lambda: not thread.problems)
+    assert thread.scrubber.damaged_tags == frozenset()
+    # read lately: nothing more is read
+    for _ in range(5):
+        thread.scrubber.turn()
+    assert thread.link.scrub_order is None
+
+
+def test_anything_else_comes_first(thread: Thread) -> None:
+    """No reading while something moves, and what is under way makes way."""
+    thread.until(lambda: thread.link.is_ready)
+    thread.state.converting = Converting(save_id=1)
+    time.sleep(0.2)
+    thread.scrubber.turn()
+    assert thread.link.scrub_order is None
+    thread.state.converting = None
+    thread.until(lambda: thread.link.scrub_order is not None)
+    assert thread.link.open_orders == 0, "a slow reading is no work that the daemon waits for"
+    thread.state.in_flight = frozenset({"global_step15"})
+    thread.until(lambda: thread.link.scrub_order is None)
+    assert thread.problems == []
