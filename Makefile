@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 JOBS   ?= 4
-# Test workers: one trains, the other does everything else (tests/conftest.py).
+# Test workers; each takes file after file, since much of the tests waits for daemons and links.
 WORKERS ?= 2
 ARGS   ?=
 REMOTE ?= directory
@@ -75,7 +75,7 @@ types: $(INSTALL) ## mypy --strict
 
 test: setup lint types ## everything: format, lint, types, tests with branch coverage
 	rm -f .coverage .coverage.*
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
 
 bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)

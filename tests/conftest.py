@@ -1,8 +1,4 @@
-"""S3 servers as real processes, for whoever asks for them by name; and which tests may run beside each other.
-
-`make test` runs two workers: all trainings in one, file by file everything else in the other, because much of
-that waits for daemons and links while training takes every core.
-"""
+"""S3 servers as real processes, for whoever asks for them by name; one of each per test module."""
 
 from __future__ import annotations
 
@@ -28,10 +24,3 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]
     """`rclone serve s3`: checks keys."""
     with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
         yield server
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `pytest -n 2 --dist loadgroup`."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("training" if "tests/e2e/" in file else file))

@@ -11,13 +11,13 @@ import importlib.metadata
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ckptd.quickstart.launch import kill_tree
 from tests.real import CACHE, REPOSITORY, locked
 from tests.stores.servers import free_port
 
@@ -104,7 +104,7 @@ class Training:
 
     def kill(self) -> None:
         """SIGKILL to every process of it at once: the node goes down."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        kill_tree(self.process.pid)  # torchrun puts each rank in a session of its own
         self.process.wait(10)
 
 

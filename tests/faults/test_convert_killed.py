@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ckptd import files
@@ -124,22 +125,6 @@ def test_killed_children(scene: Scene, monkeypatch: pytest.MonkeyPatch, child: s
     assert resumed > 0 or child == "planning_child"
 
 
-def _converters() -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if (
-                b"ckptd.convert." in command
-                and str(REPOSITORY).encode() in os.readlink(entry / "cwd").encode()
-            ):
-                found.append(int(entry.name))
-    return found
-
-
 def test_killed_parents_take_their_children_along(scene: Scene) -> None:
     """The process that plans, publishes and names; `rename` of the result is its one visible step."""
     deaths = published = 0
@@ -178,26 +163,24 @@ def test_a_parent_killed_from_outside_leaves_no_child(scene: Scene, tmp_path: Pa
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
+        born = psutil.Process(parent.pid).children(recursive=True)
         parent.kill()
+    assert born
     deadline = time.monotonic() + 10
-    while children_of_dead(parent.pid) and time.monotonic() < deadline:
+    while (left := [p for p in born if is_running(p)]) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert children_of_dead(parent.pid) == []
+    assert not left
     assert not scene.is_nothing_or_whole()
     scene.convert()
     scene.is_whole_and_tidy()
 
 
-def children_of_dead(session: int) -> list[int]:
-    """Converting processes that the dead parent had started and that still run (not zombies)."""
-    return [pid for pid in _converters() if pid != session and _state(pid) != "Z"]
-
-
-def _state(pid: int) -> str:
+def is_running(process: psutil.Process) -> bool:
+    """Not gone, and no zombie that nobody reaps."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("scene", ["stage2"], indirect=True)
