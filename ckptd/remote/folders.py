@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -182,3 +184,19 @@ def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
         os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
         return
     files.remove_file(folder, partial)
+
+
+def buffer_of(size_bytes: int) -> memoryview:
+    """Memory that goes back to the system with its last reference, whatever the heap looks like (P12)."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def lock_partial(fd: int) -> bool:
+    """Lock a partial file; True also where the file system knows no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -167,7 +167,7 @@ class _Reporter:
         self._emit = emit
         self._cancelled = cancelled
         self._at = time.monotonic()
-        self._flushed: tuple[str, int, str] = ("", 0, "")
+        self._flushed: dict[str, tuple[int, str]] = {}
 
     def control(self, pacer: Pacer) -> Control:
         """What a transfer needs."""
@@ -182,10 +182,11 @@ class _Reporter:
             self._send(Alive())
 
     def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
-        flushed = (key, progress.flushed_bytes, progress.token)
-        if flushed == self._flushed and time.monotonic() - self._at < _EVENT_SECONDS:
+        flushed = (progress.flushed_bytes, progress.token)
+        is_known = flushed == self._flushed.get(key, (0, ""))
+        if is_known and time.monotonic() - self._at < _EVENT_SECONDS:
             return
-        self._flushed = flushed
+        self._flushed[key] = flushed
         self._send(
             Moving(
                 key=key,
@@ -198,6 +199,7 @@ class _Reporter:
         )
 
     def _on_done(self, shipped: Shipped) -> None:
+        self._flushed.pop(shipped.key, None)
         self._send(ObjectDone(object=shipped))
 
     def _send(self, event: Moving | ObjectDone | Alive) -> None:
