@@ -20,10 +20,12 @@ from ckptd import place
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.pages import allocate as allocate
 from ckptd.pages import cached_bytes as cached_bytes
+from ckptd.pages import cached_runs as cached_runs
 from ckptd.pages import clone_file as clone_file
 from ckptd.pages import clone_range as clone_range
 from ckptd.pages import copy_range as copy_range
 from ckptd.pages import drop_pages as drop_pages
+from ckptd.pages import drop_pages_but as drop_pages_but
 from ckptd.pages import extent_at as extent_at
 from ckptd.pages import flush_range as flush_range
 from ckptd.pages import free_bytes as free_bytes

@@ -5,10 +5,12 @@ Everything here takes descriptors that `ckptd.files` opened; nothing here opens 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 
 from ckptd.errors import SourceChanged
@@ -18,8 +20,15 @@ FICLONERANGE = 0x4020940D
 _SYNC_WRITE = 2
 _SYNC_WRITE_AND_WAIT = 1 | 2 | 4
 _CACHESTAT = 451
+_MINCORE_BYTES = 256 << 20
+_MOST_RUNS = 10_000
+_ONLY_LOWEST_BIT = bytes(n & 1 for n in range(256))
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 def clone_file(src_fd: int, dst_fd: int) -> bool:
@@ -144,6 +153,67 @@ def cached_bytes(fd: int) -> int | None:
     if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), whole, counts, ctypes.c_uint(0)) != 0:
         return None
     return int(counts[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cached_runs(fd: int, size_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Byte ranges [begin, end) of a file that lie in the page cache, by `mincore`, in order.
+
+    Page granular; of a file whose pages lie scattered in more than 10,000 runs the rest counts by windows of
+    256 MiB. Empty where the kernel does not say: it hides the pages of files that we could not write.
+    """
+    if not _may_ask(fd):
+        return ()
+    page = os.sysconf("SC_PAGE_SIZE")
+    runs: list[tuple[int, int]] = []
+    for offset in range(0, size_bytes, _MINCORE_BYTES):
+        length = min(_MINCORE_BYTES, size_bytes - offset)
+        pages = _resident(fd, offset, length)
+        if len(runs) > _MOST_RUNS:
+            pages = (b"\1" if b"\1" in pages else b"\0") * len(pages)
+        at = 0
+        while (begin := pages.find(b"\1", at)) >= 0:
+            at = pages.find(b"\0", begin)
+            at = len(pages) if at < 0 else at
+            run = (offset + begin * page, offset + at * page)
+            if runs and runs[-1][1] == run[0]:
+                runs[-1] = (runs[-1][0], run[1])
+            else:
+                runs.append(run)
+    return tuple(runs)
+
+
+def _resident(fd: int, offset: int, length: int) -> bytes:
+    """One byte per page, 1: in the page cache; all 0 where it cannot be mapped."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    vector = ctypes.create_string_buffer(-(-length // page))
+    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+    if address in (None, ctypes.c_void_p(-1).value):
+        return bytes(len(vector))
+    try:
+        if _libc.mincore(address, length, vector) != 0:
+            return bytes(len(vector))
+    finally:
+        _libc.munmap(address, length)
+    return vector.raw.translate(_ONLY_LOWEST_BIT)
+
+
+def _may_ask(fd: int) -> bool:
+    """Whether `mincore` tells the truth of this file: to others it says that everything is cached."""
+    if os.fstat(fd).st_uid == os.geteuid():
+        return True
+    return os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def drop_pages_but(fd: int, kept: tuple[tuple[int, int], ...], offset: int, length: int) -> None:
+    """As `drop_pages`, but for the page-aligned ranges `kept` (in order), whole pages at both ends."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    at, end = offset // page * page, -(-(offset + length) // page) * page
+    index = bisect.bisect_right(kept, at, key=lambda run: run[1])
+    while at < end:
+        begin, last = kept[index] if index < len(kept) else (end, end)
+        if at < begin:
+            drop_pages(fd, at, min(begin, end) - at)
+        at, index = max(at, last), index + 1
 
 
 def drop_pages(fd: int, offset: int = 0, length: int = 0) -> None:

@@ -115,8 +115,8 @@ class Shipping:
             self._state.journal.put_object(*key, row)
             moving = self._state.moving.get(key)
             if moving is not None:
+                moving.done_bytes += done.bytes - moving.objects.get(done.key, 0)
                 moving.objects[done.key] = done.bytes
-                moving.done_bytes = sum(moving.objects.values())
             return
         self._state.busy[action.save_id] -= 1
         self._end_ship(action, answer)
@@ -128,8 +128,8 @@ class Shipping:
         entry = state.moving.get(key)
         if entry is None:
             return
+        entry.done_bytes += moving.done_bytes - entry.objects.get(moving.key, 0)
         entry.objects[moving.key] = moving.done_bytes
-        entry.done_bytes = sum(entry.objects.values())
         durable = (moving.key, moving.flushed_bytes, moving.token)
         if (moving.flushed_bytes or moving.token) and durable != entry.durable:
             entry.durable = durable

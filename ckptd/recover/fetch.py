@@ -1,7 +1,8 @@
-"""Bringing committed bytes back: read in windows, CRC64 compared with the manifest, written beside, renamed.
+"""Bringing committed bytes back: ranges in parallel, CRC64 compared, written beside the name, renamed.
 
 A file gets its name in staging only when its bytes are those that were committed, so a resume that was
-killed goes on with the files that are missing. Memory is a few buffers, dirty pages one window (P12).
+killed goes on with the files that are missing, and no file with holes is taken for one. Memory is a chunk per
+lane, dirty pages a few MiB per lane (P12).
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.errors import CkptdError, DamagedError, RefusedError, from_os_error
+from ckptd.errors import DamagedError, RefusedError, from_os_error
+from ckptd.remote import ranges
 from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.ranges import Lanes, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,9 +28,31 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 BUFFER_BYTES = 8 << 20
-WINDOW_BYTES = 64 << 20
+RANGE_BYTES = 32 << 20
 PARALLEL = 4
 AHEAD = 2
+_FLUSH_BYTES = 4 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A file that is being written under a name of ours; `found`: bytes and CRC64 of ranges, by offset."""
+
+    file: ManifestFile
+    folder: int
+    out: int
+    name: str
+    found: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def partial(self) -> str:
+        """Its name until it is whole."""
+        return f"{files.TEMPORARY_PREFIX}{self.name}"
+
+    @property
+    def offsets(self) -> range:
+        """Where its ranges begin; an empty file has one."""
+        return range(0, max(self.file.bytes, 1), RANGE_BYTES)
 
 
 class Fetcher:
@@ -44,7 +69,9 @@ class Fetcher:
         self._on_progress = on_progress
         self._done_bytes = 0
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._lanes = Lanes()
+        self._open: set[_Incoming] = set()
+        self._sizes: dict[str, int] = {}
         self._folder_mode = stat.S_IMODE(os.fstat(staging_fd).st_mode) & 0o777
 
     def missing_bytes(self) -> int:
@@ -74,82 +101,127 @@ class Fetcher:
         if self._copy.remote.store.get(self._copy.view.key) is None:
             msg = f"the COMMIT of {self._copy.view.commit.tag} vanished from {self._copy.remote.name}"
             raise DamagedError(msg, hint="retention removed it meanwhile; an older or newer one is taken")
-        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool:
-            futures = [pool.submit(self._one, file) for file in self._copy.files]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                self._stop.set()
-                raise
+        self._list()
+        lanes = self._copy.remote.store.lanes
+        try:
+            self._lanes.run(max(lanes, 1), self._work(), self._range, name="fetch")
+        finally:
+            for incoming in tuple(self._open):
+                self._drop(incoming)
         self._sync_folders()
 
-    def _one(self, file: ManifestFile) -> None:
-        if self._stop.is_set():
-            return
-        if self._is_staged(file):
-            self._count(file.bytes)
-            return
-        try:
-            self._fetch(file)
-        except FileNotFoundError as error:
-            msg = f"{file.key} is gone from {self._copy.remote.name}"
-            raise DamagedError(msg, hint="this copy cannot be restored") from error
-        except OSError as error:
-            raise from_os_error(error, f"fetching {file.path}") from error
+    def _list(self) -> None:
+        """Sizes by one listing: a question for each of thousands of files costs minutes on S3."""
+        if len(self._copy.files) > 1:
+            folder = f"{self._copy.view.commit.folder}/"
+            self._sizes = {info.key: info.bytes for info in self._copy.remote.store.list(folder)}
 
-    def _fetch(self, file: ManifestFile) -> None:
+    def _work(self) -> Iterator[tuple[_Incoming, int]]:
+        """Every range of every missing file, in order; a file is opened when its first range is due."""
+        for file in self._copy.files:
+            if self._is_staged(file):
+                self._count(file.bytes)
+                continue
+            try:
+                incoming = self._begin(file)
+            except OSError as error:
+                raise from_os_error(error, f"fetching {file.path}") from error
+            yield from ((incoming, offset) for offset in incoming.offsets)
+
+    def _begin(self, file: ManifestFile) -> _Incoming:
         head, _, base = file.path.rpartition("/")
         folder = (
             files.open_dir_beneath(self._staging_fd, head, create_mode=self._folder_mode)
             if head
             else os.dup(self._staging_fd)
         )
-        partial = f"{files.TEMPORARY_PREFIX}{base}"
+        incoming = _Incoming(file=file, folder=folder, out=-1, name=base)
+        with self._lock:
+            self._open.add(incoming)
+        files.remove_file(folder, incoming.partial)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        incoming.out = os.open(incoming.partial, flags, 0o600, dir_fd=folder)
+        if file.bytes:
+            files.allocate(incoming.out, file.bytes)
+        return incoming
+
+    def _range(self, piece: tuple[_Incoming, int]) -> None:
+        incoming, offset = piece
+        file = incoming.file
         try:
-            files.remove_file(folder, partial)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            out = os.open(partial, flags, 0o600, dir_fd=folder)
-            try:
-                self._copy_bytes(file, out)
-                os.fchmod(out, file.mode & 0o777)
-                if file.mtime_ns:
-                    os.utime(out, ns=(file.mtime_ns, file.mtime_ns))
-                os.fsync(out)
-            finally:
-                os.close(out)
-            os.rename(partial, base, src_dir_fd=folder, dst_dir_fd=folder)
-        except (CkptdError, OSError):
-            files.remove_file(folder, partial)
-            raise
-        finally:
-            os.close(folder)
+            found = self._receive(incoming, offset)
+            with self._lock:
+                incoming.found[offset] = found
+                is_last = len(incoming.found) == len(incoming.offsets)
+            if is_last:
+                self._finish(incoming)
+        except FileNotFoundError as error:
+            msg = f"{file.key} is gone from {self._copy.remote.name}"
+            raise DamagedError(msg, hint="this copy cannot be restored") from error
+        except RefusedError as error:
+            raise DamagedError(error.message, hint="this copy cannot be restored") from error
+        except OSError as error:
+            raise from_os_error(error, f"fetching {file.path}") from error
 
-    def _copy_bytes(self, file: ManifestFile, out: int) -> None:
-        store = self._copy.remote.store
-        flushed = 0
-
-        def write(data: bytes, end: int) -> None:
-            nonlocal flushed
-            files.write_all(out, data)
+    def _receive(self, incoming: _Incoming, begin: int) -> tuple[int, int]:
+        """One range into its place: bytes and CRC64."""
+        file, out = incoming.file, incoming.out
+        at = flushed = started = begin
+        crc = 0
+        for data in self._copy.remote.store.stream(file.key, begin, min(RANGE_BYTES, file.bytes - begin)):
+            self._lanes.check()
+            files.write_at(out, data, at)
+            crc = crc64(data, crc)
+            at += len(data)
             self._count(len(data))
-            if end - flushed >= WINDOW_BYTES:
-                os.fdatasync(out)
-                files.drop_pages(out, flushed, end - flushed)
-                flushed = end
+            if at - started >= _FLUSH_BYTES:
+                files.start_flush(out, started, at - started)
+                if started > flushed:
+                    # waits for the stretch before, so that what is dirty stays small
+                    files.flush_range(out, flushed, started - flushed)
+                    files.drop_pages(out, flushed, started - flushed)
+                flushed, started = started, at
+        return at - begin, crc
 
-        done, crc = read_through(store, file, write, self._stop)
-        held = store.stat(file.key) if done == file.bytes else None
-        if done != file.bytes or held is None or held.bytes != file.bytes:
-            found = held.bytes if held is not None else done
-            msg = f"{file.key} on {self._copy.remote.name} has {found} bytes, committed were {file.bytes}"
+    def _finish(self, incoming: _Incoming) -> None:
+        """All ranges are there: compare, make durable, give it its name."""
+        file, where = incoming.file, self._copy.remote
+        done, crc = ranges.joined(file.bytes, [incoming.found[n] for n in incoming.offsets], RANGE_BYTES)
+        held = self._sizes.get(file.key)
+        if held is None and done == file.bytes:
+            info = where.store.stat(file.key)
+            held = None if info is None else info.bytes
+        if done != file.bytes or held != file.bytes:
+            found = held if held is not None else done
+            msg = f"{file.key} on {where.name} has {found} bytes, committed were {file.bytes}"
             raise DamagedError(msg, hint="this copy cannot be restored")
         if to_hex(crc) != file.checksums.crc64nvme:
             msg = (
-                f"{file.key} on {self._copy.remote.name} is damaged: CRC64 {to_hex(crc)}, "
+                f"{file.key} on {where.name} is damaged: CRC64 {to_hex(crc)}, "
                 f"committed was {file.checksums.crc64nvme}"
             )
             raise DamagedError(msg, hint="this copy cannot be restored; see `ckptd list`")
+        os.fchmod(incoming.out, file.mode & 0o777)
+        if file.mtime_ns:
+            os.utime(incoming.out, ns=(file.mtime_ns, file.mtime_ns))
+        os.fsync(incoming.out)
+        files.drop_pages(incoming.out)
+        os.rename(incoming.partial, incoming.name, src_dir_fd=incoming.folder, dst_dir_fd=incoming.folder)
+        self._close(incoming)
+
+    def _close(self, incoming: _Incoming) -> None:
+        with self._lock:
+            self._open.discard(incoming)
+        if incoming.out >= 0:
+            os.close(incoming.out)
+        os.close(incoming.folder)
+
+    def _drop(self, incoming: _Incoming) -> None:
+        """What did not become whole goes: it may have holes."""
+        try:
+            files.remove_file(incoming.folder, incoming.partial)
+        finally:
+            self._close(incoming)
 
     def _is_staged(self, file: ManifestFile) -> bool:
         status = files.stat_beneath(self._staging_fd, file.path)
@@ -174,58 +246,29 @@ class Fetcher:
 
 
 def read_through(
-    store: Store, file: ManifestFile, take: Callable[[bytes, int], None], stop: threading.Event
+    store: Store, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
 ) -> tuple[int, int]:
-    """Read an object in buffers; `take(data, end)` each. Returns bytes read and their CRC64NVME.
+    """Read an object in ranges, `told(bytes)` of each chunk. Returns bytes read and their CRC64NVME.
 
-    Reads no further than the manifest says; ends early at the object's end or when `stop` is set.
+    Reads no further than the manifest says; ends early at the object's end.
 
     Raises:
         DamagedError: what lies there is a link or no object at all.
+        Stopped: `stop` was set.
     """
-    done = crc = 0
+
+    def tell(count: int) -> None:
+        if stop.is_set():
+            msg = f"reading {file.key} was stopped"
+            raise Stopped(msg)
+        told(count)
+
     try:
-        for wanted, data in _ranges(store, file, stop):
-            crc = crc64(data, crc)
-            done += len(data)
-            take(data, done)
-            if len(data) < wanted:
-                break
+        return ranges.crc_of(
+            partial(store.stream, file.key), file.bytes, tell, at_once=AHEAD, range_bytes=RANGE_BYTES
+        )
     except RefusedError as error:
         raise DamagedError(error.message, hint="this copy cannot be restored") from error
-    return done, crc
-
-
-def _ranges(store: Store, file: ManifestFile, stop: threading.Event) -> Iterator[tuple[int, bytes]]:
-    """(bytes asked for, bytes) of each range in order, the next ones being read meanwhile.
-
-    One stream of an object store is slow and a checkpoint has few, big files; at most `AHEAD` buffers a file.
-    """
-
-    def read(offset: int) -> bytes:
-        return b"" if stop.is_set() else store.read_at(file.key, offset, length_at(offset))
-
-    def length_at(offset: int) -> int:
-        return min(BUFFER_BYTES, file.bytes - offset)
-
-    offsets = range(0, file.bytes, BUFFER_BYTES)
-    if len(offsets) < 2:
-        yield from ((length_at(offset), read(offset)) for offset in offsets)
-        return
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="range") as pool:
-        coming: deque[tuple[int, Future[bytes]]] = deque()
-        try:
-            for offset in offsets:
-                coming.append((length_at(offset), pool.submit(read, offset)))
-                if len(coming) == AHEAD:
-                    wanted, future = coming.popleft()
-                    yield wanted, future.result()
-            while coming:
-                wanted, future = coming.popleft()
-                yield wanted, future.result()
-        finally:
-            for _, future in coming:
-                future.cancel()
 
 
 def _prefixes(path: str) -> list[str]:

@@ -189,7 +189,8 @@ class Verifier:
                     self._on_progress(f"{self._remote.name}: {tag}", self._done_bytes - start, total)
 
         stop = threading.Event()
-        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="verify") as pool:
+        count = max(PARALLEL, self._remote.store.lanes)
+        with ThreadPoolExecutor(count, thread_name_prefix="verify") as pool:
             futures = [pool.submit(self._object, file, told, stop) for file in listed]
             try:
                 found = [future.result() for future in futures]
@@ -225,7 +226,7 @@ class Verifier:
         if self._read is None or not self._read.has(file.key):
             return None
         try:
-            done, crc = read_through(self._remote.store, file, lambda data, _: told(len(data)), stop)
+            done, crc = read_through(self._remote.store, file, told, stop)
         except (FileNotFoundError, DamagedError) as error:
             return Difference(key=file.key, expected=f"{file.bytes} bytes", found=str(error))
         if done == file.bytes and to_hex(crc) == file.checksums.crc64nvme:

@@ -10,6 +10,20 @@ def crc64(data: bytes | memoryview, previous: int = 0) -> int:
     return int(crc64nvme(data, previous))
 
 
+def crc64_combined(first: int, second: int, second_bytes: int) -> int:
+    """CRC64NVME of two adjoining ranges from those of each; under a microsecond."""
+    from awscrt.checksums import combine_crc64nvme
+
+    return int(combine_crc64nvme(first, second, second_bytes))
+
+
+def crc32_combined(first: int, second: int, second_bytes: int) -> int:
+    """The same for CRC32, as zip archives have it."""
+    from awscrt.checksums import combine_crc32
+
+    return int(combine_crc32(first, second, second_bytes))
+
+
 def to_hex(value: int) -> str:
     """16 lower-case hex digits, as in manifests."""
     return f"{value:016x}"

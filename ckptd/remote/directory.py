@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import mmap
 import os
 import secrets
 import stat
@@ -29,7 +27,18 @@ from ckptd.errors import (
     VerifyError,
 )
 from ckptd.remote.checksums import crc64
-from ckptd.remote.folders import copy_rights, explained, make_parents, prune_empty, publish, share_notes, walk
+from ckptd.remote.folders import (
+    GONE,
+    buffer_of,
+    copy_rights,
+    explained,
+    lock_partial,
+    make_parents,
+    prune_empty,
+    publish,
+    share_notes,
+    walk,
+)
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
 
 if TYPE_CHECKING:
@@ -39,19 +48,10 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES = 64 << 20
 BUFFER_BYTES = 4 << 20
+LANES = 4
 PARTIAL_PREFIX = ".ckptd-part-"
 
 _DOCUMENT_MODE = 0o644
-_GONE = {
-    errno.ENOTCONN,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ETIMEDOUT,
-    errno.ENETUNREACH,
-    errno.ECONNREFUSED,
-    errno.ENODEV,
-    errno.ESHUTDOWN,
-}
 _NOT_MOUNTED = "is it mounted? see `ckptd check`"
 
 
@@ -82,6 +82,11 @@ class DirectoryStore:
     def url(self) -> str:
         """The path."""
         return self._path
+
+    @property
+    def lanes(self) -> int:
+        """A few: each flush waits for the share."""
+        return LANES
 
     def probe(self) -> Abilities:
         """Create, create again, replace, read and remove a small object: rights and create-only (P19)."""
@@ -141,16 +146,25 @@ class DirectoryStore:
         return ObjectInfo(key=key, bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """A range; FileNotFoundError when absent."""
+        return b"".join(self.stream(key, offset, length))
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """A range, its cached pages dropped first so that it comes from the share where it can."""
+        end = offset + length
         with self._at_root(f"reading {key}", absent_is_error=True) as root:
             fd = files.open_beneath(root, key)
-            try:
-                files.drop_pages(fd, offset, length)
-                data = os.pread(fd, length, offset)
-                files.drop_pages(fd, offset, length)
-                return data
-            finally:
-                os.close(fd)
+        try:
+            while (count := min(self._buffer_bytes, end - offset)) > 0:
+                files.drop_pages(fd, offset, count)
+                data = os.pread(fd, count, offset)
+                files.drop_pages(fd, offset, count)
+                yield data
+                offset = offset + len(data) if data else end
+        except OSError as error:
+            raise self._mapped(error, f"reading {key} at {offset}") from error
+        finally:
+            os.close(fd)
 
     def upload(
         self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
@@ -269,7 +283,7 @@ class DirectoryStore:
 
     def _mapped(self, error: OSError, doing: str) -> CkptdError:
         where = f"{self._path}: {doing}"
-        if error.errno in _GONE:
+        if error.errno in GONE:
             return RemoteUnreachable(f"{where}: {error.strerror}")
         return explained(error, where)
 
@@ -284,20 +298,20 @@ class DirectoryStore:
         if resume is not None and resume.flushed_bytes > 0:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(name, flags, dir_fd=folder)
-                if _is_free(fd) and os.fstat(fd).st_size >= resume.flushed_bytes:
+                if lock_partial(fd) and os.fstat(fd).st_size >= resume.flushed_bytes:
                     os.ftruncate(fd, resume.flushed_bytes)
                     os.lseek(fd, resume.flushed_bytes, os.SEEK_SET)
                     return fd, resume.flushed_bytes, resume.crc64
                 os.close(fd)
         files.remove_file(folder, name)
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-        _is_free(fd)
+        lock_partial(fd)
         return fd, 0, 0
 
     def _pump(
         self, fd: int, source: Source, start: int, crc: int, on_progress: Callable[[Progress], None]
     ) -> int:
-        view = _buffer(self._buffer_bytes)
+        view = buffer_of(self._buffer_bytes)
         size = source.size_bytes
         done, flushed, flushed_crc = start, start, crc
         while done < size:
@@ -319,7 +333,7 @@ class DirectoryStore:
 
     def _read_back_crc(self, fd: int, on_progress: Callable[[int], None]) -> int:
         files.drop_pages(fd)
-        view = _buffer(max(self._buffer_bytes // 4, 1))
+        view = buffer_of(max(self._buffer_bytes // 4, 1))
         done = crc = 0
         while count := os.preadv(fd, [view], done):
             crc = crc64(view[:count], crc)
@@ -327,19 +341,3 @@ class DirectoryStore:
             done += count
             on_progress(done)
         return crc
-
-
-def _buffer(size_bytes: int) -> memoryview:
-    """Memory that goes back to the system with its last reference, whatever the heap looks like (P12)."""
-    return memoryview(mmap.mmap(-1, size_bytes))
-
-
-def _is_free(fd: int) -> bool:
-    """Lock a partial file; True also where the file system knows no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PARTIAL_PREFIX = ".ckptd-part-"
 TEMPORARY_PREFIX = ".ckptd-tmp-"
-CONNECTIONS = 4
+CONNECTIONS = 8
 
 
 class ConnectionLost(RemoteUnreachable):

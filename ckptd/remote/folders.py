@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _OURS = ".ckptd-"
+GONE = {
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ETIMEDOUT,
+    errno.ENETUNREACH,
+    errno.ECONNREFUSED,
+    errno.ENODEV,
+    errno.ESHUTDOWN,
+}
+"""What a share says whose server is not there."""
 
 
 def is_ours(name: str) -> bool:
@@ -207,3 +220,19 @@ def explained(error: OSError, where: str) -> CkptdError:
         msg = f"{where}: {error.strerror}, although ckptd is root: the server squashes root (root_squash)"
         return NotPermitted(msg, hint="run ckptd as the user who trains")
     return from_os_error(error, where)
+
+
+def buffer_of(size_bytes: int) -> memoryview:
+    """Memory that goes back to the system with its last reference, whatever the heap looks like (P12)."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def lock_partial(fd: int) -> bool:
+    """Lock a partial file; True also where the file system knows no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

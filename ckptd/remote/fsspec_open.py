@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckptd.config_schemes import scheme_of, url_fault
 from ckptd.errors import ConfigError
+from ckptd.remote.drive import CONNECTIONS
 from ckptd.remote.fsspec_store import WINDOW_BYTES, FilesStore
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ckptd.remote.drive import Drive
 
 _SSH = ("sftp", "ssh")
+_SERVICE_LANES = 3
+"""A driver of fsspec holds one or two blocks of 8 MiB per object."""
 
 
 def open_files(
@@ -43,7 +46,9 @@ def open_files(
     from ckptd.remote.fsspec_drive import connection
 
     connect, root = connection(url, access)
-    return FilesStore(url, root, connect, owner=owner, read_back=read_back, window_bytes=window_bytes)
+    return FilesStore(
+        url, root, connect, owner=owner, read_back=read_back, window_bytes=window_bytes, lanes=_SERVICE_LANES
+    )
 
 
 def _sftp(url: str, access: Access, *, owner: str, read_back: bool, window_bytes: int) -> FilesStore:
@@ -57,7 +62,15 @@ def _sftp(url: str, access: Access, *, owner: str, read_back: bool, window_bytes
     def connect() -> Drive:
         return SftpDrive(place)
 
-    return FilesStore(url, place.root, connect, owner=owner, read_back=read_back, window_bytes=window_bytes)
+    return FilesStore(
+        url,
+        place.root,
+        connect,
+        owner=owner,
+        read_back=read_back,
+        window_bytes=window_bytes,
+        lanes=CONNECTIONS - 2,
+    )
 
 
 def missing(url: str, error: Exception) -> ConfigError:

@@ -48,8 +48,10 @@ class FilesStore:
         owner: str = "",
         read_back: bool = True,
         window_bytes: int = WINDOW_BYTES,
+        lanes: int = 1,
     ) -> None:
         self._url = url
+        self._lanes = lanes
         self._root = root.rstrip("/")
         self._pool = Pool(connect)
         self._owner = owner
@@ -66,6 +68,11 @@ class FilesStore:
         self._pool.close()
 
     # --- small objects ---------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> int:
+        """As many as leave a connection for reading back and one for short questions."""
+        return self._lanes
 
     def probe(self) -> Abilities:
         """Find out what the server does, by a small object of ours that is removed again."""
@@ -163,6 +170,12 @@ class FilesStore:
     def free_bytes(self) -> int | None:
         """Room that the server reports."""
         return self._call("asking for free space", lambda drive: drive.free_bytes(self._root))
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """A range in pieces; each may come over another connection."""
+        while length > 0 and (data := self.read_at(key, offset, min(_READ_BYTES, length))):
+            yield data
+            offset, length = offset + len(data), length - len(data)
 
     # --- data ------------------------------------------------------------------------------------------
 

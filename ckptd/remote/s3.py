@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import threading
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ from ckptd import files
 from ckptd.errors import NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
-from ckptd.remote.s3_body import Body
+from ckptd.remote.ranges import crc_of
 from ckptd.remote.s3_etags import bare
 from ckptd.remote.s3_probe import probe
 from ckptd.remote.s3_upload import S3Uploads
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Progress, Resume, Source
 
 _READ_BYTES = 1 << 20
+_SMALL_BYTES = 8 << 20
+LANES = 16
+_STREAMS = 4
+"""Ranges of one object that are read back at a time."""
 _RANGE_BYTES = 64 << 20
 _CREATE_TRIES = 5
 _READ_TRIES = 5
@@ -63,6 +68,11 @@ class S3Store:
         return self._url
 
     @property
+    def lanes(self) -> int:
+        """Small objects at a time: each costs round trips."""
+        return LANES
+
+    @property
     def client(self) -> Any:
         """The botocore client; made anew after credentials failed, so that rotated ones are found."""
         with self._lock:
@@ -70,11 +80,11 @@ class S3Store:
                 self._client = sc.make_client(self.access)
             return self._client
 
-    def body(self, source: Source, offset: int, length: int, crc: int) -> Body:
-        """A range to send; with its MD5, where an ETag is what proves or guards it."""
+    @property
+    def wants_md5(self) -> bool:
+        """Whether an ETag is what proves or guards what is sent."""
         can = self.abilities
-        wants_md5 = self._read_back and not can.checksum and (can.part_etags or can.joined_etags)
-        return Body(source, offset, length, crc, wants_md5=wants_md5)
+        return self._read_back and not can.checksum and (can.part_etags or can.joined_etags)
 
     def place(self, key: str) -> dict[str, str]:
         """Bucket and whole key of an object.
@@ -98,7 +108,7 @@ class S3Store:
             raise sc.elsewhere(self._url, self._endpoint()) from error
         except (BotoCoreError, ClientError, ResponseParserError) as error:
             endpoint = self._endpoint()
-            if _ran_in_circles(error):
+            if sc.ran_in_circles(error):
                 raise sc.elsewhere(self._url, endpoint) from error
             raised = sc.failure(error, what, self._url, endpoint)
             if isinstance(raised, NotPermitted):
@@ -203,7 +213,7 @@ class S3Store:
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
         """A range of an object; shorter at its end."""
-        return b"".join(self._read(key, offset, length))
+        return b"".join(self.stream(key, offset, length))
 
     def delete(self, key: str) -> None:
         """Remove an object; gone already is fine."""
@@ -232,11 +242,20 @@ class S3Store:
         Raises:
             VerifyError: other bytes, or none; a bad object was removed.
         """
-        head = self.head(key, **({"ChecksumMode": "ENABLED"} if self.abilities.checksum else {}))
+        proof = self._uploads.proved(key, size_bytes, crc64)
+        if proof is not None:
+            return proof
+        can = self.abilities
+        etag = self._uploads.expected_etag(key, crc64)
+        etag = etag if can.joined_etags else None
+        is_read = self._read_back and not can.checksum and etag is None and 0 < size_bytes <= _SMALL_BYTES
+        if is_read and self._is_intact(key, size_bytes, crc64, on_progress):
+            return "read-back"
+        head = self.head(key, **({"ChecksumMode": "ENABLED"} if can.checksum else {}))
         if head is None:
             msg = f"{key} is not in {self._url} after it was sent"
             raise VerifyError(msg, hint="ckptd sends it again")
-        found, proof = self._digest(key, head, size_bytes, crc64, on_progress)
+        found, proof = self._digest(key, head, size_bytes, crc64, etag, on_progress)
         if head["ContentLength"] == size_bytes and found == crc64:
             return proof
         self.delete(key)
@@ -246,28 +265,48 @@ class S3Store:
         )
         raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
 
+    def _is_intact(self, key: str, size_bytes: int, sent: int, on_progress: Callable[[int], None]) -> bool:
+        """Read a small object in one request; False for anything else than those very bytes."""
+        crc = done = 0
+        try:
+            # a byte more than was sent: nothing may follow
+            for chunk in self.stream(key, 0, size_bytes + 1):
+                crc, done = crc64(chunk, crc), done + len(chunk)
+                on_progress(done)
+        except FileNotFoundError:
+            return False
+        return (done, crc) == (size_bytes, sent)
+
     def _digest(
-        self, key: str, head: dict[str, Any], size_bytes: int, sent: int, on_progress: Callable[[int], None]
+        self,
+        key: str,
+        head: dict[str, Any],
+        size_bytes: int,
+        sent: int,
+        etag: str | None,
+        on_progress: Callable[[int], None],
     ) -> tuple[int, str]:
         kept = head.get("ChecksumCRC64NVME")
         if self.abilities.checksum and kept and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             return int.from_bytes(base64.b64decode(kept)), "store-checksum"
         if not self._read_back:
             return sent, "none"
-        etag = self._uploads.expected_etag(key, sent)
-        if self.abilities.joined_etags and etag is not None and bare(head.get("ETag", "")) == etag:
+        if etag is not None and bare(head.get("ETag", "")) == etag:
             return sent, "part-etags"
-        crc = done = 0
+        done = 0
+
+        def told(count: int) -> None:
+            nonlocal done
+            done += count
+            on_progress(done)
+
         try:
-            for chunk in self._read(key, 0, size_bytes):
-                crc = crc64(chunk, crc)
-                done += len(chunk)
-                on_progress(done)
+            _, crc = crc_of(partial(self.stream, key), size_bytes, told, at_once=_STREAMS)
         except FileNotFoundError:
             return ~sent & (1 << 64) - 1, "read-back"
         return crc, "read-back"
 
-    def _read(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """Chunks of a range; a connection that breaks costs the rest of one request, asked for again."""
         end, tries = offset + length, 0
         while offset < end:
@@ -308,10 +347,3 @@ class S3Store:
 def _md5(data: bytes) -> str:
     """What servers compare on arrival, also those that know no CRC."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
-
-
-def _ran_in_circles(error: BaseException | None) -> bool:
-    """A RecursionError that a layer below took for a broken connection."""
-    while error is not None and not isinstance(error, RecursionError):
-        error = error.__cause__ or error.__context__
-    return error is not None

@@ -11,7 +11,7 @@ import hashlib
 import io
 from typing import TYPE_CHECKING
 
-from ckptd.errors import SourceChanged
+from ckptd.errors import DamagedError, SourceChanged
 from ckptd.remote.checksums import crc64
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Source
 
 STEP_BYTES = 1 << 20
+_BLOCK_BYTES = 64 << 10
 
 
 class SourceStopped(BaseException):
@@ -31,25 +32,34 @@ class SourceStopped(BaseException):
 
 
 class Body(io.RawIOBase):
-    """`length` bytes of `source` from `offset`; `crc` goes on from `crc_before` over what was read.
+    """`length` bytes of `source` from `offset`; `crc` is the CRC64NVME of what was read of them.
+
+    `known_crc`: of the whole range, when it was hashed before. What is sent a second time must be what was
+    read the first time: that alone was compared with the CRCs of the source's own archive.
 
     A signature or an MD5 that stands in a header needs the bytes before they are sent: that reading is a
     rehearsal, unpaced and not hashed (`peek_into` of the source, where it has one).
     """
 
     def __init__(
-        self, source: Source, offset: int, length: int, crc_before: int, *, wants_md5: bool = False
+        self,
+        source: Source,
+        offset: int,
+        length: int,
+        known_crc: int | None = None,
+        *,
+        wants_md5: bool = False,
     ) -> None:
         super().__init__()
         self._source = source
         self._offset = offset
         self._length = length
-        self._crc_before = crc_before
         self._buffer = memoryview(bytearray(min(STEP_BYTES, max(length, 1))))
         self._filled = (0, 0)
         self._at = 0
-        self.crc = crc_before
+        self.crc = 0
         self._hashed = 0
+        self._before = (0, 0) if known_crc is None else (length, known_crc)
         self._wants_md5 = wants_md5
         self._md5 = _md5() if wants_md5 else None
         self._is_rehearsal = False
@@ -75,24 +85,32 @@ class Body(io.RawIOBase):
         """Move; going back to the beginning forgets the hash, so that a second sending hashes anew."""
         self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence] + offset
         if self._at == 0:
-            self.crc, self._hashed, self._filled = self._crc_before, 0, (0, 0)
+            self._before = max(self._before, (self._hashed, self.crc))
+            self.crc, self._hashed, self._filled = 0, 0, (0, 0)
             self._md5 = _md5() if self._wants_md5 else None
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
-        """At most `size` bytes, fewer at the end of a step; b"" at the end of the range."""
+    def read(self, size: int = -1) -> memoryview:
+        """The rest of a step, none at the end; valid until the next read.
+
+        More than `size` where that is a block for a socket: who reads such blocks sends what it gets, and a
+        call per MiB instead of eight takes a fifth off the CPU time of an upload. Small sizes are kept to.
+        """
+        return self._next(size if 0 <= size < _BLOCK_BYTES else len(self._buffer))
+
+    def _next(self, most: int) -> memoryview:
         begin, end = self._filled
         if not begin <= self._at < end:
             begin, end = self._fill()
-        last = end if size < 0 else min(end, self._at + size)
-        data = bytes(self._buffer[self._at - begin : last - begin])
+        last = min(end, self._at + most)
+        data = self._buffer[self._at - begin : last - begin]
         self._at = last
         return data
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         """As `read`; what the CRT signs bodies by."""
         view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
+        data = self._next(len(view))
         view[: len(data)] = data
         return len(data)
 
@@ -104,15 +122,26 @@ class Body(io.RawIOBase):
             if room > 0 and count == 0:
                 msg = f"the source ended after {self._offset + self._at} bytes"
                 raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
+            if self._at == self._hashed and not self._is_rehearsal:
+                self._hash(self._buffer[:count])
         except Exception as error:
             raise SourceStopped(error) from error
-        if self._at == self._hashed and not self._is_rehearsal:
-            self.crc = crc64(self._buffer[:count], self.crc)
-            if self._md5 is not None:
-                self._md5.update(self._buffer[:count])
-            self._hashed += count
         self._filled = (self._at, self._at + count)
         return self._filled
+
+    def _hash(self, data: memoryview) -> None:
+        if self._md5 is not None:
+            self._md5.update(data)
+        before, crc = self._before
+        if self._hashed < before <= self._hashed + len(data):
+            head = before - self._hashed
+            self.crc = crc64(data[:head], self.crc)
+            if self.crc != crc:
+                msg = f"the {before} bytes at {self._offset} were others when they were read before"
+                raise DamagedError(msg, hint="the local disk or memory fails; nothing was shipped")
+            self._hashed, data = before, data[head:]
+        self.crc = crc64(data, self.crc)
+        self._hashed += len(data)
 
     def rehearse(self, is_rehearsal: bool) -> None:
         """From now on it is read to be signed or measured (True), or to be sent (False)."""
@@ -139,6 +168,21 @@ class Body(io.RawIOBase):
     def is_whole(self) -> bool:
         """Every byte was read and hashed once, in order."""
         return self._hashed == self._length
+
+
+class Held:
+    """As much of `Body` as is asked of at most 1 MiB that lies in memory: sent again it is the same."""
+
+    is_whole = True
+
+    def __init__(self, data: bytearray, *, wants_md5: bool) -> None:
+        self.data = data
+        self.crc = crc64(memoryview(data))
+        self.md5 = hashlib.md5(data, usedforsecurity=False).digest() if wants_md5 else None
+
+    def content_md5(self) -> str:
+        """MD5 (base64) of the range."""
+        return base64.b64encode(hashlib.md5(self.data, usedforsecurity=False).digest()).decode()
 
 
 def _md5() -> hashlib._Hash:

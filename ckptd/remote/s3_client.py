@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 20
 READ_SECONDS = 60
 ATTEMPTS = 5
-CONNECTIONS = 8
+CONNECTIONS = 32
 
 _CREDENTIALS_HINT = (
     'they are read again at every try; credentials = "env", "profile:NAME" or "file:PATH" says where they lie'
@@ -320,3 +320,10 @@ def _skew(error: Any) -> str:
         return "too far from the server's"
     side = "ahead of" if minutes > 0 else "behind"
     return f"{abs(minutes):.0f} min {side} the server's"
+
+
+def ran_in_circles(error: BaseException | None) -> bool:
+    """A RecursionError that a layer below took for a broken connection."""
+    while error is not None and not isinstance(error, RecursionError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -1,20 +1,20 @@
 """Uploads to S3 in parts: streamed, resumed by list_parts, joined once, aborted only if ours (P7; adr/0041).
 
-One part at a time and a buffer of 1 MiB: memory does not grow with the file or its parts. The id of an upload
-travels with its progress into the journal, so that a restart sends at most one part again.
+A few parts in flight, a buffer of 1 MiB each: memory does not grow with the file or its parts. The id of an
+upload travels with its progress into the journal, so that a restart sends again what was in flight at most.
 """
 
 from __future__ import annotations
 
-import base64
-from dataclasses import dataclass, field
+import threading
 from typing import TYPE_CHECKING
 
-from ckptd.errors import RefusedError, TargetExists
+from ckptd.errors import RefusedError
 from ckptd.remote import s3_client as sc
-from ckptd.remote.checksums import crc64
-from ckptd.remote.s3_body import STEP_BYTES, SourceStopped
-from ckptd.remote.s3_etags import CHANGED, changed, guard, joined, send_part
+from ckptd.remote.s3_body import STEP_BYTES
+from ckptd.remote.s3_etags import bare, joined
+from ckptd.remote.s3_parts import ROOM, Sending, Upload, encoded, send_range, taken
+from ckptd.remote.source import crc64_of
 from ckptd.remote.store import Progress
 
 if TYPE_CHECKING:
@@ -45,24 +45,6 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
     return chosen
 
 
-@dataclass(slots=True)
-class _Open:
-    """A multipart upload of ours: its id, part size, and the parts that the server holds, by number."""
-
-    upload_id: str
-    part_bytes: int
-    etags: dict[int, str]
-    done_bytes: int = 0
-    crc: int = 0
-    md5s: dict[int, bytes] = field(default_factory=dict)
-    """Of the parts that this process sent."""
-
-    @property
-    def token(self) -> str:
-        """What a restart needs to find it again."""
-        return f"{self.part_bytes}:{self.upload_id}"
-
-
 class S3Uploads:
     """The uploads of one store; remembers the ids that it may abort."""
 
@@ -70,7 +52,9 @@ class S3Uploads:
         self._store = store
         self._wanted_bytes = part_size_bytes
         self._ours: dict[str, str] = {}
+        self._proved: dict[str, tuple[int, int, str]] = {}
         self._expected: dict[str, tuple[int, str]] = {}
+        self._room = threading.Semaphore(ROOM)
 
     def upload(
         self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
@@ -82,63 +66,63 @@ class S3Uploads:
             RefusedError: too many parts, said before a byte is sent.
         """
         chosen = part_size(source.size_bytes, self._wanted_bytes)
-        self._refuse_if_there(key)
-        if source.size_bytes <= chosen and not (resume and resume.token):
+        is_whole = source.size_bytes <= chosen and not (resume and resume.token)
+        if not (is_whole and self._store.abilities.create_only):
+            self._refuse_if_there(key)
+        if is_whole:
             return self._whole(key, source, on_progress)
-        current = self._continued(key, source, resume) if resume else None
-        if current is None:
-            current = self._begin(key, chosen)
-        self._ours[key] = current.upload_id
-        on_progress(_progress(current))
-        while current.done_bytes < source.size_bytes:
-            self._part(key, source, current, on_progress)
-        self._join(key, source.size_bytes, current)
-        if len(current.md5s) == len(current.etags):
-            self._expected[key] = current.crc, joined(current.md5s[n] for n in sorted(current.md5s))
+        upload = self._continued(key, source, resume) if resume else None
+        if upload is None:
+            upload = self._begin(key, source.size_bytes, chosen)
+        self._ours[key] = upload.upload_id
+        on_progress(upload.progress())
+        Sending(self._store, key, source, upload, self._room, on_progress).run()
+        self._join(key, source.size_bytes, upload)
+        if len(upload.md5s) == len(upload.etags):
+            self._expected[key] = upload.crc, joined(upload.md5s[n] for n in sorted(upload.md5s))
         del self._ours[key]
-        return current.crc
+        return upload.crc
 
-    def discard(self, key: str, token: str = "") -> None:
-        """Abort the uploads of that key that are ours: this process's, and the one that `token` names."""
-        for upload_id in {self._ours.pop(key, ""), token.partition(":")[2]} - {""}:
-            self._abort(key, upload_id)
+    def proved(self, key: str, size_bytes: int, crc: int) -> str | None:
+        """The proof that the answer to an upload of this process held, once; None: look."""
+        found = self._proved.pop(key, None)
+        if found is None or found[:2] != (size_bytes, crc):
+            return None
+        self._expected.pop(key, None)
+        return found[2]
 
     def expected_etag(self, key: str, crc: int) -> str | None:
         """The ETag that the object with this CRC must have; None: it was not sent whole by this process."""
         sent_crc, etag = self._expected.pop(key, (None, None))
         return etag if sent_crc == crc else None
 
+    def discard(self, key: str, token: str = "") -> None:
+        """Abort the uploads of that key that are ours: this process's, and the one that `token` names."""
+        for upload_id in {self._ours.pop(key, ""), token.partition(":")[2]} - {""}:
+            self._abort(key, upload_id)
+
     # --- inside ----------------------------------------------------------------------------------------
 
     def _refuse_if_there(self, key: str) -> None:
         if self._store.head(key) is not None:
-            raise _taken(key)
+            raise taken(key)
 
     def _whole(self, key: str, source: Source, on_progress: Callable[[Progress], None]) -> int:
-        """A small object in one request."""
+        """An object of one part in one request; what its answer shows is a proof, once."""
         store, size = self._store, source.size_bytes
-        body = store.body(source, 0, size, 0)
         condition = {"IfNoneMatch": "*"} if store.abilities.create_only else {}
-        with store.asking(f"writing {key}"):
-            try:
-                more = condition | store.access.for_data | guard(store.abilities, body)
-                store.client.put_object(**store.place(key), Body=body if size else b"", **more)
-            except SourceStopped as stopped:
-                raise stopped.error from None
-            except store.client.exceptions.ClientError as error:
-                if sc.code_of(error) in sc.TAKEN:
-                    raise _taken(key) from error
-                if sc.code_of(error) in CHANGED:
-                    raise changed(key) from error
-                raise
+        sent = send_range(store, key, source, (0, size), condition | store.access.for_data)
         source.drop(0, size)
-        crc = body.crc if body.is_whole or not size else _crc_of(source, 0, size, 0)
-        if body.md5 is not None:
-            self._expected[key] = crc, body.md5.hex()
-        on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=crc))
-        return crc
+        if store.abilities.checksum and sent.answer.get("ChecksumCRC64NVME") == encoded(sent.crc):
+            self._proved[key] = (size, sent.crc, "store-checksum")
+        elif sent.md5 is not None:
+            self._expected[key] = sent.crc, sent.md5.hex()
+            if size <= STEP_BYTES and store.abilities.joined_etags and bare(sent.etag) == sent.md5.hex():
+                self._proved[key] = (size, sent.crc, "part-etags")
+        on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=sent.crc))
+        return sent.crc
 
-    def _begin(self, key: str, part_bytes: int) -> _Open:
+    def _begin(self, key: str, size_bytes: int, part_bytes: int) -> Upload:
         store = self._store
         checksum: dict[str, str] = {}
         if store.abilities.checksum:
@@ -147,32 +131,40 @@ class S3Uploads:
             answer = store.client.create_multipart_upload(
                 **store.place(key), **store.access.for_data, **checksum
             )
-        return _Open(upload_id=answer["UploadId"], part_bytes=part_bytes, etags={})
+        return Upload(upload_id=answer["UploadId"], part_bytes=part_bytes, size_bytes=size_bytes)
 
-    def _continued(self, key: str, source: Source, resume: Resume) -> _Open | None:
+    def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
         """The upload that an earlier attempt began, as far as the server holds it; None: begin anew."""
         size, _, upload_id = resume.token.partition(":")
-        if not upload_id or not size.isdecimal():
+        if not upload_id or not size.isdecimal() or int(size) == 0:
             return None
-        found = _Open(upload_id=upload_id, part_bytes=int(size), etags={})
-        if not self._list_parts(key, found, source.size_bytes):
+        found = Upload(upload_id=upload_id, part_bytes=int(size), size_bytes=source.size_bytes)
+        if not self._list_parts(key, found):
             return None
-        # parts that were sent after the last note in the journal are hashed from the source, not sent again
-        begin = min(resume.flushed_bytes, found.done_bytes)
-        crc = resume.crc64 if begin == resume.flushed_bytes else 0
-        begin = begin if begin == resume.flushed_bytes else 0
-        found.crc = _crc_of(source, begin, found.done_bytes - begin, crc)
+        # what the journal notes is taken over; parts behind that are hashed from the source, not sent again
+        noted = resume.flushed_bytes // found.part_bytes
+        if resume.flushed_bytes == source.size_bytes:
+            noted = found.parts
+        elif noted * found.part_bytes != resume.flushed_bytes:
+            noted = 0
+        if all(number in found.etags for number in range(1, noted + 1)):
+            found.done_parts, found.done_bytes = noted, resume.flushed_bytes if noted else 0
+            found.crc = resume.crc64 if noted else 0
+        for number in sorted(found.etags):
+            if number > found.done_parts and number not in found.crcs:
+                found.crcs[number] = crc64_of(source, *found.range_of(number), drops=True)
+                found.close_gap()
         return found
 
-    def _list_parts(self, key: str, found: _Open, size_bytes: int) -> bool:
-        """Fill in the whole parts from the first one on; False when the server does not know the upload."""
+    def _list_parts(self, key: str, found: Upload) -> bool:
+        """Fill in the whole parts that the server holds; False when it does not know the upload."""
         store = self._store
         with store.asking(f"asking for the parts of {key}"):
             try:
                 pages = store.client.get_paginator("list_parts").paginate(
                     **store.place(key), UploadId=found.upload_id
                 )
-                parts = {p["PartNumber"]: p for page in pages for p in page.get("Parts", ())}
+                parts = [p for page in pages for p in page.get("Parts", ())]
             except store.client.exceptions.ClientError as error:
                 if sc.code_of(error) in sc.NOT_OFFERED:
                     # a server that cannot list: the upload starts over, and what it holds must not stay
@@ -180,33 +172,13 @@ class S3Uploads:
                 elif sc.code_of(error) not in sc.ABSENT | {"NoSuchUpload"}:
                     raise
                 return False
-        while (part := parts.get(len(found.etags) + 1)) is not None:
-            wanted = min(found.part_bytes, size_bytes - found.done_bytes)
-            if part["Size"] != wanted or wanted == 0:
-                break
-            found.etags[len(found.etags) + 1] = part["ETag"]
-            found.done_bytes += wanted
+        for part in parts:
+            number = part["PartNumber"]
+            if 1 <= number <= found.parts and part["Size"] == found.range_of(number)[1]:
+                found.etags[number] = part["ETag"]
         return True
 
-    def _part(
-        self, key: str, source: Source, current: _Open, on_progress: Callable[[Progress], None]
-    ) -> None:
-        store, number = self._store, len(current.etags) + 1
-        begin = current.done_bytes
-        length = min(current.part_bytes, source.size_bytes - begin)
-        told = _Telling(source, current, on_progress)
-        request = {**store.place(key), "UploadId": current.upload_id}
-        body, current.etags[number] = send_part(
-            store, key, number, lambda: store.body(told, begin, length, current.crc), request
-        )
-        if body.md5 is not None:
-            current.md5s[number] = body.md5
-        current.crc = body.crc if body.is_whole else _crc_of(source, begin, length, current.crc)
-        current.done_bytes += length
-        source.drop(begin, length)
-        on_progress(_progress(current))
-
-    def _join(self, key: str, size_bytes: int, current: _Open) -> None:
+    def _join(self, key: str, size_bytes: int, current: Upload) -> None:
         """Complete; an answer that was lost is resolved by looking (docs/design.md §5)."""
         store = self._store
         more: dict[str, str] = {}
@@ -215,7 +187,7 @@ class S3Uploads:
         else:
             self._refuse_if_there(key)
         if store.abilities.checksum:
-            more["ChecksumCRC64NVME"] = base64.b64encode(current.crc.to_bytes(8)).decode()
+            more["ChecksumCRC64NVME"] = encoded(current.crc)
             more["ChecksumType"] = "FULL_OBJECT"
         parts = [{"PartNumber": n, "ETag": etag} for n, etag in sorted(current.etags.items())]
         with store.asking(f"joining the parts of {key}"):
@@ -234,7 +206,7 @@ class S3Uploads:
                     return
                 if sc.code_of(error) in sc.TAKEN:
                     self.discard(key)
-                    raise _taken(key) from error
+                    raise taken(key) from error
                 if sc.code_of(error) == "NoSuchUpload":
                     self._ours.pop(key, None)
                 raise
@@ -247,57 +219,3 @@ class S3Uploads:
             except store.client.exceptions.ClientError as error:
                 if sc.code_of(error) not in sc.ABSENT | {"NoSuchUpload"}:
                     raise
-
-
-class _Telling:
-    """A source that reports each step that is read; what is durable stays at the last whole part."""
-
-    def __init__(self, inner: Source, current: _Open, on_progress: Callable[[Progress], None]) -> None:
-        self._inner = inner
-        self._current = current
-        self._on_progress = on_progress
-        self.size_bytes: int = inner.size_bytes
-        self.mode: int = inner.mode
-        self.folder_mode: int = inner.folder_mode
-        self.gid: int | None = inner.gid
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Read, then tell."""
-        count = self._inner.read_into(offset, buffer)
-        self._on_progress(_progress(self._current, offset + count))
-        return count
-
-    def peek_into(self, offset: int, buffer: memoryview) -> int:
-        """Read what will be read, and told, again."""
-        read_into: Callable[[int, memoryview], int] = getattr(self._inner, "peek_into", self._inner.read_into)
-        return read_into(offset, buffer)
-
-    def drop(self, offset: int, length: int) -> None:
-        """As the inner source."""
-        self._inner.drop(offset, length)
-
-
-def _progress(current: _Open, done_bytes: int | None = None) -> Progress:
-    return Progress(
-        done_bytes=current.done_bytes if done_bytes is None else done_bytes,
-        flushed_bytes=current.done_bytes,
-        crc64=current.crc,
-        token=current.token,
-    )
-
-
-def _crc_of(source: Source, offset: int, length: int, crc: int) -> int:
-    """Hash a range of the source without sending it."""
-    view = memoryview(bytearray(min(STEP_BYTES, max(length, 1))))
-    end = offset + length
-    while offset < end:
-        count = source.read_into(offset, view[: min(len(view), end - offset)])
-        if count == 0:
-            break
-        crc = crc64(view[:count], crc)
-        offset += count
-    return crc
-
-
-def _taken(key: str) -> TargetExists:
-    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")

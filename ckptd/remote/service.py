@@ -174,7 +174,7 @@ class _Reporter:
         self._emit = emit
         self._cancelled = cancelled
         self._at = time.monotonic()
-        self._flushed: tuple[str, int, str] = ("", 0, "")
+        self._flushed: dict[str, tuple[int, str]] = {}
         self._motion = Motion()
 
     def control(self, pacer: Pacer) -> Control:
@@ -204,10 +204,11 @@ class _Reporter:
 
     def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
         self._motion.advanced(key, progress.done_bytes)
-        flushed = (key, progress.flushed_bytes, progress.token)
-        if flushed == self._flushed and time.monotonic() - self._at < _EVENT_SECONDS:
+        flushed = (progress.flushed_bytes, progress.token)
+        is_known = flushed == self._flushed.get(key, (0, ""))
+        if is_known and time.monotonic() - self._at < _EVENT_SECONDS:
             return
-        self._flushed = flushed
+        self._flushed[key] = flushed
         self._send(
             Moving(
                 key=key,
@@ -221,6 +222,7 @@ class _Reporter:
         )
 
     def _on_done(self, shipped: Shipped) -> None:
+        self._flushed.pop(shipped.key, None)
         self._send(ObjectDone(object=shipped))
 
     def _send(self, event: Moving | ObjectDone | Alive) -> None:

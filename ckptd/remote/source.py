@@ -6,27 +6,35 @@ bit that flipped since the save is found before it is shipped; `PacedSource` lim
 
 from __future__ import annotations
 
+import bisect
 import os
 import stat
+import threading
 import zlib
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.errors import DamagedError, RefusedError, TornArchiveError, from_os_error
+from ckptd.remote.checksums import crc32_combined, crc64
 from ckptd.torchfile.archive import Framing, frame, read_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckptd.remote.pacing import Pacer
     from ckptd.remote.store import Source
     from ckptd.torchfile.archive import Record
 
 _REREAD_BYTES = 1 << 20
+_Piece = tuple[int, int, int]
+"""A stretch of a record that was read: begin, end, CRC32."""
 
 
 class FileSource:
-    """An open regular file; `name` is for messages. The caller owns the descriptor."""
+    """An open regular file; `name` is for messages. The caller owns the descriptor.
+
+    What was cached before is noted at once, so that `drop` leaves those pages to whoever brought them in.
+    """
 
     def __init__(self, fd: int, name: str, *, folder_mode: int = 0o755) -> None:
         status = os.fstat(fd)
@@ -36,6 +44,7 @@ class FileSource:
         self.mode: int = stat.S_IMODE(status.st_mode)
         self.gid: int | None = status.st_gid
         self.folder_mode = folder_mode
+        self._cached = files.cached_runs(fd, status.st_size)
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Read at `offset`; StorageError when the local disk fails."""
@@ -45,8 +54,12 @@ class FileSource:
             raise from_os_error(error, f"reading {self._name} at {offset}") from error
 
     def drop(self, offset: int, length: int) -> None:
-        """Forget the cached pages of the range."""
-        files.drop_pages(self._fd, offset, length)
+        """Forget the pages of the range that were not cached before."""
+        files.drop_pages_but(self._fd, self._cached, offset, length)
+
+    def drop_all(self) -> None:
+        """As `drop`, of the whole file: what was read ahead, or looked at on the way, goes as well."""
+        self.drop(0, self.size_bytes)
 
 
 class MemorySource:
@@ -70,18 +83,18 @@ class MemorySource:
 
 
 class CheckedSource:
-    """Compares each record's CRC32 as its last byte passes; records with CRC 0 prove nothing.
+    """Compares each record's CRC32 when its last byte was read; records with CRC 0 prove nothing.
 
-    A transfer that goes on in the middle of a record reads that record's beginning again, locally.
+    Ranges may be read in any order and by several threads: the CRCs of adjoining pieces combine. What is
+    read again counts once.
     """
 
-    def __init__(self, inner: Source, records: list[Record], name: str) -> None:
+    def __init__(self, inner: Source, records: Iterable[Record], name: str) -> None:
         self._inner = inner
         self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
         self._name = name
-        self._index = 0
-        self._at = 0
-        self._crc = 0
+        self._pieces: list[list[_Piece]] = [[] for _ in self._records]
+        self._lock = threading.Lock()
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode
@@ -94,57 +107,62 @@ class CheckedSource:
             DamagedError: a record's bytes are not those that `torch.save` wrote.
         """
         count = self._inner.read_into(offset, buffer)
-        if offset != self._at:
-            self._seek(offset)
         self._feed(offset, buffer[:count])
-        self._at = offset + count
         return count
-
-    def peek_into(self, offset: int, buffer: memoryview) -> int:
-        """Read what will be read, and checked, again."""
-        return _peek(self._inner)(offset, buffer)
 
     def drop(self, offset: int, length: int) -> None:
         """As the file."""
         self._inner.drop(offset, length)
 
-    def _seek(self, offset: int) -> None:
-        self._index = 0
-        self._crc = 0
-        while self._index < len(self._records) and _end(self._records[self._index]) <= offset:
-            self._index += 1
-        if self._index == len(self._records):
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read, and checked, again."""
+        return _peek(self._inner)(offset, buffer)
+
+    def go_on(self, offset: int) -> None:
+        """The bytes before were read by an earlier attempt: read the beginning of a record that goes on."""
+        index = bisect.bisect_right(self._records, offset, key=_end)
+        if index == len(self._records) or (begin := self._records[index].offset) >= offset:
             return
-        begin = self._records[self._index].offset
         view = memoryview(bytearray(_REREAD_BYTES))
-        while begin < offset:
-            count = self._inner.read_into(begin, view[: min(len(view), offset - begin)])
-            if count == 0:
-                return
-            self._crc = zlib.crc32(view[:count], self._crc)
+        while begin < offset and (count := self.read_into(begin, view[: min(len(view), offset - begin)])):
             self._inner.drop(begin, count)
             begin += count
 
     def _feed(self, offset: int, data: memoryview) -> None:
         end = offset + len(data)
-        while self._index < len(self._records):
-            record = self._records[self._index]
-            if record.offset >= end:
-                return
+        index = bisect.bisect_right(self._records, offset, key=_end)
+        while index < len(self._records) and self._records[index].offset < end:
+            record = self._records[index]
             first, last = max(record.offset, offset), min(_end(record), end)
-            self._crc = zlib.crc32(data[first - offset : last - offset], self._crc)
-            if _end(record) > end:
-                return
-            if self._crc != record.crc:
-                msg = (
-                    f"{self._name}: record {record.name} has CRC {self._crc:08x}, "
-                    f"torch.save wrote {record.crc:08x}"
-                )
-                raise DamagedError(
-                    msg, hint="bits flipped on the local disk since the save; nothing was shipped"
-                )
-            self._index += 1
-            self._crc = 0
+            for begin, stop in self._unread(index, first, last):
+                crc = zlib.crc32(data[begin - offset : stop - offset])
+                self._add(index, (begin, stop, crc))
+            index += 1
+
+    def _unread(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
+        """What of a range was not hashed yet."""
+        gaps = []
+        with self._lock:
+            for begin, end, _ in self._pieces[index]:
+                if first < begin and first < last:
+                    gaps.append((first, min(begin, last)))
+                first = max(first, end)
+        return [*gaps, (first, last)] if first < last else gaps
+
+    def _add(self, index: int, piece: _Piece) -> None:
+        """Join a piece to its neighbours; a record that is whole is compared."""
+        with self._lock:
+            pieces = self._pieces[index]
+            at = bisect.bisect_left(pieces, piece)
+            pieces.insert(at, piece)
+            for left in (at, at - 1):
+                if 0 <= left < len(pieces) - 1 and pieces[left][1] == pieces[left + 1][0]:
+                    (begin, _, crc), (second, end, more) = pieces[left : left + 2]
+                    pieces[left : left + 2] = [(begin, end, crc32_combined(crc, more, end - second))]
+            (begin, end, crc), record = pieces[0], self._records[index]
+        if (begin, end) == (record.offset, _end(record)) and crc != record.crc:
+            msg = f"{self._name}: record {record.name} has CRC {crc:08x}, torch.save wrote {record.crc:08x}"
+            raise DamagedError(msg, hint="bits flipped on the local disk since the save; nothing was shipped")
 
 
 def _end(record: Record) -> int:
@@ -159,6 +177,7 @@ class PacedSource:
         self.read_bytes = 0
         self._pacer = pacer
         self._check = check
+        self._lock = threading.Lock()
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode
@@ -169,13 +188,19 @@ class PacedSource:
         room = self._pacer.chunk_bytes(len(buffer))
         self._pacer.take(room, self._check)
         count = self._inner.read_into(offset, buffer[:room])
-        self.read_bytes += count
+        with self._lock:
+            self.read_bytes += count
         return count
 
     def peek_into(self, offset: int, buffer: memoryview) -> int:
         """Read what will be read again: not paced, not counted, its CRCs are left for that time."""
         self._check()
         return _peek(self._inner)(offset, buffer)
+
+    def look_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what is hashed and not sent: it costs no bandwidth."""
+        self._pacer.breathe(self._check)
+        return self._inner.read_into(offset, buffer)
 
     def drop(self, offset: int, length: int) -> None:
         """As the inner source."""
@@ -185,6 +210,26 @@ class PacedSource:
 def _peek(source: Source) -> Callable[[int, memoryview], int]:
     found: Callable[[int, memoryview], int] = getattr(source, "peek_into", source.read_into)
     return found
+
+
+def crc64_of(
+    source: Source, offset: int, length: int, *, is_read_again: bool = False, drops: bool = False
+) -> int:
+    """CRC64NVME of a range that is not sent, or later; of less where the source ends early.
+
+    `is_read_again`: it will be sent, and its records' CRCs compared then.
+    """
+    read = _peek(source) if is_read_again else source.read_into
+    if not is_read_again and isinstance(source, PacedSource):
+        read = source.look_into
+    view = memoryview(bytearray(min(_REREAD_BYTES, max(length, 1))))
+    end, crc = offset + length, 0
+    while offset < end and (count := read(offset, view[: min(len(view), end - offset)])):
+        crc = crc64(view[:count], crc)
+        if drops:
+            source.drop(offset, count)
+        offset += count
+    return crc
 
 
 def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:

@@ -130,6 +130,11 @@ class Store(Protocol):
         """As configured, for messages; never with credentials."""
         ...
 
+    @property
+    def lanes(self) -> int:
+        """How many small objects may move at a time; 1: in order, in the thread that asked."""
+        ...
+
     def probe(self) -> Abilities:
         """Find out what the store can do, by doing it with a small object of ours that is removed again."""
         ...
@@ -156,6 +161,10 @@ class Store(Protocol):
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
         """A range of an object, fresh from the store where it can tell; FileNotFoundError when absent."""
+        ...
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """As `read_at`, in chunks of a few MiB at most; FileNotFoundError at the first."""
         ...
 
     def upload(

@@ -1,26 +1,28 @@
 """The byte part of an order: every file read once, sent, verified, its identity watched (P2, P4).
 
 What an earlier attempt finished is skipped, what it left half done goes on, what lies in the remote already
-is compared instead of sent; nothing that any manifest lists is ever replaced. Verifying runs behind the next
-upload.
+is compared instead of sent; nothing that any manifest lists is ever replaced. Large files go in order, each
+verified behind the next upload; small ones beside them in lanes, as many as the store likes (adr/0088).
 """
 
 from __future__ import annotations
 
 import os
-import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
-from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError, from_os_error
+from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
+from ckptd.remote.extras import folder_mode, inline, read_whole
 from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
-from ckptd.remote.source import CheckedSource, FileSource, MemorySource, PacedSource, records_of
+from ckptd.remote.ranges import Lanes
+from ckptd.remote.source import CheckedSource, FileSource, PacedSource, crc64_of, records_of
 from ckptd.remote.store import Progress, Resume
 
 if TYPE_CHECKING:
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from ckptd.remote.pacing import Pacer
     from ckptd.remote.store import Source, Store
 
-EXTRA_LIMIT_BYTES = 16 << 20
+SMALL_BYTES = 8 << 20
+"""What is sent beside others; larger files go in order, one after the other."""
+_SMALL_EXTRA_BYTES = 1 << 20
+"""The same for a file that is held in memory."""
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 _BESIDE = (Role.SIDE, Role.EXTRA)
 
@@ -81,6 +86,9 @@ class Transfer:
         self._partly: dict[str, PartlyShipped] = {entry.key: entry for entry in order.partly}
         self._listed = {f.key: (known, f) for known in listed for f in known.manifest.files}
         self._results: dict[str, ManifestFile] = {}
+        self._held: dict[str, int] | None = None
+        self._lanes = Lanes()
+        self._lock = threading.Lock()
         self._sent = 0
         self._skipped = 0
 
@@ -93,10 +101,29 @@ class Transfer:
             VerifyError: the remote holds other bytes than were sent.
             CommitConflict: another save's object lies under that key and a manifest lists it.
         """
+        beside = self._store.lanes > 1
+        small = [file for file in self._order.files if beside and _is_small(file)]
+        large = [file for file in self._order.files if not (beside and _is_small(file))]
+        if len(small) > 1:
+            folder = f"{self._order.manifest.folder}/"
+            self._held = {info.key: info.bytes for info in self._store.list(folder)}
+        with ThreadPoolExecutor(self._store.lanes, "lane") as pool:
+            lane = self._lanes.begin(small, self._ship_beside)
+            for _ in range(min(self._store.lanes, len(small))):
+                pool.submit(lane)
+            self._lanes.begin([large], self._ship_in_order)()
+        self._lanes.settle()
+        return Carried(
+            files=tuple(self._results[file.key] for file in self._order.files),
+            bytes_sent=self._sent,
+            bytes_skipped=self._skipped,
+        )
+
+    def _ship_in_order(self, order: list[ShipFile]) -> None:
         with ThreadPoolExecutor(1, "verify") as verifier:
             waiting: Future[None] | None = None
-            for file in self._order.files:
-                self._control.check()
+            for file in order:
+                self._check()
                 sent = self._ship(file)
                 # one copy is read back while the next is sent; never more, so that memory stays flat
                 if waiting is not None:
@@ -104,11 +131,17 @@ class Transfer:
                 waiting = verifier.submit(self._verify, sent) if sent is not None else None
             if waiting is not None:
                 waiting.result()
-        return Carried(
-            files=tuple(self._results[file.key] for file in self._order.files),
-            bytes_sent=self._sent,
-            bytes_skipped=self._skipped,
-        )
+
+    def _ship_beside(self, file: ShipFile) -> None:
+        self._check()
+        sent = self._ship(file)
+        if sent is not None:
+            self._verify(sent)
+
+    def _check(self) -> None:
+        """Raise when another lane failed, or the daemon wants an end."""
+        self._lanes.check()
+        self._control.check()
 
     def recheck(self) -> None:
         """Every source is still the very file that was sealed.
@@ -130,10 +163,14 @@ class Transfer:
         if self._take_record(file, None, file.fingerprint):
             return None
         with files.reading(self._root, file.source, file.identity) as fd:
-            inner = FileSource(fd, file.path, folder_mode=_folder_mode(self._root, file.source))
-            records = records_of(fd, file.path, is_shard=file.role in _SHARDS) if file.check_zip_crc else []
-            source: Source = CheckedSource(inner, records, file.path) if records else inner
-            sent = self._settle(file, source, file.fingerprint)
+            inner = FileSource(fd, file.path, folder_mode=folder_mode(self._root, file.source))
+            try:
+                is_shard = file.role in _SHARDS
+                records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []
+                source: Source = CheckedSource(inner, records, file.path) if records else inner
+                sent = self._settle(file, source, file.fingerprint)
+            finally:
+                inner.drop_all()
             after = files.identity_of(os.fstat(fd))
         if after != file.identity or changed(self._root, file) is not None:
             self._store.discard(file.key)
@@ -142,7 +179,7 @@ class Transfer:
         return sent
 
     def _ship_extra(self, file: ShipFile) -> _Sent | None:
-        data, source = _inline(file) if file.inline is not None else read_whole(self._root, file)
+        data, source = inline(file) if file.inline is not None else read_whole(self._root, file)
         fingerprint = sha256_of(data)
         if self._take_record(file, crc64(data), fingerprint):
             return None
@@ -153,18 +190,28 @@ class Transfer:
         record = self._shipped.get(file.key)
         if record is None or (crc is not None and from_hex(record.crc64nvme) != crc):
             return False
-        info = self._store.stat(file.key)
-        if info is None or info.bytes != record.bytes or (crc is None and record.bytes != file.bytes):
+        if self._held_bytes(file) != record.bytes or (crc is None and record.bytes != file.bytes):
             return False
         self._keep(file, record.bytes, record.crc64nvme, record.proof, fingerprint)
-        self._skipped += record.bytes
+        self._skip(record.bytes)
         return True
+
+    def _held_bytes(self, file: ShipFile) -> int | None:
+        """Size of what lies under the key; of small files as it was when the order began.
+
+        Should another object have come since, the upload of a small one refuses to replace it.
+        """
+        folder = f"{self._order.manifest.folder}/"
+        if self._held is not None and _is_small(file) and file.key.startswith(folder):
+            return self._held.get(file.key)
+        info = self._store.stat(file.key)
+        return None if info is None else info.bytes
 
     def _settle(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent | None:
         """Compare what lies under the key, else send."""
-        info = self._store.stat(file.key)
-        if info is not None:
-            if self._compare(file, source, fingerprint, info.bytes):
+        held = self._held_bytes(file)
+        if held is not None:
+            if self._compare(file, source, fingerprint, held):
                 return None
             self._store.delete(file.key)
         try:
@@ -184,7 +231,8 @@ class Transfer:
         known, entry = self._listed.get(file.key, (None, None))
         crc: int | None = None
         if held_bytes == source.size_bytes:
-            crc = self._read_through(source)
+            paced = PacedSource(source, self._control.pacer, self._check)
+            crc = crc64_of(paced, 0, source.size_bytes, drops=True)
         if known is None or entry is None:
             if crc is None:
                 return False
@@ -199,7 +247,7 @@ class Transfer:
         else:
             msg = f"{file.key} holds another save's bytes, listed by {known.key}"
             raise CommitConflict(msg, hint="the next attempt takes the next generation")
-        self._skipped += held_bytes
+        self._skip(held_bytes)
         return True
 
     def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
@@ -208,7 +256,7 @@ class Transfer:
         except VerifyError:
             return False
         self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)
-        self._skipped += source.size_bytes
+        self._skip(source.size_bytes)
         return True
 
     def _upload(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent:
@@ -218,32 +266,31 @@ class Transfer:
             if partly
             else None
         )
-        paced = PacedSource(source, self._control.pacer, self._control.check)
+        if resume is not None and isinstance(source, CheckedSource):
+            source.go_on(resume.flushed_bytes)
+        paced = PacedSource(source, self._control.pacer, self._check)
+        is_whole = self._store.lanes > 1 and _is_small(file)
+        is_noted = resume is not None
 
         def moving(progress: Progress) -> None:
+            nonlocal is_noted
+            # what is sent again in a moment needs no row in the journal
+            if is_whole and not progress.token:
+                progress = replace(progress, flushed_bytes=0, crc64=0)
+            is_noted = is_noted or progress.flushed_bytes > 0 or progress.token != ""
             self._control.on_moving(file.key, source.size_bytes, progress)
 
         try:
             crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving)
-        except Cancelled:
-            raise
-        except (DamagedError, SourceChanged):
-            self._store.discard(file.key)
+        except (DamagedError, SourceChanged) as error:
+            # what the journal notes is gone on with when it is ordered again
+            if not (isinstance(error, Cancelled) and is_noted):
+                self._store.discard(file.key)
             raise
         finally:
-            self._sent += paced.read_bytes
+            with self._lock:
+                self._sent += paced.read_bytes
         return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
-
-    def _read_through(self, source: Source) -> int:
-        """CRC64NVME of the source, record CRCs checked on the way."""
-        paced = PacedSource(source, self._control.pacer, self._control.check)
-        view = memoryview(bytearray(1 << 20))
-        done = crc = 0
-        while count := paced.read_into(done, view):
-            crc = crc64(view[:count], crc)
-            source.drop(done, count)
-            done += count
-        return crc
 
     def _verify(self, sent: _Sent) -> None:
         file = sent.file
@@ -251,7 +298,11 @@ class Transfer:
         self._keep(file, sent.bytes, to_hex(sent.crc), proof, sent.fingerprint)
 
     def _while_verifying(self, _done_bytes: int) -> None:
-        self._control.pacer.breathe(self._control.check)
+        self._control.pacer.breathe(self._check)
+
+    def _skip(self, count_bytes: int) -> None:
+        with self._lock:
+            self._skipped += count_bytes
 
     def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
         entry = ManifestFile.model_validate(
@@ -285,37 +336,10 @@ def changed(root: int, file: ShipFile) -> str | None:
     return None
 
 
-def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
-    """A small file beside the checkpoint, whole, the same before and after it was read.
-
-    Raises:
-        SourceChanged: it is gone or being written.
-        RefusedError: it is larger than 16 MiB.
-    """
-    with files.reading(root, file.source) as fd:
-        before = os.fstat(fd)
-        try:
-            data = files.pread_all(fd, limit_bytes=EXTRA_LIMIT_BYTES)
-        except OSError as error:
-            raise from_os_error(error, f"reading {file.path}") from error
-        after = os.fstat(fd)
-    if files.identity_of(before) != files.identity_of(after) or len(data) != after.st_size:
-        msg = f"{file.path} is being written"
-        raise SourceChanged(msg, hint="the next turn looks again")
-    mode = stat.S_IMODE(after.st_mode)
-    folder_mode = _folder_mode(root, file.source)
-    return data, MemorySource(data, mode=mode, folder_mode=folder_mode, gid=after.st_gid)
-
-
-def _inline(file: ShipFile) -> tuple[bytes, MemorySource]:
-    data = (file.inline or "").encode()
-    return data, MemorySource(data, mode=file.mode, folder_mode=0o755, gid=None)
-
-
-def _folder_mode(root: int, source: str) -> int:
-    parent = source.rpartition("/")[0]
-    status = files.stat_beneath(root, parent) if parent else os.fstat(root)
-    return stat.S_IMODE(status.st_mode) if status is not None else 0o700
+def _is_small(file: ShipFile) -> bool:
+    if file.identity is None and file.inline is None:
+        return file.bytes <= _SMALL_EXTRA_BYTES
+    return file.bytes <= SMALL_BYTES
 
 
 def _same_tensors(file: ShipFile, entry: ManifestFile) -> bool:

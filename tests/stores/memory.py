@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.errors import TargetExists, VerifyError
+from ckptd.errors import SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64 as crc64_of
 from ckptd.remote.store import Abilities, ObjectInfo, Progress
 
@@ -24,11 +24,16 @@ class MemoryStore:
     partial: dict[str, bytes] = field(default_factory=dict)
     window_bytes: int = 1 << 20
     create_only: bool = True
+    lane_count: int = 1
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def url(self) -> str:
         return "memory:"
+
+    @property
+    def lanes(self) -> int:
+        return self.lane_count
 
     def probe(self) -> Abilities:
         return Abilities(create_only=self.create_only, checksum=None, resumable=True)
@@ -60,6 +65,9 @@ class MemoryStore:
             raise FileNotFoundError(key)
         return self.objects[key][offset : offset + length]
 
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        yield self.read_at(key, offset, length)
+
     def upload(
         self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
@@ -71,6 +79,9 @@ class MemoryStore:
         buffer = memoryview(bytearray(self.window_bytes))
         while len(data) < source.size_bytes:
             count = source.read_into(len(data), buffer)
+            if count == 0:
+                msg = "the source ended early"
+                raise SourceChanged(msg)
             crc = crc64_of(buffer[:count], crc)
             data += buffer[:count]
             self.partial[key] = bytes(data)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import DamagedError, TornArchiveError
@@ -17,6 +18,7 @@ from tests.stores.scene import archive
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from random import Random
 
     from ckptd.remote.store import Source
 
@@ -43,6 +45,7 @@ def checked(folder: Path, data: bytes) -> CheckedSource:
         os.close(fd)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.floats(0, 1))
 def test_whole_archives_pass_whatever_the_steps_and_the_start(
     tmp_path_factory: pytest.TempPathFactory, step: int, at: float
@@ -54,6 +57,7 @@ def test_whole_archives_pass_whatever_the_steps_and_the_start(
     assert drain(source, 0, step) == data
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 4), st.integers(0, 996), st.integers(0, 7))
 def test_every_flipped_bit_of_a_record_is_named(
     tmp_path_factory: pytest.TempPathFactory, step: int, record: int, at: int, bit: int
@@ -70,10 +74,43 @@ def test_every_flipped_bit_of_a_record_is_named(
     with pytest.raises(DamagedError, match=f"record data/{record} has CRC"):
         drain(CheckedSource(in_memory(bytes(data)), records, "shard.pt"), 0, step)
     # a transfer that goes on behind the place in the same record reads its beginning again
+    source = CheckedSource(in_memory(bytes(data)), records, "shard.pt")
+    start = place + 1 if at < 996 else place
     with pytest.raises(DamagedError, match=f"record data/{record} has CRC"):
-        drain(
-            CheckedSource(in_memory(bytes(data)), records, "shard.pt"), place + 1 if at < 996 else place, step
-        )
+        source.go_on(start)
+        drain(source, start, step)
+
+
+@settings(deadline=None)
+@given(st.integers(100, 5000), st.randoms(use_true_random=False), st.integers(0, 4), st.integers(0, 996))
+def test_ranges_in_any_order_twice_and_by_several_threads_prove_the_same(
+    tmp_path_factory: pytest.TempPathFactory, step: int, chance: Random, record: int, at: int
+) -> None:
+    """Parts of an upload are read beside each other, and again when they are sent again."""
+    folder = tmp_path_factory.mktemp("a")
+    data = archive(os.urandom(997), records=5)
+    (folder / "shard.pt").write_bytes(data)
+    fd = os.open(folder / "shard.pt", os.O_RDONLY)
+    records = records_of(fd, "shard.pt", is_shard=True)
+    os.close(fd)
+    place = next(r for r in records if r.name == f"data/{record}").offset + at
+    ranges = [(begin, min(begin + step, len(data))) for begin in range(0, len(data), step)]
+    ranges += [(max(begin - 99, 0), end) for begin, end in chance.sample(ranges, len(ranges) // 2)]
+    chance.shuffle(ranges)
+
+    def read_all(source: CheckedSource) -> None:
+        def read(span: tuple[int, int]) -> None:
+            buffer = memoryview(bytearray(span[1] - span[0]))
+            assert source.read_into(span[0], buffer) == len(buffer)
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(read, ranges))
+
+    read_all(CheckedSource(in_memory(data), records, "shard.pt"))
+    flipped = bytearray(data)
+    flipped[place] ^= 1
+    with pytest.raises(DamagedError, match=f"record data/{record} has CRC"):
+        read_all(CheckedSource(in_memory(bytes(flipped)), records, "shard.pt"))
 
 
 def test_what_is_no_archive_has_no_records(tmp_path: Path) -> None:

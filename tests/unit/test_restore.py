@@ -323,7 +323,7 @@ def test_a_file_of_many_ranges(scene: RestoreScene, monkeypatch: pytest.MonkeyPa
 
     scene.two()
     for buffer in (64, 101):
-        monkeypatch.setattr(fetch, "BUFFER_BYTES", buffer)
+        monkeypatch.setattr(fetch, "RANGE_BYTES", buffer)
         scene.restore(to=scene.root / f"in{buffer}")
         for name, data in scene.shards(TAG).items():
             assert (scene.root / f"in{buffer}" / TAG / name).read_bytes() == data

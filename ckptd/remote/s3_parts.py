@@ -1,0 +1,254 @@
+"""The parts of one upload, several in flight: each streamed and hashed by itself, told in order (adr/0088).
+
+What is told as durable is the parts from the first one on without a gap, so that the journal needs one
+number and one CRC; parts that were done out of order are found again by list_parts.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import SourceChanged, TargetExists
+from ckptd.remote import s3_client as sc
+from ckptd.remote.checksums import crc64_combined
+from ckptd.remote.ranges import Lanes
+from ckptd.remote.s3_body import STEP_BYTES, Body, Held, SourceStopped
+from ckptd.remote.s3_etags import CHANGED, bare, changed, guard
+from ckptd.remote.source import crc64_of
+from ckptd.remote.store import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.remote.s3 import S3Store
+    from ckptd.remote.store import Source
+
+PARTS_AT_ONCE = 4
+"""Parts of one object in flight."""
+ROOM = 8
+"""Parts in flight on one remote, of all objects."""
+_TRIES = 3
+
+
+@dataclass(slots=True)
+class Upload:
+    """A multipart upload of ours: its id and sizes, the parts that the server holds, by number.
+
+    `crcs`: of the parts behind the first gap; `done_bytes` and `crc`: all parts before it.
+    """
+
+    upload_id: str
+    part_bytes: int
+    size_bytes: int
+    etags: dict[int, str] = field(default_factory=dict)
+    crcs: dict[int, int] = field(default_factory=dict)
+    md5s: dict[int, bytes] = field(default_factory=dict)
+    """Of the parts that this process sent."""
+    done_parts: int = 0
+    done_bytes: int = 0
+    crc: int = 0
+
+    @property
+    def token(self) -> str:
+        """What a restart needs to find it again."""
+        return f"{self.part_bytes}:{self.upload_id}"
+
+    @property
+    def parts(self) -> int:
+        """How many there will be."""
+        return -(-self.size_bytes // self.part_bytes)
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """Offset and length of a part."""
+        begin = (number - 1) * self.part_bytes
+        return begin, min(self.part_bytes, self.size_bytes - begin)
+
+    def close_gap(self) -> None:
+        """Count the parts that follow without a gap."""
+        while (crc := self.crcs.pop(self.done_parts + 1, None)) is not None:
+            self.done_parts += 1
+            _, length = self.range_of(self.done_parts)
+            self.crc = crc64_combined(self.crc, crc, length)
+            self.done_bytes += length
+
+    def progress(self, moved_bytes: int | None = None) -> Progress:
+        """What is durable, and how much of the object moved."""
+        held = sum(self.range_of(number)[1] for number in self.crcs)
+        done = self.done_bytes + held if moved_bytes is None else moved_bytes
+        return Progress(done_bytes=done, flushed_bytes=self.done_bytes, crc64=self.crc, token=self.token)
+
+
+class Sending:
+    """Sends what the server does not hold of one upload."""
+
+    def __init__(
+        self,
+        store: S3Store,
+        key: str,
+        source: Source,
+        upload: Upload,
+        room: threading.Semaphore,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._source = source
+        self._upload = upload
+        self._room = room
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._lanes = Lanes()
+        self._moving: dict[int, int] = {}
+
+    def run(self) -> None:
+        """All parts, the first ones first.
+
+        Raises:
+            BaseException: what the first part that failed raised; the others have stopped by then.
+        """
+        upload = self._upload
+        missing = [n for n in range(1, upload.parts + 1) if n not in upload.etags]
+        self._lanes.run(min(PARTS_AT_ONCE, len(missing)), missing, self._send, name="part")
+
+    def _send(self, number: int) -> None:
+        begin, length = self._upload.range_of(number)
+        told = _Told(self._source, lambda end: self._moved(number, end - begin))
+        request = {"UploadId": self._upload.upload_id, "PartNumber": number}
+        with self._room:
+            sent = send_range(self._store, self._key, told, (begin, length), request)
+        self._source.drop(begin, length)
+        with self._lock:
+            upload = self._upload
+            self._moving.pop(number, None)
+            upload.etags[number], upload.crcs[number] = sent.etag, sent.crc
+            if sent.md5 is not None:
+                upload.md5s[number] = sent.md5
+            upload.close_gap()
+            self._tell()
+
+    def _moved(self, number: int, count: int) -> None:
+        self._lanes.check()
+        with self._lock:
+            self._moving[number] = count
+            self._tell()
+
+    def _tell(self) -> None:
+        """The lock is held: what is told as durable never goes back."""
+        progress = self._upload.progress()
+        moved = progress.done_bytes + sum(self._moving.values())
+        self._on_progress(self._upload.progress(moved))
+
+
+class _Told:
+    """A source that reports where each step that was read ended."""
+
+    def __init__(self, inner: Source, tell: Callable[[int], None]) -> None:
+        self.inner = inner
+        self._tell = tell
+        self.size_bytes: int = inner.size_bytes
+        self.mode: int = inner.mode
+        self.folder_mode: int = inner.folder_mode
+        self.gid: int | None = inner.gid
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Read, then tell."""
+        count = self.inner.read_into(offset, buffer)
+        self._tell(offset + count)
+        return count
+
+    def drop(self, offset: int, length: int) -> None:
+        """As the inner source."""
+        self.inner.drop(offset, length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What became of a range: the server's answer, CRC64 and, where an ETag may prove it, MD5 as read."""
+
+    answer: dict[str, Any]
+    crc: int
+    md5: bytes | None
+
+    @property
+    def etag(self) -> str:
+        """The server's name for what arrived."""
+        return str(self.answer.get("ETag", ""))
+
+
+def send_range(
+    store: S3Store, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
+) -> Sent:
+    """Send (offset, length) of the source as a part (`PartNumber` in the request) or as the whole object.
+
+    Where the server enforces a checksum it gets one: in the trailer over TLS, else in the header, for which
+    the range is hashed first. At most 1 MiB goes from memory: for a file botocore asks the server first
+    whether it will take it, a round trip more.
+
+    Raises:
+        VerifyError: it arrived changed; a part three times.
+        TargetExists: the object is there already.
+    """
+    number = request.get("PartNumber")
+    what = f"part {number} of {key}" if number else key
+    offset, length = span
+    can, inner = store.abilities, source.inner if isinstance(source, _Told) else source
+    known: int | None = None
+    held: Held | None = None
+    if length <= STEP_BYTES:
+        held = Held(_read(source, offset, length), wants_md5=store.wants_md5)
+        known = held.crc
+    elif can.checksum and not store.access.is_tls:
+        known = crc64_of(inner, offset, length, is_read_again=True)
+    checked: dict[str, str] = {}
+    if can.checksum:
+        # the trailer needs no second reading, but S3 takes it over TLS alone
+        checked = {"ChecksumAlgorithm": "CRC64NVME"}
+        if known is not None:
+            checked = {"ChecksumCRC64NVME": encoded(known)}
+    for _ in range(_TRIES if number else 1):
+        body = held or Body(source, offset, length, known, wants_md5=store.wants_md5)
+        with store.asking(f"writing {what}"):
+            try:
+                send = store.client.upload_part if number else store.client.put_object
+                guarded = checked | guard(can, body.content_md5)
+                content = body if isinstance(body, Body) else body.data
+                answer = send(**store.place(key), **request, **guarded, Body=content)
+            except SourceStopped as stopped:
+                raise stopped.error from None
+            except store.client.exceptions.ClientError as error:
+                if sc.code_of(error) in sc.TAKEN:
+                    raise taken(key) from error
+                if sc.code_of(error) not in CHANGED:
+                    raise
+                continue
+        crc = body.crc if body.is_whole else crc64_of(inner, offset, length)
+        sent = Sent(answer=answer, crc=crc, md5=body.md5)
+        if not number or not can.part_etags or sent.md5 is None or bare(sent.etag) == sent.md5.hex():
+            return sent
+    raise changed(what, f" {_TRIES} times" if number else "")
+
+
+def _read(source: Source, offset: int, length: int) -> bytearray:
+    """A small range, whole."""
+    data, done = bytearray(length), 0
+    with memoryview(data) as view:
+        while done < length:
+            count = source.read_into(offset + done, view[done:])
+            if count == 0:
+                msg = f"the source ended after {offset + done} bytes"
+                raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
+            done += count
+    return data
+
+
+def taken(key: str) -> TargetExists:
+    """Another object lies there already."""
+    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")
+
+
+def encoded(crc: int) -> str:
+    """As in S3's headers."""
+    return base64.b64encode(crc.to_bytes(8)).decode()

@@ -1,0 +1,206 @@
+"""Small files beside each other: as many as the store likes, one fate, no question that a listing answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.core.manifest import NodeManifest, parse
+from ckptd.errors import SourceChanged, StorageError, VerifyError
+from ckptd.remote.commit import ship
+from ckptd.remote.pacing import Cancelled
+from ckptd.remote.transfer import SMALL_BYTES
+from tests.stores.memory import MemoryStore
+from tests.stores.scene import OPTIM, Node, archive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptd.remote.messages import ShipResult
+    from ckptd.remote.store import ObjectInfo, Progress, Resume, Source
+
+LANES = 6
+COUNT = 60
+
+
+@dataclass
+class Watched(MemoryStore):
+    """Counts what is asked and how much happens at once; `before(key)` runs as an upload begins."""
+
+    lane_count: int = LANES
+    before: Callable[[str], None] = lambda key: None
+    begun: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    verifying: int = 0
+    running: int = 0
+    most: int = 0
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        self.asked.append(key)
+        return super().stat(key)
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        with self.lock:
+            self.begun.append(key)
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            self.before(key)
+            time.sleep(0.002)
+            return super().upload(key, source, resume=resume, on_progress=on_progress)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    node = Node(tmp_path / "save")
+    node.write_all()
+    node.write({f"side{n:02}.json": f"{n}".encode() * 40 for n in range(COUNT)})
+    return node
+
+
+def shipped_by(node: Node, store: MemoryStore, **more: object) -> ShipResult:
+    ground = node.attached(store)
+    return ship(ground, node.order(node.sealed()), replace(node.control(), **more))  # type: ignore[arg-type]
+
+
+def test_many_at_once_each_once_and_listed_in_order(node: Node) -> None:
+    store = Watched()
+    assert shipped_by(node, store).outcome == "committed"
+    names = [path.name for path in sorted((node.save_dir / node.tag).iterdir())]
+    assert sorted(store.begun) == [f"{node.tag}/{name}" for name in names]
+    assert LANES // 2 <= store.most <= LANES
+    assert store.asked == []
+    assert {event.key for event in node.shipped()} == set(store.begun)
+    (key,) = [key for key in store.objects if "/nodes/" in key and node.tag in key]
+    manifest = parse(NodeManifest, store.objects[key], "")
+    assert [file.path for file in manifest.files] == names
+    assert not store.partial
+
+
+def test_large_files_keep_their_order_beside(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptd.remote.transfer.SMALL_BYTES", 1000)
+    store = Watched()
+    assert shipped_by(node, store).outcome == "committed"
+    large = [key for key in store.begun if key.endswith(".pt")]
+    assert large == sorted(large)
+    assert len(large) == 3
+    assert store.most > 2
+
+
+@pytest.mark.parametrize("at", [0, 7, COUNT - 1])
+def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(node: Node, at: int) -> None:
+    def broken(key: str) -> None:
+        if key.endswith(f"side{at:02}.json"):
+            msg = "the disk over there fails"
+            raise StorageError(msg)
+
+    store = Watched(before=broken)
+    before = threading.active_count()
+    with pytest.raises(StorageError, match="over there fails"):
+        shipped_by(node, store)
+    assert store.running == 0
+    assert threading.active_count() == before
+    index = next(n for n, key in enumerate(store.begun) if key.endswith(f"side{at:02}.json"))
+    assert len(store.begun) - index <= LANES + 1
+    assert not store.partial
+    assert not [key for key in store.objects if "/commits/" in key]
+    store.before = lambda key: None
+    again = ship(
+        node.attached(store),
+        node.order(node.sealed(), shipped=node.shipped()),
+        node.control(),
+    )
+    assert again.outcome == "committed"
+    assert len(set(store.begun)) == COUNT + 4
+
+
+def test_cancelling_is_heard_by_every_lane(node: Node) -> None:
+    store = Watched(window_bytes=64)
+    done: list[object] = []
+
+    def check() -> None:
+        if len(done) >= 9:
+            msg = "enough"
+            raise Cancelled(msg)
+
+    with pytest.raises(Cancelled, match="enough"):
+        shipped_by(node, store, check=check, on_done=done.append)
+    assert len(done) <= 9 + LANES
+    assert not store.partial
+
+
+def test_a_copy_that_differs_in_one_lane_ends_the_attempt(node: Node) -> None:
+    store = Watched()
+
+    def rot(key: str) -> None:
+        if key.endswith("side30.json"):
+            store.verify = rotten  # type: ignore[method-assign]
+
+    def rotten(key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        msg = f"{key} differs"
+        raise VerifyError(msg)
+
+    store.before = rot
+    with pytest.raises(VerifyError, match="differs"):
+        shipped_by(node, store)
+    assert not [key for key in store.objects if "/commits/" in key]
+
+
+def test_a_file_that_changes_while_lanes_run_stops_everything(node: Node) -> None:
+    name = "side40.json"
+
+    def rewrite(key: str) -> None:
+        if key.endswith(name):
+            node.rewrite(name, b"41" * 40)
+
+    store = Watched(before=rewrite)
+    with pytest.raises(SourceChanged, match=name):
+        shipped_by(node, store)
+    assert not [key for key in store.objects if "/nodes/" in key and node.tag in key]
+    assert not store.partial
+
+
+def test_what_came_after_the_listing_is_compared_not_replaced(node: Node) -> None:
+    """Another node puts its replica there while this one is about to send."""
+    same, other = "side20.json", "side21.json"
+
+    def meanwhile(key: str) -> None:
+        for name in (same, other):
+            if key.endswith(name) and key not in store.objects:
+                data = (node.save_dir / node.tag / name).read_bytes()
+                store.objects[key] = data if name == same else b"?" + data[1:]
+
+    store = Watched(before=meanwhile)
+    # the first attempt finds bytes that no manifest lists and that are not the file's; the next replaces them
+    with pytest.raises(Exception, match="appeared"):
+        shipped_by(node, store)
+    assert store.objects[f"{node.tag}/{same}"] == (node.save_dir / node.tag / same).read_bytes()
+    store.before = lambda key: None
+    assert shipped_by(node, store).outcome == "committed"
+    for name in (same, other):
+        assert store.objects[f"{node.tag}/{name}"] == (node.save_dir / node.tag / name).read_bytes()
+
+
+def test_small_is_what_a_restart_may_send_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file leaves no half row in the journal, a large one does."""
+    monkeypatch.setattr("ckptd.remote.transfer.SMALL_BYTES", 3000)
+    assert SMALL_BYTES <= 16 << 20
+    node.write({OPTIM.format(d=0): archive(b"x" * 9000), OPTIM.format(d=1): archive(b"y" * 100)})
+    flushed: dict[str, int] = {}
+
+    def moving(key: str, _total: int, progress: Progress) -> None:
+        flushed[key] = max(flushed.get(key, 0), progress.flushed_bytes)
+
+    assert shipped_by(node, Watched(), on_moving=moving).outcome == "committed"
+    assert flushed[f"{node.tag}/{OPTIM.format(d=0)}"] > 9000
+    assert flushed[f"{node.tag}/{OPTIM.format(d=1)}"] == 0
