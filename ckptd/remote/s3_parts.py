@@ -17,7 +17,7 @@ from ckptd.remote.checksums import crc64_combined
 from ckptd.remote.ranges import Lanes
 from ckptd.remote.s3_body import STEP_BYTES, Body, Held, SourceStopped
 from ckptd.remote.s3_etags import CHANGED, bare, changed, guard
-from ckptd.remote.source import crc64_of
+from ckptd.remote.source import crc64_of, peek
 from ckptd.remote.store import Progress
 
 if TYPE_CHECKING:
@@ -158,6 +158,10 @@ class _Told:
         count = self.inner.read_into(offset, buffer)
         self._tell(offset + count)
         return count
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read, and told, again."""
+        return peek(self.inner)(offset, buffer)
 
     def drop(self, offset: int, length: int) -> None:
         """As the inner source."""

