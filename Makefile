@@ -19,12 +19,13 @@ export PATH            := $(CURDIR)/$(VENV)/bin:$(PATH)
 TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
+PEERS   := .build/.stamp-peers
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer lint types loader-matrix ds-suite stores-full faults-full \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -89,6 +90,17 @@ bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of
 
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
+
+# The tools that transfers are compared with, away from ckptd's own environment; the AWS CLI wants a botocore of its own.
+$(PEERS): bench/peers.txt bench/peers-aws.txt | $(PY)
+	"$(PYTHON)" -m venv .build/peers
+	.build/peers/bin/python -m pip install -q -r bench/peers.txt
+	"$(PYTHON)" -m venv .build/peers-aws
+	.build/peers-aws/bin/python -m pip install -q -r bench/peers-aws.txt
+	@touch $@
+
+bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md, docs/transfer.png)
+	$(PY) -m bench.transfer $(ARGS)
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)
