@@ -103,12 +103,16 @@ def _disk(folder: Path) -> int:
 
 
 class Watcher:
-    """Samples the resident sets of a process tree, and the size of a folder, until stopped."""
+    """Samples the resident sets of a process tree, and the size of a folder, until stopped.
+
+    A child that was started but has not become its program yet shows its parent's memory a second time;
+    `lasting_peak_bytes` is the highest that two samples in a row reached.
+    """
 
     def __init__(self, root: int, folder: Path | None = None) -> None:
         self.root = root
         self.folder = folder
-        self.peak_bytes = self.peak_disk_bytes = 0
+        self.peak_bytes = self.peak_disk_bytes = self.lasting_peak_bytes = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -119,12 +123,15 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
+        now = 0
         for number in itertools.count():
             if self._done.wait(SAMPLE_SECONDS):
                 return
             if number % 50 == 0 and self.folder is not None:
                 self.peak_disk_bytes = max(self.peak_disk_bytes, _disk(self.folder))
-            self.peak_bytes = max(self.peak_bytes, sum(_rss(pid) for pid in _tree(self.root)))
+            before, now = now, sum(_rss(pid) for pid in _tree(self.root))
+            self.peak_bytes = max(self.peak_bytes, now)
+            self.lasting_peak_bytes = max(self.lasting_peak_bytes, min(before, now))
 
 
 def _tree(root: int) -> list[int]:

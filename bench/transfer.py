@@ -123,9 +123,9 @@ def cases(it: Sizes, near: Way, plain: Way, far: Way, rounds: int) -> list[Case]
         "ckptd, read back": partial(runs.directory, "ckptd", it.one, verify="read-back"),
     }
     daemons = {
-        "daemon, 1 GB": partial(runs.under_daemon, it.one, near, "zero"),
-        "daemon, 4 GB": partial(runs.under_daemon, it.four, near, "zero"),
-        "daemon, 3,000 files": partial(runs.under_daemon, it.many, near, "universal"),
+        "daemon, 1 GB": partial(runs.under_daemon, it.one, near, ("zero",)),
+        "daemon, 4 GB": partial(runs.under_daemon, it.four, near, ("zero",)),
+        "daemon, 3,000 files": partial(runs.under_daemon, it.many, near, ("zero", "universal")),
     }
     few = max(1, rounds - 1)
     return [

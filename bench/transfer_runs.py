@@ -214,8 +214,8 @@ def there_and_back(save: Save) -> Sample:
     )
 
 
-def under_daemon(save: Save, way: Way, form: str) -> Sample:
-    """The peak of a whole daemon with its children, from its start to the COMMIT; settling counts."""
+def under_daemon(save: Save, way: Way, forms: tuple[str, ...]) -> Sample:
+    """The peak of a whole daemon with its children, from its start to the COMMITs; settling counts."""
     root = CACHE / "daemon"
     shutil.rmtree(root, ignore_errors=True)
     (root / "etc" / "jobs.d").mkdir(parents=True)
@@ -227,7 +227,7 @@ def under_daemon(save: Save, way: Way, form: str) -> Sample:
     (root / "etc" / "jobs.d" / "job.toml").write_text(
         f'save_dir = "{root}/save"\nbackfill = "all"\nsettle = "1s"\n[local]\nforms = []\n[[remote]]\n'
         f'name = "remote"\nurl = "s3://{BUCKET}/{save.name}"\nendpoint_url = "{way.endpoint}"\n'
-        f'forms = ["{form}"]\n'
+        f"forms = {json.dumps(forms)}\n"
     )
     command = [sys.executable, "-m", "ckptd", "run", "--config-dir", str(root / "etc")]
     started = time.monotonic()
@@ -235,7 +235,7 @@ def under_daemon(save: Save, way: Way, form: str) -> Sample:
         daemon = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)
     watcher = Watcher(daemon.pid)
     try:
-        while way.server.counted().commit_after_seconds is None:
+        while way.server.counted().commits < len(forms):
             if daemon.poll() is not None or time.monotonic() - started > LIMIT_SECONDS:
                 raise RuntimeError(f"no COMMIT: {(root / 'log').read_text()[-2000:]}")
             time.sleep(0.2)
@@ -248,4 +248,4 @@ def under_daemon(save: Save, way: Way, form: str) -> Sample:
         daemon.wait()
     wall = time.monotonic() - started
     shutil.rmtree(root)
-    return Sample(wall_seconds=wall, cpu_seconds=0.0, peak_rss_bytes=watcher.peak_bytes)
+    return Sample(wall_seconds=wall, cpu_seconds=0.0, peak_rss_bytes=watcher.lasting_peak_bytes)

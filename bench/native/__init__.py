@@ -33,6 +33,7 @@ class Counted:
     data_bodies: int
     requests: int
     objects: int
+    commits: int
     commit_after_seconds: float | None
     """From the last data byte to the COMMIT."""
 
@@ -62,6 +63,7 @@ class NullServer:
             data_bodies=found["data_bodies"],
             requests=found["requests"],
             objects=found["objects"],
+            commits=found["commits"],
             commit_after_seconds=after if after >= 0 else None,
         )
 

@@ -72,7 +72,7 @@ static Upload *uploads;
 static uint64_t next_id = 1;
 static int is_hashing;
 static const char *source_dir;
-static struct { uint64_t data_bytes, data_bodies, parts_again, requests; double last_data, commit_after; } stats;
+static struct { uint64_t data_bytes, data_bodies, parts_again, requests, commits; double last_data, commit_after; } stats;
 
 static double now_seconds(void) {
     struct timespec at;
@@ -329,8 +329,9 @@ static void count_body(const char *key, uint64_t size, int is_whole) {
         stats.data_bytes += size;
         stats.data_bodies += (uint64_t)is_whole;
         stats.last_data = now_seconds();
-    } else if (strstr(key, "/_ckptd/commits/") && stats.last_data > 0) {
-        stats.commit_after = now_seconds() - stats.last_data;
+    } else if (strstr(key, "/_ckptd/commits/")) {
+        stats.commits += (uint64_t)is_whole;
+        if (stats.last_data > 0) stats.commit_after = now_seconds() - stats.last_data;
     }
     pthread_mutex_unlock(&lock);
 }
@@ -651,10 +652,10 @@ static int tell_stats(Peer *peer, const Request *asked) {
     pthread_mutex_lock(&lock);
     snprintf(body, sizeof body,
              "{\"data_bytes\": %llu, \"data_bodies\": %llu, \"parts_again\": %llu, \"requests\": %llu, "
-             "\"objects\": %zu, \"commit_after_seconds\": %.6f, \"uploads_open\": %s}",
+             "\"objects\": %zu, \"commits\": %llu, \"commit_after_seconds\": %.6f, \"uploads_open\": %s}",
              (unsigned long long)stats.data_bytes, (unsigned long long)stats.data_bodies,
              (unsigned long long)stats.parts_again, (unsigned long long)stats.requests, object_count,
-             stats.commit_after, uploads ? "true" : "false");
+             (unsigned long long)stats.commits, stats.commit_after, uploads ? "true" : "false");
     pthread_mutex_unlock(&lock);
     return answer(peer, asked, 200, NULL, body);
 }
