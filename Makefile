@@ -91,12 +91,10 @@ bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
 
-# The tools that transfers are compared with, away from ckptd's own environment; the AWS CLI wants a botocore of its own.
-$(PEERS): bench/peers.txt bench/peers-aws.txt | $(PY)
+# The tools that transfers are compared with, away from ckptd's own environment.
+$(PEERS): bench/peers.txt | $(PY)
 	"$(PYTHON)" -m venv .build/peers
 	.build/peers/bin/python -m pip install -q -r bench/peers.txt
-	"$(PYTHON)" -m venv .build/peers-aws
-	.build/peers-aws/bin/python -m pip install -q -r bench/peers-aws.txt
 	@touch $@
 
 bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md, docs/transfer.png)

@@ -26,7 +26,6 @@ from tests.stores import servers
 BUCKET = "bench"
 LIMIT_SECONDS = 150.0
 PEERS = REPOSITORY / ".build" / "peers" / "bin"
-PEERS_AWS = REPOSITORY / ".build" / "peers-aws" / "bin"
 ENVIRONMENT = {
     **os.environ,
     **servers.environment(),
@@ -64,10 +63,9 @@ def program(tool: str) -> str | None:
     """Where a program or the Python of a library lies; None when it is not installed."""
     if tool in LIBRARIES:
         found = PEERS / "python"
-        package = tool if tool != "awscrt" else "awscrt"
-        is_there = any(found.parents[1].glob(f"lib/python*/site-packages/{package}/__init__.py"))
+        is_there = any(found.parents[1].glob(f"lib/python*/site-packages/{tool}/__init__.py"))
         return str(found) if is_there else None
-    places = [PEERS / tool, PEERS_AWS / tool, Path(sys.executable).with_name(tool)]
+    places = [PEERS / tool, Path(sys.executable).with_name(tool)]
     return next((str(place) for place in places if place.exists()), None)
 
 
