@@ -6,6 +6,7 @@
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
+#include <errno.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <signal.h>
@@ -14,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,6 +23,7 @@
 #define STEP_BYTES (64u << 10)
 #define WINDOW_BYTES (4u << 20)
 #define SLACK_SECONDS 0.002
+#define LATE_SECONDS 0.02
 
 typedef struct { pthread_mutex_t lock; double free_at; } Lane;
 
@@ -57,11 +60,11 @@ static void sleep_until(double at) {
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &when, NULL)) {}
 }
 
-/* When the last of `count` bytes has had its turn. */
-static double turn_of(Lane *lane, size_t count) {
+/* When the last of `count` bytes has had its turn; what lay here already may use time that we slept through. */
+static double turn_of(Lane *lane, size_t count, int has_waited) {
     pthread_mutex_lock(&lane->lock);
-    double now = now_seconds();
-    if (lane->free_at < now) lane->free_at = now;
+    double first = now_seconds() - (has_waited ? LATE_SECONDS : 0);
+    if (lane->free_at < first) lane->free_at = first;
     lane->free_at += (double)count / bytes_per_second;
     double at = lane->free_at;
     pthread_mutex_unlock(&lane->lock);
@@ -101,12 +104,14 @@ static void *carry(void *given) {
         while (way->held >= WINDOW_BYTES && !way->is_broken) pthread_cond_wait(&way->changed, &way->lock);
         pthread_mutex_unlock(&way->lock);
         Packet *packet = malloc(sizeof *packet + STEP_BYTES);
-        ssize_t got = way->is_broken ? 0 : recv(way->from, packet->data, STEP_BYTES, 0);
+        ssize_t got = way->is_broken ? 0 : recv(way->from, packet->data, STEP_BYTES, MSG_DONTWAIT);
+        int has_waited = got > 0;
+        if (got < 0 && errno == EAGAIN) got = recv(way->from, packet->data, STEP_BYTES, 0);
         if (got <= 0) {
             free(packet);
             break;
         }
-        double turn = turn_of(way->lane, (size_t)got);
+        double turn = turn_of(way->lane, (size_t)got, has_waited);
         *packet = (Packet){.next = NULL, .due = turn + delay_seconds, .count = (size_t)got};
         pthread_mutex_lock(&way->lock);
         *way->last = packet;
@@ -161,6 +166,8 @@ int main(int count, char **words) {
     signal(SIGPIPE, SIG_IGN);
     prctl(PR_SET_TIMERSLACK, 10000UL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    /* a network does not wait for the CPU; where that is not allowed it does */
+    setpriority(PRIO_PROCESS, 0, -15);
     target_port = atoi(words[2]);
     bytes_per_second = atof(words[3]) / 8;
     delay_seconds = atof(words[4]) / 2;
