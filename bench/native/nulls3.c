@@ -356,6 +356,15 @@ static int is_wrong(const Request *asked, uint64_t crc) {
 
 /* --- verbs ----------------------------------------------------------------------------------------------- */
 
+/* ETag, and the checksum that was computed, as the answer to PUT names it. */
+static int tell_stored(Peer *peer, const Request *asked, uint64_t etag, uint64_t crc) {
+    char more[160], digits[16];
+    int size = snprintf(more, sizeof more, "ETag: \"%016llx\"\r\n", (unsigned long long)etag);
+    to_base64(crc, digits);
+    if (is_hashing) snprintf(more + size, sizeof more - (size_t)size, "x-amz-checksum-crc64nvme: %s\r\n", digits);
+    return answer(peer, asked, 200, more, NULL);
+}
+
 static int put_object(Peer *peer, const Request *asked) {
     Sink sink = {0};
     if ((!is_data(asked->key) && asked->length < DOCUMENT_BYTES) || asked->length <= KEPT_BYTES) {
@@ -381,9 +390,7 @@ static int put_object(Peer *peer, const Request *asked) {
         free(sink.body);
         return refuse(peer, asked, 412, "PreconditionFailed");
     }
-    char more[128];
-    snprintf(more, sizeof more, "ETag: \"%016llx\"\r\n", (unsigned long long)etag);
-    return answer(peer, asked, 200, more, NULL);
+    return tell_stored(peer, asked, etag, sink.crc);
 }
 
 static int put_part(Peer *peer, const Request *asked) {
@@ -405,9 +412,7 @@ static int put_part(Peer *peer, const Request *asked) {
     }
     pthread_mutex_unlock(&lock);
     if (!upload) return refuse(peer, asked, 404, "NoSuchUpload");
-    char more[128];
-    snprintf(more, sizeof more, "ETag: \"%016llx\"\r\n", (unsigned long long)etag);
-    return answer(peer, asked, 200, more, NULL);
+    return tell_stored(peer, asked, etag, sink.crc);
 }
 
 static int begin_upload(Peer *peer, const Request *asked) {
@@ -471,11 +476,14 @@ static int complete(Peer *peer, const Request *asked) {
         int status = !strcmp(refused, "NoSuchUpload") ? 404 : !strcmp(refused, "PreconditionFailed") ? 412 : 400;
         return refuse(peer, asked, status, refused);
     }
-    char body[8192];
+    char body[8192], digits[16];
+    to_base64(crc, digits);
     snprintf(body, sizeof body,
              "<?xml version=\"1.0\"?><CompleteMultipartUploadResult><Location>/%s</Location><Key>%s</Key>"
-             "<ETag>\"%016llx-1\"</ETag></CompleteMultipartUploadResult>",
-             asked->key, strchr(asked->key, '/') ? strchr(asked->key, '/') + 1 : "", (unsigned long long)etag);
+             "<ETag>\"%016llx-1\"</ETag>%s%s%s</CompleteMultipartUploadResult>",
+             asked->key, strchr(asked->key, '/') ? strchr(asked->key, '/') + 1 : "", (unsigned long long)etag,
+             is_hashing ? "<ChecksumType>FULL_OBJECT</ChecksumType><ChecksumCRC64NVME>" : "",
+             is_hashing ? digits : "", is_hashing ? "</ChecksumCRC64NVME>" : "");
     return answer(peer, asked, 200, NULL, body);
 }
 
