@@ -103,16 +103,12 @@ def _disk(folder: Path) -> int:
 
 
 class Watcher:
-    """Samples the resident sets of a process tree, and the size of a folder, until stopped.
-
-    A child that was started but has not become its program yet shows its parent's memory a second time;
-    `lasting_peak_bytes` is the highest that two samples in a row reached.
-    """
+    """Samples the resident sets of a process tree, and the size of a folder, until stopped."""
 
     def __init__(self, root: int, folder: Path | None = None) -> None:
         self.root = root
         self.folder = folder
-        self.peak_bytes = self.peak_disk_bytes = self.lasting_peak_bytes = 0
+        self.peak_bytes = self.peak_disk_bytes = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -123,36 +119,33 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        now = 0
         for number in itertools.count():
             if self._done.wait(SAMPLE_SECONDS):
                 return
             if number % 50 == 0 and self.folder is not None:
                 self.peak_disk_bytes = max(self.peak_disk_bytes, _disk(self.folder))
-            before, now = now, sum(_rss(pid) for pid in _tree(self.root))
-            self.peak_bytes = max(self.peak_bytes, now)
-            self.lasting_peak_bytes = max(self.lasting_peak_bytes, min(before, now))
+            self.peak_bytes = max(self.peak_bytes, _rss(self.root))
 
 
-def _tree(root: int) -> list[int]:
-    found, todo = [], [root]
+def _rss(root: int) -> int:
+    """Resident sets of a process and all below it."""
+    total, todo = 0, [(root, "")]
     while todo:
-        pid = todo.pop()
-        found.append(pid)
+        pid, above = todo.pop()
         try:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                words = Path(f"/proc/{pid}/task/{task}/children").read_text()
-                todo += [int(word) for word in words.split()]
+            told = Path(f"/proc/{pid}/statm").read_text()
+            below = [Path(f"/proc/{pid}/task/{task}/children").read_text() for task in _tasks(pid)]
         except OSError:
             continue
-    return found
+        # a child that has not become its program yet (vfork) is in its parent's memory
+        if told != above:
+            total += int(told.split()[1]) * _PAGE_BYTES
+        todo += [(int(word), told) for words in below for word in words.split()]
+    return total
 
 
-def _rss(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError):
-        return 0
+def _tasks(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/task")
 
 
 def make_cold(paths: Sequence[Path]) -> float:

@@ -246,4 +246,4 @@ def under_daemon(save: Save, way: Way, forms: tuple[str, ...]) -> Sample:
         daemon.wait()
     wall = time.monotonic() - started
     shutil.rmtree(root)
-    return Sample(wall_seconds=wall, cpu_seconds=0.0, peak_rss_bytes=watcher.lasting_peak_bytes)
+    return Sample(wall_seconds=wall, cpu_seconds=0.0, peak_rss_bytes=watcher.peak_bytes)
