@@ -47,7 +47,7 @@ class Sample:
     """Of data, as the server counted."""
     commit_after_seconds: float | None = None
     cached_bytes: int = 0
-    """Of source and copy, in the page cache afterwards."""
+    """Of source and copy, in the page cache afterwards and not before."""
     requests: int = 0
 
 
@@ -169,6 +169,7 @@ def directory(tool: str, save: Save, *, verify: str = "none") -> Sample:
     out.mkdir()
     subprocess.run(["sync", "-f", str(CACHE)], check=True)
     make_warm(save.files)
+    before = _cached(save.files)
     if tool.startswith("cp"):
         run = _run(["cp", "-r", str(save.folder), str(out)], flush=CACHE)
         told = _whole(run)
@@ -177,7 +178,7 @@ def directory(tool: str, save: Save, *, verify: str = "none") -> Sample:
         run = _run([sys.executable, "-m", "bench.ship", *words])
         told = json.loads(run.stdout)
     copies = sorted((out / save.folder.name).iterdir())
-    cached = sum(round(resident_share([path]) * path.stat().st_size) for path in (*save.files, *copies))
+    cached = max(0, _cached([*save.files, *copies]) - before)
     shutil.rmtree(out)
     return Sample(
         wall_seconds=told["wall_seconds"],
@@ -185,6 +186,10 @@ def directory(tool: str, save: Save, *, verify: str = "none") -> Sample:
         peak_rss_bytes=run.peak_rss_bytes,
         cached_bytes=cached,
     )
+
+
+def _cached(paths: list[Path]) -> int:
+    return sum(round(resident_share([path]) * path.stat().st_size) for path in paths)
 
 
 def there_and_back(save: Save) -> Sample:
