@@ -46,7 +46,6 @@ class Shipping:
     attach_seconds: float
     wall_seconds: float
     cpu_seconds: float
-    checksum: str | None
     proof: str
     kills: int
 
@@ -123,7 +122,6 @@ def ship(orderer: Orderer, save: Save, kill_after: float | None) -> Shipping:
         attach_seconds=attach_seconds,
         wall_seconds=time.monotonic() - started,
         cpu_seconds=time.process_time() + orderer.child_cpu() + orderer.cpu_of_dead - cpu,
-        checksum=attached.checksum,
         proof=", ".join(sorted({object_.proof for object_ in orderer.shipped.values()})),
         kills=kills,
     )

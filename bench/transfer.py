@@ -79,6 +79,16 @@ class Sizes:
     """A ZeRO save whose universal form has as many files as `small`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Null servers that know CRC64NVME, nothing, or MD5 alone, and the first one at the end of the link."""
+
+    near: Way
+    plain: Way
+    older: Way
+    far: Way
+
+
 def sizes(*, is_tiny: bool) -> Sizes:
     """Made where they are not there."""
     if is_tiny:
@@ -95,8 +105,9 @@ def sizes(*, is_tiny: bool) -> Sizes:
     )
 
 
-def cases(it: Sizes, near: Way, plain: Way, far: Way, rounds: int) -> list[Case]:
+def cases(it: Sizes, ways: Ways, rounds: int) -> list[Case]:
     """Everything that is measured, in the order of the page."""
+    near, far = ways.near, ways.far
 
     def ups(save: Save, way: Way, tools: str) -> dict[str, Callable[[], Sample]]:
         return {tool: partial(runs.up, tool, save, way) for tool in tools.split()}
@@ -115,9 +126,10 @@ def cases(it: Sizes, near: Way, plain: Way, far: Way, rounds: int) -> list[Case]
         prepare = partial(runs.up, "ckptd", save, replace(before, endpoint=near.endpoint)) if before else None
         return Case(name, save, tools, times, prepare)
 
-    unproved = {
-        "ckptd, no proof": partial(runs.up, "ckptd, no proof", it.one, plain, verify="none"),
-        "ckptd, read back": partial(runs.up, "ckptd, read back", it.one, plain),
+    proofs = {
+        "ckptd, MD5": partial(runs.up, "ckptd, MD5", it.one, ways.older),
+        "ckptd, read back": partial(runs.up, "ckptd, read back", it.one, ways.plain),
+        "ckptd, no proof": partial(runs.up, "ckptd, no proof", it.one, ways.plain, verify="none"),
     }
     killed = {"ckptd, killed": partial(_killed, it.one, far)}
     disk = {
@@ -134,7 +146,7 @@ def cases(it: Sizes, near: Way, plain: Way, far: Way, rounds: int) -> list[Case]
     return [
         case("up, null server", it.one, ups(it.one, near, "ckptd boto3 s3fs awscrt s5cmd rclone"), rounds),
         case("up, null server, 4 GB", it.four, ups(it.four, near, "ckptd boto3 awscrt"), few),
-        case("up, null server without checksums", it.one, unproved, few),
+        case("up, null server, other proofs", it.one, proofs, few),
         case("up, null server, small files", it.small, ups(it.small, near, "ckptd s5cmd aws"), few),
         case("down, null server, 4 GB", it.four, downs(it.four, near, "ckptd boto3 s3fs s5cmd"), few, near),
         case("up, link, 4 GB", it.four, ups(it.four, far, "ckptd boto3"), once),
@@ -187,14 +199,20 @@ def run(case: Case) -> list[Series]:
 
 
 @contextlib.contextmanager
-def ways() -> Iterator[tuple[Way, Way, Way]]:
-    """A null server that knows checksums, one that does not, and the first at the end of the link."""
+def ways() -> Iterator[Ways]:
+    """The servers and the link, running."""
     with (
         native.null_server(CACHE) as server,
-        native.null_server(CACHE, checksums=False) as plain,
+        native.null_server(CACHE, "plain") as plain,
+        native.null_server(CACHE, "md5") as older,
         native.link(server.port, bits_per_second=LINK_BITS, round_trip_seconds=LINK_SECONDS) as url,
     ):
-        yield Way(server, server.endpoint), Way(plain, plain.endpoint), Way(server, url)
+        yield Ways(
+            near=Way(server, server.endpoint),
+            plain=Way(plain, plain.endpoint),
+            older=Way(older, older.endpoint),
+            far=Way(server, url),
+        )
 
 
 def main() -> None:
@@ -211,8 +229,8 @@ def main() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     started, found = time.monotonic(), list[Series]()
     it = sizes(is_tiny=given.tiny)
-    with ways() as (near, plain, far):
-        for case in cases(it, near, plain, far, 1 if given.tiny else given.rounds):
+    with ways() as running:
+        for case in cases(it, running, 1 if given.tiny else given.rounds):
             if given.only in case.name and not (given.tiny and case.name in SAME_WHEN_TINY):
                 found += run(own(case) if given.tiny else case)
     _keep(found, is_part=bool(given.only), is_tiny=given.tiny)

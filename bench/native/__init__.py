@@ -11,7 +11,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tests.real import REPOSITORY
 from tests.stores.servers import free_port
@@ -85,7 +85,7 @@ def built(name: str) -> Path:
         BUILD.mkdir(parents=True, exist_ok=True)
         fresh = program.with_suffix(".new")
         command = ["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-o", str(fresh)]
-        words = [*command, str(HERE / f"{name}.c")]
+        words = [*command, str(HERE / f"{name}.c"), "-lm"]
         done = subprocess.run(words, check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"gcc: {done.stderr[-2000:]}")
@@ -94,11 +94,12 @@ def built(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def null_server(source: Path, *, checksums: bool = True) -> Iterator[NullServer]:
+def null_server(
+    source: Path, hashes: Literal["crc64nvme", "md5", "plain"] = "crc64nvme"
+) -> Iterator[NullServer]:
     """An S3 server that throws bodies away and serves objects from the files below `source`."""
     port = free_port()
-    mode = "crc64nvme" if checksums else "plain"
-    with _running([str(built("nulls3")), str(port), mode, str(source)], port) as pid:
+    with _running([str(built("nulls3")), str(port), hashes, str(source)], port) as pid:
         yield NullServer(port, pid)
 
 

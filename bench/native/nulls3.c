@@ -1,9 +1,10 @@
-/* An S3 server for measuring clients: `nulls3 PORT crc64nvme|plain SOURCE_DIR`.
+/* An S3 server for measuring clients: `nulls3 PORT crc64nvme|md5|plain SOURCE_DIR`.
  *
  * Bodies are counted and thrown away. Small documents (below 1 MiB, under `_ckptd/`) and objects of at most
  * 4 KiB are kept; any other object is served from SOURCE_DIR, from the file whose path is the key
  * without its bucket, or as zeros. With `crc64nvme` every body is hashed, a checksum that was sent is
- * compared, and HEAD tells it; with `plain` the server knows no checksums. GET /_stats, POST /_reset.
+ * compared, and HEAD tells it; with `md5` ETags are MD5s and Content-MD5 is compared, as older servers do; with
+ * `plain` nothing is hashed. GET /_stats, POST /_reset.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -25,6 +26,7 @@
 #include <unistd.h>
 
 #include "crc64nvme.h"
+#include "md5.h"
 
 #define BUCKETS 65536
 #define PARTS 10001
@@ -36,11 +38,12 @@
 typedef struct Object {
     struct Object *next;
     char *key, *body;
-    uint64_t size, crc, etag;
+    uint64_t size, crc;
+    char etag[48];
     time_t mtime;
 } Object;
 
-typedef struct { uint64_t size, crc, etag; } Part;
+typedef struct { uint64_t size, crc; uint8_t md5[16]; char etag[48]; } Part;
 
 typedef struct Upload {
     struct Upload *next;
@@ -58,19 +61,19 @@ typedef struct {
 
 typedef struct {
     char method[16], key[4096], query[4096], range[128];
-    char checksum[64], match[16], encoding[128], payload[128];
+    char checksum[64], md5[32], match[16], encoding[128], payload[128];
     uint64_t length;
     int is_expecting, is_chunked, is_checksum_wanted;
 } Request;
 
-typedef struct { uint64_t size, crc; char *body; size_t room; } Sink;
+typedef struct { uint64_t size, crc; Md5 md5; char *body; size_t room; } Sink;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Object *objects[BUCKETS];
 static size_t object_count;
 static Upload *uploads;
 static uint64_t next_id = 1;
-static int is_hashing;
+static int is_hashing, is_md5;
 static const char *source_dir;
 static struct { uint64_t data_bytes, data_bodies, parts_again, requests, commits; double last_data, commit_after; } stats;
 
@@ -98,13 +101,14 @@ static void drop(Object **slot) {
     object_count--;
 }
 
-static void keep(const char *key, uint64_t size, uint64_t crc, char *body) {
+static void keep(const char *key, uint64_t size, uint64_t crc, const char *etag, char *body) {
     Object **slot = slot_of(key);
     drop(slot);
     slot = slot_of(key);
     Object *made = calloc(1, sizeof *made);
     *made = (Object){.next = *slot, .key = strdup(key), .body = body, .size = size, .crc = crc,
-                     .etag = next_id++, .mtime = time(NULL)};
+                     .mtime = time(NULL)};
+    strcpy(made->etag, etag);
     *slot = made;
     object_count++;
 }
@@ -207,6 +211,7 @@ static void take_header(Request *asked, const char *name, const char *value) {
     else if (!strcasecmp(name, "content-encoding")) copy_value(asked->encoding, sizeof asked->encoding, value);
     else if (!strcasecmp(name, "x-amz-content-sha256")) copy_value(asked->payload, sizeof asked->payload, value);
     else if (!strcasecmp(name, "x-amz-checksum-crc64nvme")) copy_value(asked->checksum, sizeof asked->checksum, value);
+    else if (!strcasecmp(name, "content-md5")) copy_value(asked->md5, sizeof asked->md5, value);
     else if (!strcasecmp(name, "x-amz-checksum-mode")) asked->is_checksum_wanted = 1;
 }
 
@@ -258,6 +263,7 @@ static int read_request(Peer *peer, Request *asked) {
 
 static void pour(Sink *sink, const uint8_t *data, size_t count) {
     if (is_hashing) sink->crc = crc64_update(sink->crc, data, count);
+    if (is_md5) md5_update(&sink->md5, data, count);
     if (sink->body && sink->size + count <= sink->room) memcpy(sink->body + sink->size, data, count);
     sink->size += count;
 }
@@ -294,6 +300,7 @@ static void unchunk(Chunks *chunks, Sink *sink, const uint8_t *data, size_t coun
 static int read_body(Peer *peer, const Request *asked, Sink *sink) {
     uint64_t left = asked->length;
     Chunks chunks = {.state = LINE};
+    md5_begin(&sink->md5);
     if (asked->is_expecting && left && send_all(peer->fd, "HTTP/1.1 100 Continue\r\n\r\n", 25, 0)) return 0;
     while (left) {
         uint8_t *data = peer->step;
@@ -303,7 +310,7 @@ static int read_body(Peer *peer, const Request *asked, Sink *sink) {
             data = (uint8_t *)peer->head + peer->at;
             peer->at += count;
         } else {
-            int is_thrown = !is_hashing && !sink->body && !asked->is_chunked;
+            int is_thrown = !is_hashing && !is_md5 && !sink->body && !asked->is_chunked;
             ssize_t got = recv(peer->fd, is_thrown ? NULL : data, count, is_thrown ? MSG_TRUNC : 0);
             if (got <= 0) return 0;
             count = (size_t)got;
@@ -336,31 +343,57 @@ static void count_body(const char *key, uint64_t size, int is_whole) {
     pthread_mutex_unlock(&lock);
 }
 
-static void to_base64(uint64_t crc, char *into) {
+static void to_base64(const uint8_t *bytes, size_t count, char *into) {
     static const char *digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    uint8_t bytes[9] = {0};
-    for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)(crc >> (56 - 8 * i));
-    for (int i = 0; i < 9; i += 3) {
-        unsigned three = (unsigned)bytes[i] << 16 | (unsigned)bytes[i + 1] << 8 | bytes[i + 2];
-        for (int j = 0; j < 4; j++) *into++ = digits[three >> (18 - 6 * j) & 63];
+    for (size_t i = 0; i < count; i += 3) {
+        unsigned three = (unsigned)bytes[i] << 16;
+        if (i + 1 < count) three |= (unsigned)bytes[i + 1] << 8;
+        if (i + 2 < count) three |= bytes[i + 2];
+        for (size_t j = 0; j < 4; j++) *into++ = i + j <= count ? digits[three >> (18 - 6 * j) & 63] : '=';
     }
-    into[-1] = '=';
     *into = 0;
+}
+
+static void crc_to_base64(uint64_t crc, char *into) {
+    uint64_t big = __builtin_bswap64(crc);
+    to_base64((const uint8_t *)&big, 8, into);
+}
+
+static void to_hex(const uint8_t *bytes, size_t count, char *into) {
+    for (size_t i = 0; i < count; i++) sprintf(into + 2 * i, "%02x", bytes[i]);
+}
+
+/* The body as a part: its MD5, and an ETag that is it where the server names by MD5. */
+static Part measured(Sink *sink) {
+    Part part = {.size = sink->size, .crc = sink->crc};
+    if (is_md5) {
+        md5_end(&sink->md5, part.md5);
+        to_hex(part.md5, 16, part.etag);
+    } else {
+        snprintf(part.etag, sizeof part.etag, "%016llx", (unsigned long long)__atomic_add_fetch(&next_id, 1, __ATOMIC_RELAXED));
+    }
+    return part;
 }
 
 static int is_wrong(const Request *asked, uint64_t crc) {
     char right[16];
-    to_base64(crc, right);
+    crc_to_base64(crc, right);
     return is_hashing && *asked->checksum && strcmp(asked->checksum, right);
+}
+
+static int is_changed(const Request *asked, const Part *part) {
+    char right[32];
+    to_base64(part->md5, 16, right);
+    return is_wrong(asked, part->crc) || (is_md5 && *asked->md5 && strcmp(asked->md5, right));
 }
 
 /* --- verbs ----------------------------------------------------------------------------------------------- */
 
 /* ETag, and the checksum that was computed, as the answer to PUT names it. */
-static int tell_stored(Peer *peer, const Request *asked, uint64_t etag, uint64_t crc) {
+static int tell_stored(Peer *peer, const Request *asked, const char *etag, uint64_t crc) {
     char more[160], digits[16];
-    int size = snprintf(more, sizeof more, "ETag: \"%016llx\"\r\n", (unsigned long long)etag);
-    to_base64(crc, digits);
+    int size = snprintf(more, sizeof more, "ETag: \"%s\"\r\n", etag);
+    crc_to_base64(crc, digits);
     if (is_hashing) snprintf(more + size, sizeof more - (size_t)size, "x-amz-checksum-crc64nvme: %s\r\n", digits);
     return answer(peer, asked, 200, more, NULL);
 }
@@ -377,20 +410,20 @@ static int put_object(Peer *peer, const Request *asked) {
         free(sink.body);
         return -1;
     }
-    if (is_wrong(asked, sink.crc)) {
+    Part part = measured(&sink);
+    if (is_changed(asked, &part)) {
         free(sink.body);
         return refuse(peer, asked, 400, "BadDigest");
     }
     pthread_mutex_lock(&lock);
     int is_taken = *asked->match && *slot_of(asked->key);
-    if (!is_taken) keep(asked->key, sink.size, sink.crc, sink.body);
-    uint64_t etag = next_id;
+    if (!is_taken) keep(asked->key, sink.size, sink.crc, part.etag, sink.body);
     pthread_mutex_unlock(&lock);
     if (is_taken) {
         free(sink.body);
         return refuse(peer, asked, 412, "PreconditionFailed");
     }
-    return tell_stored(peer, asked, etag, sink.crc);
+    return tell_stored(peer, asked, part.etag, sink.crc);
 }
 
 static int put_part(Peer *peer, const Request *asked) {
@@ -402,17 +435,17 @@ static int put_part(Peer *peer, const Request *asked) {
     count_body(asked->key, sink.size, is_whole);
     if (!is_whole) return -1;
     if (number < 1 || number >= PARTS) return refuse(peer, asked, 400, "InvalidArgument");
-    if (is_wrong(asked, sink.crc)) return refuse(peer, asked, 400, "BadDigest");
+    Part part = measured(&sink);
+    if (is_changed(asked, &part)) return refuse(peer, asked, 400, "BadDigest");
     pthread_mutex_lock(&lock);
     Upload *upload = *upload_of(id);
-    uint64_t etag = next_id++;
     if (upload) {
-        stats.parts_again += upload->parts[number].etag != 0;
-        upload->parts[number] = (Part){.size = sink.size, .crc = sink.crc, .etag = etag};
+        stats.parts_again += *upload->parts[number].etag != 0;
+        upload->parts[number] = part;
     }
     pthread_mutex_unlock(&lock);
     if (!upload) return refuse(peer, asked, 404, "NoSuchUpload");
-    return tell_stored(peer, asked, etag, sink.crc);
+    return tell_stored(peer, asked, part.etag, sink.crc);
 }
 
 static int begin_upload(Peer *peer, const Request *asked) {
@@ -436,16 +469,23 @@ static int begin_upload(Peer *peer, const Request *asked) {
     return answer(peer, asked, 200, NULL, body);
 }
 
-/* Size and CRC of the parts that the body lists, in its order; 0: one is not there. */
-static int join(const Upload *upload, const char *listed, uint64_t *size, uint64_t *crc) {
-    *size = *crc = 0;
+/* The parts that the body lists, in its order, as one; 0: one is not there. */
+static int join(const Upload *upload, const char *listed, Part *whole) {
+    Md5 md5;
+    int count = 0;
+    md5_begin(&md5);
     for (const char *c = listed; (c = strstr(c, "<PartNumber>")); c++) {
         int number = atoi(c + 12);
-        if (number < 1 || number >= PARTS || !upload->parts[number].etag) return 0;
+        if (number < 1 || number >= PARTS || !*upload->parts[number].etag) return 0;
         const Part *part = &upload->parts[number];
-        if (is_hashing) *crc = crc64_combine(*crc, part->crc, part->size);
-        *size += part->size;
+        if (is_hashing) whole->crc = crc64_combine(whole->crc, part->crc, part->size);
+        md5_update(&md5, part->md5, 16);
+        whole->size += part->size;
+        count++;
     }
+    md5_end(&md5, whole->md5);
+    to_hex(whole->md5, 16, whole->etag);
+    sprintf(whole->etag + 32, "-%d", count);
     return 1;
 }
 
@@ -457,19 +497,18 @@ static int complete(Peer *peer, const Request *asked) {
         free(listed.body);
         return -1;
     }
-    uint64_t size = 0, crc = 0;
+    Part whole = {0};
     const char *refused = NULL;
     pthread_mutex_lock(&lock);
     Upload **slot = upload_of(id);
     if (!*slot) refused = "NoSuchUpload";
-    else if (!join(*slot, listed.body, &size, &crc)) refused = "InvalidPart";
+    else if (!join(*slot, listed.body, &whole)) refused = "InvalidPart";
     else if (*asked->match && *slot_of(asked->key)) refused = "PreconditionFailed";
-    else if (is_wrong(asked, crc)) refused = "BadDigest";
+    else if (is_wrong(asked, whole.crc)) refused = "BadDigest";
     else {
         drop_upload(slot);
-        keep(asked->key, size, crc, NULL);
+        keep(asked->key, whole.size, whole.crc, whole.etag, NULL);
     }
-    uint64_t etag = next_id;
     pthread_mutex_unlock(&lock);
     free(listed.body);
     if (refused) {
@@ -477,11 +516,11 @@ static int complete(Peer *peer, const Request *asked) {
         return refuse(peer, asked, status, refused);
     }
     char body[8192], digits[16];
-    to_base64(crc, digits);
+    crc_to_base64(whole.crc, digits);
     snprintf(body, sizeof body,
              "<?xml version=\"1.0\"?><CompleteMultipartUploadResult><Location>/%s</Location><Key>%s</Key>"
-             "<ETag>\"%016llx-1\"</ETag>%s%s%s</CompleteMultipartUploadResult>",
-             asked->key, strchr(asked->key, '/') ? strchr(asked->key, '/') + 1 : "", (unsigned long long)etag,
+             "<ETag>\"%s\"</ETag>%s%s%s</CompleteMultipartUploadResult>",
+             asked->key, strchr(asked->key, '/') ? strchr(asked->key, '/') + 1 : "", whole.etag,
              is_hashing ? "<ChecksumType>FULL_OBJECT</ChecksumType><ChecksumCRC64NVME>" : "",
              is_hashing ? digits : "", is_hashing ? "</ChecksumCRC64NVME>" : "");
     return answer(peer, asked, 200, NULL, body);
@@ -500,14 +539,14 @@ static int list_parts(Peer *peer, const Request *asked) {
     int number = after + 1;
     for (; upload && number < PARTS && count < PAGE; number++) {
         const Part *part = &upload->parts[number];
-        if (!part->etag) continue;
-        fprintf(out, "<Part><PartNumber>%d</PartNumber><ETag>\"%016llx\"</ETag><Size>%llu</Size></Part>", number,
-                (unsigned long long)part->etag, (unsigned long long)part->size);
+        if (!*part->etag) continue;
+        fprintf(out, "<Part><PartNumber>%d</PartNumber><ETag>\"%s\"</ETag><Size>%llu</Size></Part>", number,
+                part->etag, (unsigned long long)part->size);
         count++;
         last = number;
     }
     int is_cut = 0;
-    for (; upload && number < PARTS; number++) is_cut |= upload->parts[number].etag != 0;
+    for (; upload && number < PARTS; number++) is_cut |= *upload->parts[number].etag != 0;
     pthread_mutex_unlock(&lock);
     fprintf(out, "<IsTruncated>%s</IsTruncated><NextPartNumberMarker>%d</NextPartNumberMarker></ListPartsResult>",
             is_cut ? "true" : "false", last);
@@ -554,9 +593,9 @@ static int list_objects(Peer *peer, const Request *asked) {
         } else {
             char at[32];
             strftime(at, sizeof at, "%Y-%m-%dT%H:%M:%S.000Z", gmtime(&found[i]->mtime));
-            fprintf(out, "<Contents><Key>%s</Key><LastModified>%s</LastModified><ETag>\"%016llx\"</ETag>"
+            fprintf(out, "<Contents><Key>%s</Key><LastModified>%s</LastModified><ETag>\"%s\"</ETag>"
                          "<Size>%llu</Size><StorageClass>STANDARD</StorageClass></Contents>",
-                    key, at, (unsigned long long)found[i]->etag, (unsigned long long)found[i]->size);
+                    key, at, found[i]->etag, (unsigned long long)found[i]->size);
         }
         shown++;
     }
@@ -622,16 +661,16 @@ static int get_object(Peer *peer, const Request *asked) {
     strftime(date, sizeof date, "%a, %d %b %Y %H:%M:%S GMT", gmtime(&found.mtime));
     if (is_hashing && asked->is_checksum_wanted && !is_partial) {
         char digits[16];
-        to_base64(found.crc, digits);
+        crc_to_base64(found.crc, digits);
         snprintf(sum, sizeof sum, "x-amz-checksum-crc64nvme: %s\r\nx-amz-checksum-type: FULL_OBJECT\r\n", digits);
     }
     if (is_partial)
         snprintf(range, sizeof range, "Content-Range: bytes %llu-%llu/%llu\r\n", (unsigned long long)begin,
                  (unsigned long long)end - 1, (unsigned long long)found.size);
     int size = snprintf(head, sizeof head,
-                        "HTTP/1.1 %d OK\r\nServer: nulls3\r\nContent-Length: %llu\r\nETag: \"%016llx\"\r\n"
+                        "HTTP/1.1 %d OK\r\nServer: nulls3\r\nContent-Length: %llu\r\nETag: \"%s\"\r\n"
                         "Content-Type: binary/octet-stream\r\nAccept-Ranges: bytes\r\nLast-Modified: %s\r\n%s%s\r\n",
-                        is_partial ? 206 : 200, (unsigned long long)(end - begin), (unsigned long long)found.etag, date,
+                        is_partial ? 206 : 200, (unsigned long long)(end - begin), found.etag, date,
                         range, sum);
     int has_body = strcmp(asked->method, "HEAD") && end > begin;
     int result = send_all(peer->fd, head, (size_t)size, has_body ? MSG_MORE : 0);
@@ -726,13 +765,15 @@ static void *talk(void *given) {
 
 int main(int count, char **words) {
     if (count != 4) {
-        fprintf(stderr, "nulls3 PORT crc64nvme|plain SOURCE_DIR\n");
+        fprintf(stderr, "nulls3 PORT crc64nvme|md5|plain SOURCE_DIR\n");
         return 64;
     }
     signal(SIGPIPE, SIG_IGN);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     crc64_prepare();
+    md5_prepare();
     is_hashing = !strcmp(words[2], "crc64nvme");
+    is_md5 = !strcmp(words[2], "md5");
     source_dir = words[3];
     stats.commit_after = -1;
     int one = 1, listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
