@@ -19,12 +19,13 @@ export PATH            := $(CURDIR)/$(VENV)/bin:$(PATH)
 TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
+PEERS   := .build/.stamp-peers
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle lint types loader-matrix ds-suite stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer lint types loader-matrix ds-suite stores-full faults-full \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -90,6 +91,15 @@ bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
 
+# The tools that transfers are compared with, away from ckptd's own environment.
+$(PEERS): bench/peers.txt | $(PY)
+	"$(PYTHON)" -m venv .build/peers
+	.build/peers/bin/python -m pip install -q -r bench/peers.txt
+	@touch $@
+
+bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md, docs/transfer.png)
+	$(PY) -m bench.transfer $(ARGS)
+
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)
 
@@ -97,7 +107,7 @@ ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSP
 	$(PY) -m tests.ds_suite.run $(DEEPSPEED_SRC) $(ARGS)
 
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
-	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_bench_transfer.py $(ARGS)
 
 faults-full: setup ## kill -9, full disks, lost remotes, hostile files
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/faults tests/attacks $(ARGS)

@@ -38,17 +38,27 @@ class Run:
     stdout: str
 
 
-def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Path) -> Run:
-    """Run `command` and flush the file system of `flush`; both count.
+def measure(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    flush: Path | None,
+    limit_seconds: float | None = None,
+) -> Run:
+    """Run `command` and flush the file system of `flush`, if there is one; both count.
 
     Raises:
-        RuntimeError: the command failed.
+        RuntimeError: the command failed, or was ended at the limit.
     """
     started = time.monotonic()
     child = subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    watcher = _Watcher(child.pid, flush)
+    watcher = Watcher(child.pid, flush)
+    timer = threading.Timer(limit_seconds or threading.TIMEOUT_MAX, child.kill)
+    timer.daemon = True
+    timer.start()
     outputs = ["", ""]
     assert child.stdout is not None
     assert child.stderr is not None
@@ -61,8 +71,10 @@ def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Pa
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     io = _io_of(child.pid)
     _, status, usage = os.wait4(child.pid, 0)
+    timer.cancel()
     child.returncode = os.waitstatus_to_exitcode(status)
-    subprocess.run(["sync", "-f", str(flush)], check=True)
+    if flush is not None:
+        subprocess.run(["sync", "-f", str(flush)], check=True)
     wall = time.monotonic() - started
     for reader in readers:
         reader.join()
@@ -70,7 +82,7 @@ def measure(command: Sequence[str], *, cwd: Path, env: dict[str, str], flush: Pa
     if child.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{outputs[0][-2000:]}\n{outputs[1][-4000:]}")
     cpu = usage.ru_utime + usage.ru_stime
-    disk = max(watcher.peak_disk_bytes, _disk(flush))
+    disk = max(watcher.peak_disk_bytes, _disk(flush) if flush is not None else 0)
     return Run(wall, cpu, watcher.peak_bytes, io["write_bytes"], io["read_bytes"], disk, outputs[0])
 
 
@@ -90,10 +102,10 @@ def _disk(folder: Path) -> int:
     return total
 
 
-class _Watcher:
-    """Samples the resident sets of a process tree until stopped."""
+class Watcher:
+    """Samples the resident sets of a process tree, and the size of a folder, until stopped."""
 
-    def __init__(self, root: int, folder: Path) -> None:
+    def __init__(self, root: int, folder: Path | None = None) -> None:
         self.root = root
         self.folder = folder
         self.peak_bytes = self.peak_disk_bytes = 0
@@ -110,30 +122,30 @@ class _Watcher:
         for number in itertools.count():
             if self._done.wait(SAMPLE_SECONDS):
                 return
-            if number % 50 == 0:
+            if number % 50 == 0 and self.folder is not None:
                 self.peak_disk_bytes = max(self.peak_disk_bytes, _disk(self.folder))
-            self.peak_bytes = max(self.peak_bytes, sum(_rss(pid) for pid in _tree(self.root)))
+            self.peak_bytes = max(self.peak_bytes, _rss(self.root))
 
 
-def _tree(root: int) -> list[int]:
-    found, todo = [], [root]
+def _rss(root: int) -> int:
+    """Resident sets of a process and all below it."""
+    total, todo = 0, [(root, "")]
     while todo:
-        pid = todo.pop()
-        found.append(pid)
+        pid, above = todo.pop()
         try:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                words = Path(f"/proc/{pid}/task/{task}/children").read_text()
-                todo += [int(word) for word in words.split()]
+            told = Path(f"/proc/{pid}/statm").read_text()
+            below = [Path(f"/proc/{pid}/task/{task}/children").read_text() for task in _tasks(pid)]
         except OSError:
             continue
-    return found
+        # a child that has not become its program yet (vfork) is in its parent's memory
+        if told != above:
+            total += int(told.split()[1]) * _PAGE_BYTES
+        todo += [(int(word), told) for words in below for word in words.split()]
+    return total
 
 
-def _rss(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError):
-        return 0
+def _tasks(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/task")
 
 
 def make_cold(paths: Sequence[Path]) -> float:

@@ -1,0 +1,28 @@
+"""The benchmark of transfers tries itself: every case that needs no other tool runs and is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench.saves import CACHE
+from tests.real import REPOSITORY
+
+pytestmark = [
+    pytest.mark.stores,
+    pytest.mark.skipif(not os.environ.get("CKPTD_FULL"), reason="CKPTD_FULL=1: the benchmark of transfers"),
+]
+
+
+def test_tiny() -> None:
+    """Bytes, COMMITs and copies are counted by the benchmark itself; every case of ckptd has a time."""
+    command = [sys.executable, "-m", "bench.transfer", "--tiny"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    series = json.loads((CACHE / "tiny.json").read_text())["series"]
+    assert len(series) == 17
+    assert [one["case"] for one in series if not one["samples"]] == []
