@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PARTS_AT_ONCE = 4
 """Parts of one object in flight."""
 ROOM = 8
-"""Parts in flight on one remote, of all objects."""
+"""Parts, and whole objects of more than 1 MiB, in flight on one remote: what bounds the memory."""
 _TRIES = 3
 
 
