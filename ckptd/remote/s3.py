@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptd.remote.access import Access
     from ckptd.remote.store import Progress, Resume, Source
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 512 << 10
 _SMALL_BYTES = 8 << 20
 LANES = 16
 _STREAMS = 4

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PARTS_AT_ONCE = 4
 """Parts of one object in flight."""
 ROOM = 8
-"""Parts in flight on one remote, of all objects."""
+"""Parts, and whole objects of more than 1 MiB, in flight on one remote: what bounds the memory."""
 _TRIES = 3
 
 
@@ -187,9 +187,9 @@ def send_range(
 ) -> Sent:
     """Send (offset, length) of the source as a part (`PartNumber` in the request) or as the whole object.
 
-    Where the server enforces a checksum it gets one: in the trailer over TLS, else in the header, for which
-    the range is hashed first. At most 1 MiB goes from memory: for a file botocore asks the server first
-    whether it will take it, a round trip more.
+    Where the server enforces a checksum it gets one in the header, for which the range is hashed first:
+    botocore's trailers copy each byte five times. At most 1 MiB goes from memory: for a file botocore asks
+    the server first whether it will take it, a round trip more.
 
     Raises:
         VerifyError: it arrived changed; a part three times.
@@ -204,14 +204,9 @@ def send_range(
     if length <= STEP_BYTES:
         held = Held(_read(source, offset, length), wants_md5=store.wants_md5)
         known = held.crc
-    elif can.checksum and not store.access.is_tls:
+    elif can.checksum:
         known = crc64_of(inner, offset, length, is_read_again=True)
-    checked: dict[str, str] = {}
-    if can.checksum:
-        # the trailer needs no second reading, but S3 takes it over TLS alone
-        checked = {"ChecksumAlgorithm": "CRC64NVME"}
-        if known is not None:
-            checked = {"ChecksumCRC64NVME": encoded(known)}
+    checked = {"ChecksumCRC64NVME": encoded(known)} if can.checksum and known is not None else {}
     for _ in range(_TRIES if number else 1):
         body = held or Body(source, offset, length, known, wants_md5=store.wants_md5)
         with store.asking(f"writing {what}"):

@@ -7,6 +7,7 @@ upload travels with its progress into the journal, so that a restart sends again
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError
@@ -111,7 +112,8 @@ class S3Uploads:
         """An object of one part in one request; what its answer shows is a proof, once."""
         store, size = self._store, source.size_bytes
         condition = {"IfNoneMatch": "*"} if store.abilities.create_only else {}
-        sent = send_range(store, key, source, (0, size), condition | store.access.for_data)
+        with self._room if size > STEP_BYTES else nullcontext():
+            sent = send_range(store, key, source, (0, size), condition | store.access.for_data)
         source.drop(0, size)
         if store.abilities.checksum and sent.answer.get("ChecksumCRC64NVME") == encoded(sent.crc):
             self._proved[key] = (size, sent.crc, "store-checksum")

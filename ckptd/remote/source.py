@@ -118,8 +118,11 @@ class CheckedSource:
         """Read what will be read, and checked, again."""
         return peek(self._inner)(offset, buffer)
 
-    def go_on(self, offset: int) -> None:
-        """The bytes before were read by an earlier attempt: read the beginning of a record that goes on."""
+    def go_on(self, offset: int, check: Callable[[], None] = lambda: None) -> None:
+        """The bytes before were read by an earlier attempt: read the beginning of a record that goes on.
+
+        `check` is called at each step and may raise.
+        """
         index = bisect.bisect_right(self._records, offset, key=_end)
         if index == len(self._records) or (begin := self._records[index].offset) >= offset:
             return
@@ -127,6 +130,7 @@ class CheckedSource:
         while begin < offset and (count := self.read_into(begin, view[: min(len(view), offset - begin)])):
             self._inner.drop(begin, count)
             begin += count
+            check()
 
     def _feed(self, offset: int, data: memoryview) -> None:
         end = offset + len(data)

@@ -267,7 +267,7 @@ class Transfer:
             else None
         )
         if resume is not None and isinstance(source, CheckedSource):
-            source.go_on(resume.flushed_bytes)
+            source.go_on(resume.flushed_bytes, self._check)
         paced = PacedSource(source, self._control.pacer, self._check)
         is_whole = self._store.lanes > 1 and _is_small(file)
         is_noted = resume is not None
