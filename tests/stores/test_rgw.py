@@ -112,12 +112,12 @@ if os.environ.get("CKPTD_FULL"):
             assert max(between.parts().values()) == 2
             assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "part-etags"
             signed = store_at(between.endpoint, sign_payload=True)
-            between.flip_in = "t/y"
+            between.flip_in = "PUT"
             with pytest.raises(CkptdError):
                 send(signed, "t/y", DATA)
             assert signed.stat("t/y") is None
             with pytest.raises(VerifyError):
-                between.flip_in = "t/z"
+                between.flip_in = "PUT"
                 send(store, "t/z", DATA)
                 store.verify("t/z", len(DATA), crc64(DATA), lambda done: None)
 

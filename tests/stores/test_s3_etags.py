@@ -47,8 +47,8 @@ def between(moto: servers.Server) -> Iterator[Proxy]:
         yield made
 
 
-def store_at(endpoint: str, *, read_back: bool = True) -> S3Store:
-    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES)
+def store_at(endpoint: str, *, read_back: bool = True, **more: Any) -> S3Store:
+    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
     store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access, read_back=read_back)
     assert isinstance(store, S3Store)
     store.probe()
@@ -167,10 +167,20 @@ def test_content_md5_where_etags_show_nothing(rclone: servers.Server) -> None:
         assert sum(one is not None for one in heads) == 3
         assert meter.asked == 2 * len(BIG)
         assert verified(store) == "read-back"
-        between.flip_in = "t/y"
+        between.flip_in = "PUT"
         with pytest.raises(VerifyError, match="arrived changed"):
             send(store, "t/y", DATA)
         assert store.stat("t/y") is None
+
+
+def test_who_wants_to_read_back_reads_back(between: Proxy) -> None:
+    """`verify = "read-back"`: no MD5 is computed, and the probe does not call the server a weak one."""
+    store = store_at(between.endpoint, verify="read-back")
+    assert store.abilities.notes == ()
+    send(store, "t/x", BIG)
+    between.requests.clear()
+    assert verified(store) == "read-back"
+    assert between.count("GET") > 0
 
 
 def test_nothing_is_hashed_where_nothing_is_proved(between: Proxy) -> None:
