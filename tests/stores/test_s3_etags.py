@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
-from ckptd.remote import s3_client
+from ckptd.remote import s3_client, s3_parts
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
@@ -118,13 +118,15 @@ def test_a_line_that_always_changes_bytes_is_named(between: Proxy, monkeypatch: 
     assert store.stat("t/x") is None
 
 
-def test_an_upload_that_was_continued_is_read_back(between: Proxy) -> None:
+def test_an_upload_that_was_continued_is_read_back(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compared the parts of the process that died with what this one reads."""
+    monkeypatch.setattr(s3_parts, "PARTS_AT_ONCE", 1)
     store = store_at(between.endpoint)
     seen: list[Progress] = []
     with pytest.raises(Stopped):
         store.upload("t/x", Meter(BIG, 2 * PART_BYTES), resume=None, on_progress=seen.append)
     last = seen[-1]
+    assert last.flushed_bytes == 2 * PART_BYTES
     resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
     store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None)
     assert verified(store) == "read-back"
