@@ -100,8 +100,8 @@ class RemoteConfig(S3Keys, Retention):
     same_filesystem: bool = _key(
         False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"
     )
-    verify: Literal["read-back", "none"] = _key(
-        "read-back", "verify", '"read-back"', '"none" proves nothing, so required must be false'
+    verify: Literal["auto", "read-back", "none"] = _key(
+        "auto", "verify", '"auto"', "by the store's checksum or ETags, else read back | read-back | none"
     )
 
     @model_validator(mode="after")

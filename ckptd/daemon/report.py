@@ -81,7 +81,7 @@ def _remote(link: RemoteLink) -> st.RemoteStatus:
     if link.attached is None:
         return st.RemoteStatus(name=link.name, attached=False)
     can = link.attached.abilities
-    is_proved = link.settings.verify == "read-back" or can.checksum is not None
+    is_proved = link.settings.verify != "none" or can.checksum is not None
     return st.RemoteStatus(
         name=link.name,
         attached=True,

@@ -97,7 +97,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
     yield Finding(what=what, verdict="ok", text=text)
     can = answer.abilities
     exclusive = "create-only writes are enforced" if can.create_only else "no create-only writes"
-    is_read_back = remote.verify == "read-back"
+    is_read_back = remote.verify != "none"
     proof = can.proof if is_read_back or can.checksum else "nothing"
     notes = "".join(f"; {note}" for note in can.notes)
     text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth.shown(time.time())}{notes}"

@@ -36,6 +36,8 @@ class Access(Model):
     storage_class: str | None = None
     tags: tuple[tuple[str, str], ...] = ()
     sign_payload: bool | None = None
+    verify: Literal["auto", "read-back", "none"] = "auto"
+    """read-back: ETags are not looked at, what no checksum proves is read again."""
 
     @property
     def for_documents(self) -> dict[str, str]:

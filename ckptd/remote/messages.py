@@ -38,7 +38,7 @@ class RemoteSettings(Model):
     same_filesystem: bool = False
     save_dir: str
     """To prove that a directory remote lies on another file system (H5)."""
-    verify: Literal["read-back", "none"] = "read-back"
+    verify: Literal["auto", "read-back", "none"] = "auto"
     access: Access = Access()
     bytes_per_second: int | None = None
     node: str

@@ -62,11 +62,14 @@ def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: b
         joined_etags=parts.part_etags and parts.joined_etags and etags,
         content_md5=content_md5,
     )
+    if access.verify == "read-back":
+        # the MD5s would be computed for nothing
+        can = replace(can, part_etags=False, joined_etags=False, content_md5=False)
     untagged = () if parts.are_tagged else ("tags are ignored on objects that are sent in parts",)
-    return replace(can, notes=(*untagged, *_notes(can, is_read_back)))
+    return replace(can, notes=(*untagged, *_notes(can, access, is_read_back)))
 
 
-def _notes(can: Abilities, is_read_back: bool) -> tuple[str, ...]:
+def _notes(can: Abilities, access: Access, is_read_back: bool) -> tuple[str, ...]:
     """What a person should know of a server that does less than it might."""
     notes = []
     if not can.create_only:
@@ -77,7 +80,7 @@ def _notes(can: Abilities, is_read_back: bool) -> tuple[str, ...]:
         notes.append("parts cannot be listed: an upload that was cut short starts over")
     if not is_read_back and can.checksum is None:
         notes.append("no checksum is enforced: copies are not proved (verify = none)")
-    elif can.proof == "read-back":
+    elif can.proof == "read-back" and access.verify == "auto":
         notes.append("no checksum is enforced and ETags are no MD5s: each object is read back")
     return tuple(notes)
 

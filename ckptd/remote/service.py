@@ -140,7 +140,7 @@ class Service:
             settings.url,
             access=settings.access,
             owner=settings.node_id,
-            read_back=settings.verify == "read-back",
+            read_back=settings.verify != "none",
             window_bytes=self._window_bytes,
         )
         self._settings, self._ground = settings, None

@@ -162,7 +162,9 @@ class StoreConformance:
         crc = store.upload("t/x", meter, resume=resume, on_progress=seen.append)
         assert crc == crc64(self.data)
         assert meter.asked == len(self.data) - last.flushed_bytes
-        assert store.verify("t/x", len(self.data), crc, lambda done: None) == "read-back"
+        # with several parts in flight none may have ended before the stop
+        wanted = {"read-back"} if self.at_once == 1 else {"read-back", self.proof}
+        assert store.verify("t/x", len(self.data), crc, lambda done: None) in wanted
 
     def test_resume_without_the_partial_starts_over(self, store: Store) -> None:
         first = self.window_bytes

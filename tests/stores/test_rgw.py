@@ -17,6 +17,7 @@ from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
+from ckptd.remote.s3_parts import PARTS_AT_ONCE
 from tests.stores import rgw as cluster
 from tests.stores import servers
 from tests.stores.conformance import DATA, StoreConformance, send
@@ -59,6 +60,7 @@ if os.environ.get("CKPTD_FULL"):
         window_bytes = PART_BYTES
         data = BIG
         proof = "part-etags"
+        at_once = PARTS_AT_ONCE
 
         @pytest.fixture
         def store(self, rgw: servers.Server) -> S3Store:
@@ -112,12 +114,12 @@ if os.environ.get("CKPTD_FULL"):
             assert max(between.parts().values()) == 2
             assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "part-etags"
             signed = store_at(between.endpoint, sign_payload=True)
-            between.flip_in = "t/y"
+            between.flip_in = "PUT"
             with pytest.raises(CkptdError):
                 send(signed, "t/y", DATA)
             assert signed.stat("t/y") is None
             with pytest.raises(VerifyError):
-                between.flip_in = "t/z"
+                between.flip_in = "PUT"
                 send(store, "t/z", DATA)
                 store.verify("t/z", len(DATA), crc64(DATA), lambda done: None)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
-from ckptd.remote import s3_client
+from ckptd.remote import s3_client, s3_parts
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
@@ -47,8 +47,8 @@ def between(moto: servers.Server) -> Iterator[Proxy]:
         yield made
 
 
-def store_at(endpoint: str, *, read_back: bool = True) -> S3Store:
-    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES)
+def store_at(endpoint: str, *, read_back: bool = True, **more: Any) -> S3Store:
+    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
     store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access, read_back=read_back)
     assert isinstance(store, S3Store)
     store.probe()
@@ -118,13 +118,15 @@ def test_a_line_that_always_changes_bytes_is_named(between: Proxy, monkeypatch: 
     assert store.stat("t/x") is None
 
 
-def test_an_upload_that_was_continued_is_read_back(between: Proxy) -> None:
+def test_an_upload_that_was_continued_is_read_back(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compared the parts of the process that died with what this one reads."""
+    monkeypatch.setattr(s3_parts, "PARTS_AT_ONCE", 1)
     store = store_at(between.endpoint)
     seen: list[Progress] = []
     with pytest.raises(Stopped):
         store.upload("t/x", Meter(BIG, 2 * PART_BYTES), resume=None, on_progress=seen.append)
     last = seen[-1]
+    assert last.flushed_bytes == 2 * PART_BYTES
     resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
     store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None)
     assert verified(store) == "read-back"
@@ -167,10 +169,20 @@ def test_content_md5_where_etags_show_nothing(rclone: servers.Server) -> None:
         assert sum(one is not None for one in heads) == 3
         assert meter.asked == 2 * len(BIG)
         assert verified(store) == "read-back"
-        between.flip_in = "t/y"
+        between.flip_in = "PUT"
         with pytest.raises(VerifyError, match="arrived changed"):
             send(store, "t/y", DATA)
         assert store.stat("t/y") is None
+
+
+def test_who_wants_to_read_back_reads_back(between: Proxy) -> None:
+    """`verify = "read-back"`: no MD5 is computed, and the probe does not call the server a weak one."""
+    store = store_at(between.endpoint, verify="read-back")
+    assert store.abilities.notes == ()
+    send(store, "t/x", BIG)
+    between.requests.clear()
+    assert verified(store) == "read-back"
+    assert between.count("GET") > 0
 
 
 def test_nothing_is_hashed_where_nothing_is_proved(between: Proxy) -> None:

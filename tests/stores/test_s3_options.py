@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -225,3 +228,42 @@ def test_a_credential_of_systemd_by_its_bare_name(
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def test_check_prints_what_is_set_and_what_the_store_can_do(moto: servers.Server, tmp_path: Path) -> None:
+    """One table per remote, before anything is shipped; an option that the server refuses fails there."""
+    job = tmp_path / "job.toml"
+    text = (
+        f'save_dir = "{tmp_path}/run"\n[[remote]]\nname = "s3"\nurl = "s3://{servers.BUCKET}/check"\n'
+        f'endpoint_url = "{moto.endpoint}"\nsse = "aws:kms"\nsse_kms_key_id = "alias/ckpt"\n'
+        f'role_arn = "{ROLE}"\nsts_endpoint_url = "{moto.endpoint}"\ntags = ["team=nlp"]\n'
+    )
+    command = [sys.executable, "-m", "ckptd", "check", str(job), "--init-remote"]
+    environ = {**os.environ, **servers.environment()}
+
+    def check(storage_class: str) -> tuple[int, str]:
+        job.write_text(f'{text}storage_class = "{storage_class}"\n')
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environ)
+        return done.returncode, " ".join(done.stdout.split())
+
+    code, shown = check("STANDARD_IA")
+    assert code == 0, shown
+    for words in (
+        f"endpoint_url {moto.endpoint}",
+        f"role_arn {ROLE}",
+        "sse aws:kms",
+        "sse_kms_key_id alias/ckpt",
+        "storage_class STANDARD_IA; documents in the default class",
+        "tags team=nlp",
+        "bodies not signed: plain http",
+        "create-only enforced by the store",
+        "proof part-etags: its ETags are the MD5s of what arrived",
+        "a part that changed on its way seen in the part's ETag",
+        "an upload that was cut short goes on",
+        "joining parts over an object refused by the store",
+    ):
+        assert words in shown, words
+    assert servers.SECRET_KEY not in shown
+    code, shown = check("NO_SUCH_CLASS")
+    assert code == 74, shown
+    assert "InvalidStorageClass" in shown
