@@ -32,6 +32,8 @@ AT_REST_SECONDS = 60.0
 STALLED_SECONDS = 120.0
 IDLE_SECONDS = 60.0
 """An upload of which no byte moved for so long is cut and goes on with a new child."""
+MOST_PATIENCE = 16
+"""Each cut doubles that time, up to so many times, until an upload is finished."""
 
 
 def error_of(failed: m.Failed) -> errors.CkptdError:
@@ -76,6 +78,7 @@ class RemoteLink:
         self._moving = Breaker()
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
         self._durable: dict[str, int] = {}
+        self._patience = 1
         self._is_asking = False
         self._is_regular_look = False
         self._knows_what_child_said = True
@@ -146,14 +149,20 @@ class RemoteLink:
 
     def _is_cut(self) -> bool:
         """What hangs is ended with its child: nothing else ends a call on a dead mount, or in a library."""
-        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > IDLE_SECONDS:
-            text = f"{self.name}: no byte moved for {IDLE_SECONDS:.0f} s, so it was cut and goes on anew"
+        limit = IDLE_SECONDS * self._patience
+        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > limit:
+            reason = f"no byte moved for {limit:.0f} s"
+            text = f"{self.name}: {reason}, so the transfer was cut; it goes on anew"
             next_step = "it accepts and then hangs: look at the server, the mount, the network in between"
             self._problems.put("transfer-stalled", self.name, text, next_step)
-        elif self._client.stalled_seconds <= STALLED_SECONDS:
+            # what is slow in large steps (a flush, a driver's block) must not be cut for ever
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        elif self._client.silent_seconds(self.ship_order) > STALLED_SECONDS:
+            reason = f"no sign of life for {STALLED_SECONDS:.0f} s"
+        else:
             return False
-        log.warning("remote %s: nothing comes back, its child is restarted", self.name)
-        self._client.abandon()
+        log.warning("remote %s: %s, its child is restarted", self.name, reason)
+        self._client.abandon(reason)
         return True
 
     def propose_job_id(self, job_id: str | None) -> None:
@@ -239,6 +248,7 @@ class RemoteLink:
                 self.ship_order = None
                 self._changed_at_seconds = time.monotonic()
                 if not isinstance(answer, m.Failed):
+                    self._patience = 1
                     self._moves()
         handler(answer)
 

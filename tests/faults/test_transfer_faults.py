@@ -1,7 +1,7 @@
 """Every fault of a transfer at a real S3 server: bytes intact, one COMMIT, little sent again, said.
 
 A real remote child sends through a proxy that fails in the chosen way; what lies in the bucket afterwards is
-compared by another client, behind ckptd's back. The table of faults is in docs/testing.md.
+compared by another client, behind ckptd's back. The table of faults is docs/faults.md.
 """
 
 from __future__ import annotations
