@@ -14,6 +14,7 @@ from ckptd import errors
 from ckptd.config_timetable import constant
 from ckptd.daemon.backoff import Breaker
 from ckptd.daemon.seen import seen_in
+from ckptd.daemon.standstill import NEXT_STEP, Standstill
 from ckptd.remote import messages as m
 from ckptd.remote.client import RemoteClient
 
@@ -30,8 +31,6 @@ log = logging.getLogger("ckptd.remote")
 OBSERVE_SECONDS = 10.0
 AT_REST_SECONDS = 60.0
 STALLED_SECONDS = 120.0
-IDLE_SECONDS = 60.0
-"""An upload of which no byte moved for so long is cut and goes on with a new child."""
 
 
 def error_of(failed: m.Failed) -> errors.CkptdError:
@@ -75,7 +74,7 @@ class RemoteLink:
         self._answering = Breaker()
         self._moving = Breaker()
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
-        self._durable: dict[str, int] = {}
+        self._standstill = Standstill()
         self._is_asking = False
         self._is_regular_look = False
         self._knows_what_child_said = True
@@ -146,14 +145,18 @@ class RemoteLink:
 
     def _is_cut(self) -> bool:
         """What hangs is ended with its child: nothing else ends a call on a dead mount, or in a library."""
-        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > IDLE_SECONDS:
-            text = f"{self.name}: no byte moved for {IDLE_SECONDS:.0f} s, so it was cut and goes on anew"
-            next_step = "it accepts and then hangs: look at the server, the mount, the network in between"
-            self._problems.put("transfer-stalled", self.name, text, next_step)
-        elif self._client.stalled_seconds <= STALLED_SECONDS:
+        limit = self._standstill.limit_seconds
+        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > limit:
+            reason = f"no byte moved for {limit:.0f} s"
+            text = f"{self.name}: {reason}, so the transfer was cut; it goes on anew"
+            self._problems.put("transfer-stalled", self.name, text, NEXT_STEP)
+            self._standstill.cut()
+        elif self._client.silent_seconds(self.ship_order) > STALLED_SECONDS:
+            reason = f"no sign of life for {STALLED_SECONDS:.0f} s"
+        else:
             return False
-        log.warning("remote %s: nothing comes back, its child is restarted", self.name)
-        self._client.abandon()
+        log.warning("remote %s: %s, its child is restarted", self.name, reason)
+        self._client.abandon(reason)
         return True
 
     def propose_job_id(self, job_id: str | None) -> None:
@@ -229,16 +232,18 @@ class RemoteLink:
         if handler is None:
             return
         if isinstance(answer, m.Moving | m.ObjectDone):
-            self._note_durable(answer)
+            if self._standstill.is_durable(answer):
+                self._moves()
         else:
             del self._open[order_id]
-            self._durable = {}
             if self.scrub_order == order_id:
                 self.scrub_order = None
             if self.ship_order == order_id:
                 self.ship_order = None
                 self._changed_at_seconds = time.monotonic()
-                if not isinstance(answer, m.Failed):
+                is_done = not isinstance(answer, m.Failed)
+                self._standstill.ended(is_done=is_done)
+                if is_done:
                     self._moves()
         handler(answer)
 
@@ -275,15 +280,6 @@ class RemoteLink:
             self._wake()
         elif isinstance(answer, m.Failed):
             self.trouble(error_of(answer))
-
-    def _note_durable(self, event: m.Moving | m.ObjectDone) -> None:
-        """More is durable than before: only that is a sign that uploads work, not what a buffer took."""
-        if isinstance(event, m.Moving):
-            before = self._durable.setdefault(event.key, event.flushed_bytes)
-            if event.flushed_bytes <= before:
-                return
-            self._durable[event.key] = event.flushed_bytes
-        self._moves()
 
     def _moves(self) -> None:
         """An upload or removal works."""

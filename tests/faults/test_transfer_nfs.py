@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.daemon import backoff, links
+from ckptd.daemon import backoff, links, standstill
 from ckptd.errors import NoSpaceError, StorageError
 from tests.faults.transfer_rig import BIG, Rig
 from tests.stores.sshd import sshd
@@ -215,7 +215,7 @@ def test_a_mount_that_hangs_hurts_only_its_own_child(
 ) -> None:
     """Turns go on, the other remote ships, status says it; when the mount comes back: one COMMIT."""
     point, process = mounted
-    monkeypatch.setattr(links, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(standstill, "IDLE_SECONDS", 1.5)
     monkeypatch.setattr(links, "STALLED_SECONDS", 2.5)
     far = Rig(tmp_path, point / "run", bytes_per_second=4 << 20)
     try:

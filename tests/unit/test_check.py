@@ -77,6 +77,21 @@ def test_init_remote_and_then_all_is_well(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "nas" / "run").rglob("*") if p.is_file()] == ["remote.json"]
 
 
+def test_bandwidth_is_echoed_with_what_holds_now(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    path.write_text(f'{path.read_text()}bandwidth = "00:00,8Gb/s"\n')
+    all_of_it = check_job(load_job(path), DaemonConfig(), os.environ, init_remote=True)
+    assert any("bandwidth 00:00 1 GB/s = 8 Gb/s" in finding.text for finding in all_of_it)
+    path.write_text(path.read_text().replace("00:00,8Gb/s", "00:00,8Gb/s 12:00,off"))
+    told = " ".join(finding.text for finding in check_job(load_job(path), DaemonConfig(), os.environ))
+    assert "bandwidth 00:00 1 GB/s = 8 Gb/s, 12:00 none (local time; now " in told
+    path.write_text(path.read_text().replace("12:00,off", "12.00,off"))
+    with pytest.raises(
+        ConfigError, match=r"remote\[0\]\.bandwidth .*'12\.00,off' is no entry of a timetable"
+    ):
+        load_job(path)
+
+
 def test_no_probe_touches_nothing(tmp_path: Path) -> None:
     path = job_file(tmp_path)
     (tmp_path / "nvme" / "run").mkdir()

@@ -24,8 +24,6 @@ AFTER = m.Observation(identity=IDENTITY, commits=(), latest="global_step1")
 class Line:
     """In the client's place: remembers orders; the test answers them."""
 
-    stalled_seconds = 0.0
-
     def __init__(self) -> None:
         self.orders: list[m.Order] = []
         self.idle = 0.0
@@ -34,8 +32,11 @@ class Line:
     def idle_seconds(self, order_id: int) -> float:
         return self.idle
 
-    def abandon(self) -> None:
-        self.abandoned.append("its child")
+    def silent_seconds(self, but: int | None) -> float:
+        return 0.0
+
+    def abandon(self, reason: str) -> None:
+        self.abandoned.append(reason)
 
     def submit(self, order: m.Order) -> int:
         self.orders.append(order)
@@ -156,7 +157,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     assert codes() == set()
     scene.line.idle = 61.0
     scene.link.turn(1e6)
-    assert scene.line.abandoned == ["its child"]
+    assert scene.line.abandoned == ["no byte moved for 60 s"]
     assert codes() == {"transfer-stalled"}
     text = scene.problems.all()[0].text
     assert "no byte moved for 60 s" in text
@@ -169,6 +170,26 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     assert "transfer-stalled" in codes()
     scene.answer(moving(91, 6), second)
     assert "transfer-stalled" not in codes()
+
+
+def test_what_is_slow_in_large_steps_is_not_cut_for_ever(tmp_path: Path) -> None:
+    """A flush of 64 MiB over a slow link, a driver's block: each cut doubles the patience."""
+    scene = Scene(tmp_path)
+    for limit in (60, 120, 240, 480, 960, 960):
+        scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+        scene.line.idle = limit - 1.0
+        scene.link.turn(1e6)
+        scene.line.idle = limit + 1.0
+        scene.link.turn(1e6)
+        assert scene.line.abandoned.pop() == f"no byte moved for {limit} s"
+        assert not scene.line.abandoned
+        scene.answer(UNREACHABLE, order)
+    scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+    scene.answer(m.Done(), order)
+    scene.link.ship_order = scene.link.order(m.Point(), lambda _: None)
+    scene.line.idle = 61.0
+    scene.link.turn(1e6)
+    assert scene.line.abandoned == ["no byte moved for 60 s"]
 
 
 def test_a_remote_that_answers_and_takes_no_upload_is_left_alone_with_uploads(tmp_path: Path) -> None:
