@@ -286,3 +286,18 @@ def test_two_contents_under_one_key(scene: RepairScene) -> None:
     assert "two contents" in done.rows[0].reason
     assert done.exit_code() == 65
     assert contents(scene.nas) == before
+
+
+def test_rot_in_every_zip_directory(scene: RepairScene) -> None:
+    """No fingerprint is left to tell the save by: sizes and times of its files still do."""
+    before = scene.shards(TAG)
+    for path in (scene.save_dir / TAG).iterdir():
+        scene.flip(path, -30)
+    assert scene.repair().exit_code() == 0
+    assert scene.shards(TAG) == before
+    for path in (scene.save_dir / TAG).iterdir():
+        scene.flip(path, -30)
+    scene.shard(1).write_bytes(scene.shard(1).read_bytes()[:-5])
+    scene.quiet()
+    assert scene.repair().rows == []
+    assert any("another save" in line for line in scene.said)
