@@ -66,7 +66,7 @@ def test_killed_between_any_two_steps(scene: RepairScene, where: str) -> None:
     scene.quiet()
     rotten = bad.read_bytes()
     kills = 0
-    for count in range(0, 60, 1 if FULL else 2):
+    for count in range(0, 60, 1 if FULL else 3):
         done = subprocess.run(
             [sys.executable, "-c", DYING, str(scene.root), str(count)], check=False, capture_output=True
         )
