@@ -76,12 +76,11 @@ class LocalFiles:
             if status is None:
                 continue
             whole = self._ours(copies[0], name)
-            try:
-                held = look_into(self._save_dir, self._fd, name, whole, whole)
-            except TargetExists:
+            held = self._lacking(name, whole)
+            if held is None:
                 self._say(f"{name}: the folder here is another save than the committed one; left alone")
                 continue
-            lacking = [file for file in held.lacking if self._is_damage(name, file)]
+            lacking = [file for file in held if self._is_damage(name, file)]
             if not lacking:
                 continue
             reason = unrest(str(self._save_dir), self._fd, name)
@@ -91,6 +90,32 @@ class LocalFiles:
                 for file in lacking
             ]
         return found
+
+    def _lacking(self, tag: str, whole: Copy) -> list[ManifestFile] | None:
+        """What of a committed save is bad or absent here; None: the folder is another save.
+
+        Where fingerprints tell nothing any more (rot in a zip directory), sizes and times do: whoever saves
+        again changes the time of what it writes.
+        """
+        try:
+            return list(look_into(self._save_dir, self._fd, tag, whole, whole).lacking)
+        except TargetExists:
+            lacking = []
+        try:
+            for file in whole.files:
+                path = f"{tag}/{file.path}"
+                status = files.stat_beneath(self._fd, path)
+                is_same = status is None or (status.st_size, status.st_mtime_ns) == (
+                    file.bytes,
+                    file.mtime_ns,
+                )
+                if file.role in _SHARDS and not is_same:
+                    return None
+                if status is None or not same_bytes(self._fd, file.model_copy(update={"path": path})):
+                    lacking.append(file)
+        except (CkptdError, OSError):
+            return None
+        return lacking
 
     def _is_there(self, tag: str, file: ManifestFile) -> bool:
         return files.stat_beneath(self._fd, f"{tag}/{file.path}") is not None

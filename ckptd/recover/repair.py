@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ from ckptd.recover.mended import HERE, Mended, Wanted
 from ckptd.recover.resume import reserve_bytes
 from ckptd.recover.verified import VerifiedRemote, exit_code
 from ckptd.recover.verify import Verifier
+from ckptd.remote.pacing import Pacer
 from ckptd.remote.resend import Resender, StoreSource
-from ckptd.remote.source import FileSource
+from ckptd.remote.source import FileSource, PacedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -219,7 +221,7 @@ class Repair:
                 return self._row(remote, bad, source=name, outcome="planned")
             try:
                 with opened() as open_source:
-                    resender.put_right(bad.view, bad.file, open_source)
+                    resender.put_right(bad.view, bad.file, self._paced(remote.name, open_source))
             except (CkptdError, OSError) as error:
                 last = f"from {name}: {error}"
                 self._say(f"{remote.name}: {bad.file.key}: {last}")
@@ -229,6 +231,12 @@ class Repair:
             return row
         reason = last or "its bytes lie intact nowhere that is known"
         return self._row(remote, bad, source=name, outcome="left", reason=reason, code=DamagedError.exit_code)
+
+    def _paced(self, name: str, open_source: Callable[[], Source]) -> Callable[[], Source]:
+        """No faster than the job file lets this remote be written to."""
+        now = time.time()
+        pacer = Pacer(next((r.bandwidth.at(now) for r in self._job.remotes if r.name == name), None))
+        return lambda: PacedSource(open_source(), pacer, lambda: None)
 
     def _sources(
         self, remote: RemoteSight, bad: BadObject, resender: Resender

@@ -17,6 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ckptd.cli.main import main
 from ckptd.config_model import RemoteConfig
+from ckptd.core.manifest import Checksums
+from ckptd.errors import DamagedError
 from ckptd.recover.mended import HERE, Wanted
 from ckptd.recover.repair import Repair
 from ckptd.recover.sight import look_at_remote
@@ -25,6 +27,9 @@ from ckptd.recover.unfinished import Unfinished
 from ckptd.recover.verified import Slice, VerifiedRemote, exit_code
 from ckptd.recover.verify import Verifier
 from ckptd.remote.access import Access, access_of
+from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.resend import Resender
+from ckptd.remote.source import MemorySource
 from tests.stores import servers
 from tests.stores.proxy import Proxy
 from tests.unit.repair_scene import RepairScene, built, scene
@@ -209,6 +214,67 @@ def test_an_object_in_s3_is_put_right(scene: RepairScene, bucket: Bucket) -> Non
     assert sources == [HERE, "nas"]
     assert repair.exit_code() == 0
     assert bucket.objects() == good
+
+
+def test_an_upload_that_dies_is_known_and_given_up(scene: RepairScene, bucket: Bucket) -> None:
+    """Its id is noted before a part is sent; what failed is aborted at once, what was killed by the next."""
+    sight = look_at_remote(
+        "s3", bucket.url, None, Access(endpoint_url=bucket.server.endpoint, part_size_bytes=5 << 20)
+    )
+    data = secrets.token_bytes(11 << 20)
+    view = sight.commits[0]
+    shard = next(f for f in sight.manifests(view.commit)[0].files if "rank_0" in f.path)
+    checksums = Checksums(crc64nvme=to_hex(crc64(data)))
+    big = shard.model_copy(update={"key": "big", "bytes": len(data), "checksums": checksums})
+    scene.state.mkdir()
+    notes = Unfinished(scene.state)
+    seen: list[str] = []
+
+    def note(key: str, token: str) -> None:
+        seen.append(token)
+        notes.note("s3", key, token)
+
+    resender = Resender(sight.store, sight.observation.identity, note, lambda *_: None)
+
+    class Killed(BaseException):
+        """Nothing after it runs."""
+
+    class Dying(MemorySource):
+        def read_into(self, offset: int, buffer: memoryview) -> int:
+            if offset > 6 << 20:
+                raise Killed
+            return super().read_into(offset, buffer)
+
+    def source(kind: type[MemorySource], content: bytes) -> MemorySource:
+        return kind(content, mode=0o644, folder_mode=0o755, gid=None)
+
+    with pytest.raises(Killed):
+        resender.put_right(view, big, lambda: source(Dying, data))
+    assert [key for key, _ in Unfinished(scene.state).of("s3")] == ["big"]
+    assert len(_uploads(bucket)) == 1
+    assert Unfinished(scene.state).give_up("s3", sight.store) == 1
+    assert _uploads(bucket) == []
+    assert Unfinished(scene.state).of("s3") == []
+    # other bytes than were committed never get the name
+    other = bytes(len(data))
+    with pytest.raises(DamagedError):
+        resender.put_right(view, big, lambda: source(MemorySource, other))
+    assert (_uploads(bucket), sight.store.stat("big")) == ([], None)
+    resender.put_right(view, big, lambda: source(MemorySource, data))
+    assert bucket.objects()[f"{bucket.name}/big"] == data
+    assert seen[-1] == ""
+
+
+def _uploads(bucket: Bucket) -> list[str]:
+    """Multipart uploads that are open on the server."""
+    client = bucket.server.client()
+    try:
+        found = client.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
+    except client.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] == "NoSuchUpload":  # rclone says so when there is none
+            return []
+        raise
+    return [row["Key"] for row in found]
 
 
 def test_by_hand_one_tag_of_a_bucket(scene: RepairScene, bucket: Bucket) -> None:

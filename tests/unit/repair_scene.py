@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ LONG_AGO_NS = 10**18
 class RepairScene(RestoreScene):
     """The second remote is a copy of the first: the same identity serves as another one's."""
 
-    lines: list[str] = field(default_factory=list)
+    bandwidth = "none"
+    """Of every remote."""
 
     @property
     def nas2(self) -> Path:
@@ -67,7 +68,10 @@ class RepairScene(RestoreScene):
     def job_with(self, *roots: Path) -> JobConfig:
         """The job with these directories as its remotes, named by their parents."""
         remotes = tuple(
-            RemoteConfig.model_validate({"name": root.parent.name, "url": str(root)}) for root in roots
+            RemoteConfig.model_validate(
+                {"name": root.parent.name, "url": str(root), "bandwidth": self.bandwidth}
+            )
+            for root in roots
         )
         return self.job(remote=False).model_copy(update={"remotes": remotes})
 

@@ -14,6 +14,7 @@ from ckptd import files
 from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.recover.mended import HERE
+from ckptd.remote.pacing import Pacer
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
 from tests.unit.restore_scene import TAG
@@ -255,6 +256,22 @@ def test_the_command(scene: RepairScene, capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(line)["action"] for line in lines] == ["repair", "repair"]
 
 
+def test_no_faster_than_the_job_file_says(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bandwidth` of the remote counts for repairs too."""
+    rates: list[int | None] = []
+
+    class Noted(Pacer):
+        def __init__(self, bytes_per_second: int | None = None) -> None:
+            rates.append(bytes_per_second)
+            super().__init__(bytes_per_second)
+
+    monkeypatch.setattr("ckptd.recover.repair.Pacer", Noted)
+    monkeypatch.setattr(RepairScene, "bandwidth", "8Mb/s")
+    scene.flip(scene.shard(1, root=scene.nas))
+    assert scene.repair().exit_code() == 0
+    assert rates == [1_000_000]
+
+
 def test_two_contents_under_one_key(scene: RepairScene) -> None:
     """A manifest that was changed to claim another checkpoint's object: that one is intact and stays."""
 
@@ -269,3 +286,18 @@ def test_two_contents_under_one_key(scene: RepairScene) -> None:
     assert "two contents" in done.rows[0].reason
     assert done.exit_code() == 65
     assert contents(scene.nas) == before
+
+
+def test_rot_in_every_zip_directory(scene: RepairScene) -> None:
+    """No fingerprint is left to tell the save by: sizes and times of its files still do."""
+    before = scene.shards(TAG)
+    for path in (scene.save_dir / TAG).iterdir():
+        scene.flip(path, -30)
+    assert scene.repair().exit_code() == 0
+    assert scene.shards(TAG) == before
+    for path in (scene.save_dir / TAG).iterdir():
+        scene.flip(path, -30)
+    scene.shard(1).write_bytes(scene.shard(1).read_bytes()[:-5])
+    scene.quiet()
+    assert scene.repair().rows == []
+    assert any("another save" in line for line in scene.said)

@@ -66,7 +66,7 @@ def test_killed_between_any_two_steps(scene: RepairScene, where: str) -> None:
     scene.quiet()
     rotten = bad.read_bytes()
     kills = 0
-    for count in range(0, 60, 1 if FULL else 4):
+    for count in range(0, 60, 1 if FULL else 3):
         done = subprocess.run(
             [sys.executable, "-c", DYING, str(scene.root), str(count)], check=False, capture_output=True
         )
@@ -85,7 +85,7 @@ def test_killed_between_any_two_steps(scene: RepairScene, where: str) -> None:
             held = [p.read_bytes() for p in (scene.nas / "_ckptd" / "spare").rglob("*") if p.is_file()]
             assert bad.exists() or good["nas"][f"{TAG}/{bad.name}"] in held
         scene.quiet()
-    assert kills > (6 if FULL else 1)
+    assert kills > (3 if FULL else 1)
     assert tree(roots[where]) == good[where]
     assert scene.repair().rows == []
     assert not list((scene.nas / "_ckptd").glob("spare/*"))

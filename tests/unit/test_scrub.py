@@ -133,6 +133,8 @@ class Thread:
         while time.monotonic() < end and not done():
             self.link.turn(time.monotonic())
             self.scrubber.turn()
+            if done():  # before an answer that may be there already
+                return
             try:
                 self.calls.get(timeout=0.05)()
             except queue.Empty:
