@@ -22,8 +22,12 @@ def register(app: typer.Typer) -> None:
         help="Convert a DeepSpeed checkpoint into a universal one (any number of GPUs) or into weights."
     )
     def convert(
-        source: str = typer.Argument(..., metavar="SRC", help="A tag folder, or a save_dir with `latest`."),
-        destination: str = typer.Argument(..., metavar="DST", help="Folder to make; must not exist."),
+        source: str = typer.Argument(
+            ..., metavar="SRC", help="A tag folder, or a save_dir with `latest`; a path or a URL."
+        ),
+        destination: str = typer.Argument(
+            ..., metavar="DST", help="Folder to make; must not exist; a path or a URL."
+        ),
         form: str = typer.Option("universal", help="universal, or weights (safetensors)."),
         dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16.", show_default=False),
         max_shard_size: str = typer.Option(
@@ -55,19 +59,16 @@ def register(app: typer.Typer) -> None:
         ),
     ) -> None:
         from dataclasses import replace
-        from pathlib import Path
 
         options = replace(
             _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
             **_form(form, dtype, max_shard_size, compat),
         )
         if dry_run:
-            from ckptd.convert.forecast import forecast
-
-            seen = forecast(resolve_source(Path(source)), Path(destination), options)
+            seen = look_ahead(source, destination, options)
             _print_json(seen) if as_json else _print_forecast(seen)
             return
-        report = run(Path(source), Path(destination), options, as_json=as_json)
+        report = run(source, destination, options, as_json=as_json)
         _print_json(report) if as_json else _print_table(report)
 
 
@@ -155,8 +156,33 @@ def resolve_source(source: Path) -> Path:
     return source / tag
 
 
-def run(source: Path, destination: Path, options: ConvertOptions, *, as_json: bool) -> ConvertReport:
+def look_ahead(source: str, destination: str, options: ConvertOptions) -> Forecast:
+    """What converting would do."""
+    import os
+
+    from ckptd.convert.forecast import forecast
+
+    here, there = end_of(source), end_of(destination)
+    if isinstance(here, str) or isinstance(there, str):
+        from ckptd.recover.ranged import Ranged
+
+        begin = here if isinstance(here, str) else resolve_source(here)
+        return Ranged(begin, there, options, os.environ).forecast()
+    return forecast(resolve_source(here), there, options)
+
+
+def end_of(text: str) -> Path | str:
+    """A path of this machine, or the URL of a place elsewhere."""
+    from pathlib import Path
+
+    from ckptd.remote.open import directory_path
+
+    return text if "://" in text and directory_path(text) is None else directory_path(text) or Path(text)
+
+
+def run(source: str, destination: str, options: ConvertOptions, *, as_json: bool) -> ConvertReport:
     """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
+    import os
     import signal
     import threading
 
@@ -167,9 +193,15 @@ def run(source: Path, destination: Path, options: ConvertOptions, *, as_json: bo
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    folder = resolve_source(source)
+    here, there = end_of(source), end_of(destination)
+    begin = here if isinstance(here, str) else resolve_source(here)
     with showing(as_json=as_json) as tell:
-        return convert_folder(folder, destination, options, on_progress=tell, should_stop=stop.is_set)
+        if isinstance(begin, str) or isinstance(there, str):
+            from ckptd.recover.ranged import Ranged
+
+            ranged = Ranged(begin, there, options, os.environ, on_progress=tell, should_stop=stop.is_set)
+            return ranged.run()
+        return convert_folder(begin, there, options, on_progress=tell, should_stop=stop.is_set)
 
 
 def _print_json(report: ConvertReport | Forecast) -> None:

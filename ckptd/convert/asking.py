@@ -46,4 +46,5 @@ def plan_request(
         "block": block,
         "strict": options.strict,
         "dry": dry,
+        "partial": folder.partial,
     }

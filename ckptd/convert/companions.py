@@ -38,6 +38,11 @@ class Origin:
     companions: tuple[str, ...]
 
 
+def is_companion(name: str) -> bool:
+    """True for a file name that exported weights take along."""
+    return _COMPANION.fullmatch(name) is not None
+
+
 def look_around(folder: SourceFolder) -> Origin:
     """The folder of the shards, or the one above, when a configuration lies there."""
     parent, name = os.path.split(folder.path)
@@ -56,7 +61,6 @@ def _companions(folder: str) -> set[str]:
         return {
             entry
             for entry in os.listdir(fd)
-            if _COMPANION.fullmatch(entry)
-            and stat.S_ISREG(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
+            if is_companion(entry) and stat.S_ISREG(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
         }
     return set()

@@ -9,23 +9,47 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING, Protocol
 
 from ckptd import files
 from ckptd.convert.cloning import interior
 from ckptd.convert.direct import BUFFER_BYTES, MIN_FILE_BYTES, DirectWriter
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
+from ckptd.convert.ranges import Ranges
 from ckptd.convert.reading import blocks_of, same_bytes
-from ckptd.convert.sources import Sources
 from ckptd.convert.stripes import STRIPE_BYTES, Stripe, stripes, write_stripes
 from ckptd.convert.writing import Counters, Dirty, Folders, Settings, own
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
+
+if TYPE_CHECKING:
+    from ckptd.convert.sources import Sources
 
 _BATCH_FILES = 48
 
 
 class Stopped(Exception):
     """SIGTERM: what is finished stays, the rest is done by the next attempt."""
+
+
+class Maker(Protocol):
+    """One thread's worker, whatever it makes outputs in."""
+
+    def make(self, output: OutputFile) -> None:
+        """Make one output."""
+        ...
+
+    def compare(self, check: OutputCheck) -> None:
+        """Refuse when what must be equal is not."""
+        ...
+
+    def settle(self) -> None:
+        """Nothing more comes: make durable what is not yet."""
+        ...
+
+    def abandon(self) -> None:
+        """Close what is open."""
+        ...
 
 
 class Worker:
@@ -37,7 +61,7 @@ class Worker:
         *,
         out_fd: int,
         temporary_fd: int,
-        sources: Sources,
+        sources: Ranges,
         folders: Folders,
         settings: Settings,
         counters: Counters,
@@ -47,6 +71,7 @@ class Worker:
         self.out_fd = out_fd
         self.temporary_fd = temporary_fd
         self.sources = sources
+        self.local = sources.local
         self.folders = folders
         self.settings = settings
         self.counters = counters
@@ -84,8 +109,9 @@ class Worker:
 
     def _past_the_cache(self, fd: int, output: OutputFile) -> bool:
         """Write a large output from cached sources with O_DIRECT; False where that is not to be had."""
+        local = self.local
         used = {r.source for part in output.parts for r in ranges_of(part)}
-        if any(self.sources.was_cold(self.sources[number]) for number in used):
+        if local is None or any(local.was_cold(local[number]) for number in used):
             return False
         if self._direct is None:
             self._direct = DirectWriter(min(BUFFER_BYTES, self.settings.window_bytes // 2))
@@ -95,7 +121,7 @@ class Worker:
             return False
         for part in output.parts:
             if isinstance(part, Range):
-                self._append(writer, part)
+                self._append(writer, local, part)
                 continue
             for data in blocks_of(part, self.sources):
                 self._check_stop()
@@ -104,8 +130,8 @@ class Worker:
         writer.finish()
         return True
 
-    def _append(self, writer: DirectWriter, part: Range) -> None:
-        source, done = self.sources[part.source], 0
+    def _append(self, writer: DirectWriter, local: Sources, part: Range) -> None:
+        source, done = local[part.source], 0
         while done < part.nbytes:
             self._check_stop()
             step = min(writer.room(), part.nbytes - done)
@@ -165,36 +191,38 @@ class Worker:
             files.write_at(fd, part.data, at)
             self.counters.add(nbytes=part.nbytes)
             dirty.wrote(at + part.nbytes, part.nbytes)
-        elif isinstance(part, Range):
-            self._range(fd, at, part, dirty)
+        elif isinstance(part, Range) and self.local is not None:
+            self._range(self.local, fd, at, part, dirty)
         else:
             self._made(fd, at, part, dirty)
 
-    def _range(self, fd: int, at: int, part: Range, dirty: Dirty) -> None:
+    def _range(self, local: Sources, fd: int, at: int, part: Range, dirty: Dirty) -> None:
         """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
-        source = self.sources[part.source]
+        source = local[part.source]
         inside = interior(part.offset, part.nbytes, at) if self.clone else None
         if inside is not None:
             begin, end = inside
             shift = at - part.offset
-            self._copy(source, part.offset, fd, at, begin - part.offset, dirty)
+            self._copy(local, source, part.offset, fd, at, begin - part.offset, dirty)
             if files.clone_range(source, begin, fd, begin + shift, end - begin):
                 self.counters.add(nbytes=end - begin, cloned=end - begin)
-                self._copy(source, end, fd, end + shift, part.offset + part.nbytes - end, dirty)
+                self._copy(local, source, end, fd, end + shift, part.offset + part.nbytes - end, dirty)
                 return
             self.clone = False
-            self._copy(source, begin, fd, begin + shift, part.offset + part.nbytes - begin, dirty)
+            self._copy(local, source, begin, fd, begin + shift, part.offset + part.nbytes - begin, dirty)
             return
-        self._copy(source, part.offset, fd, at, part.nbytes, dirty)
+        self._copy(local, source, part.offset, fd, at, part.nbytes, dirty)
 
-    def _copy(self, source: int, offset: int, fd: int, at: int, length: int, dirty: Dirty) -> None:
+    def _copy(
+        self, local: Sources, source: int, offset: int, fd: int, at: int, length: int, dirty: Dirty
+    ) -> None:
         """Copy in steps; where extents clone, a hole stays a hole (the output has its full size already)."""
         done = 0
         while done < length:
             self._check_stop()
             step = min(dirty.room(), length - done)
             if self.clone:
-                hole, extent = self.sources.extent_at(source, offset + done, length - done)
+                hole, extent = local.extent_at(source, offset + done, length - done)
                 if hole:
                     self.counters.add(nbytes=extent)
                     done += extent
@@ -204,12 +232,12 @@ class Worker:
             files.copy_range(source, offset + done, fd, at + done, step)
             self.counters.add(nbytes=step, copied=step)
             dirty.wrote(at + done + step, step)
-            if self.sources.was_cold(source):
+            if local.was_cold(source):
                 files.drop_pages(source, offset + done, step)
             done += step
 
     def _made(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
-        """What no file system can copy: read, rearrange, write, block by block."""
+        """What no file system can copy (rearranged, or from elsewhere): read and write, block by block."""
         begin = at
         for data in blocks_of(part, self.sources):
             self._check_stop()
@@ -220,9 +248,11 @@ class Worker:
             dirty.wrote(at, len(data))
         if at != begin + part.nbytes:
             raise SourceChanged("a source ended early while it was read")
+        if self.local is None:
+            return
         for used in ranges_of(part):
-            source = self.sources[used.source]
-            if self.sources.was_cold(source):
+            source = self.local[used.source]
+            if self.local.was_cold(source):
                 files.drop_pages(source, used.offset, used.nbytes)
 
     def compare(self, check: OutputCheck) -> None:

@@ -13,27 +13,27 @@ import queue
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import files
-from ckptd.convert.execute import Stopped, Worker
+from ckptd.convert.execute import Maker, Stopped, Worker
 from ckptd.convert.order import large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
+from ckptd.convert.ranges import Ranges
 from ckptd.convert.rounding import use_numpy_of
-from ckptd.convert.sandbox import UNLIMITED, peak_rss_bytes, restrict
+from ckptd.convert.sandbox import UNLIMITED, restrict
 from ckptd.convert.sources import Sources, identity_of
+from ckptd.convert.ticking import Ticker
 from ckptd.convert.verify import verify_outputs, verify_sources
 from ckptd.convert.writing import Counters, Folders, Settings, own
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptd.convert.plan import Output
 
-PROGRESS_SECONDS = 0.25
 LARGE_BYTES = 64 << 20
 Work = queue.Queue[OutputFile | OutputCheck | None]
 
@@ -58,13 +58,23 @@ class Request:
     manifest: dict[str, Any]
     numpy_folder: str
     """Where to import numpy from when weights are rounded; empty: nothing is."""
+    network: bool = False
+    """Whether it may speak to anybody: for sources and outputs that lie in a remote."""
 
 
 def main() -> int:
     """Serve one request; exit status 0 = every file is in place and durable."""
-    request = Request(**json.loads(sys.stdin.buffer.read()))
+    return serve(Request(**json.loads(sys.stdin.buffer.read())), Execution)
+
+
+def serve(request: Request, execution: Callable[[Request, int, int, threading.Event], Execution]) -> int:
+    """Carry out one request; a failure is one line on stderr."""
     restrict(
-        memory_bytes=UNLIMITED, cpu_seconds=UNLIMITED, file_bytes=UNLIMITED, priority=request.low_priority
+        memory_bytes=UNLIMITED,
+        cpu_seconds=UNLIMITED,
+        file_bytes=UNLIMITED,
+        network=request.network,
+        priority=request.low_priority,
     )
     if request.numpy_folder:
         use_numpy_of(request.numpy_folder)
@@ -73,7 +83,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         with files.opened_dir(request.work) as work_fd, files.opened_dir(request.source) as source_fd:
-            Execution(request, work_fd, source_fd, stop).run()
+            execution(request, work_fd, source_fd, stop).run()
     except Stopped:
         return 128 + signal.SIGTERM
     except CkptdError as error:
@@ -109,7 +119,7 @@ class Execution:
         self.phase = "copying"
         self.out_fd = files.open_dir_beneath(work_fd, "out")
         self.temporary_fd = files.open_dir_beneath(work_fd, "tmp")
-        self.sources = Sources(source_fd, [], [])
+        self.sources: Ranges = Sources(source_fd, [], [])
         self.settings = Settings.within(
             request.memory_budget_bytes,
             threads=request.threads,
@@ -126,38 +136,48 @@ class Execution:
         plan_fd = files.open_beneath(self.work_fd, "plan.jsonl")
         with open(plan_fd, "rb") as stream:
             plan = PlanReader(stream)
-            self.sources = self._open_sources(plan)
-            with Ticker(self):
+            self.sources = self.open_sources(plan)
+            with Ticker(self.counters, lambda: self.phase):
                 try:
                     self._make(stream, plan)
                 except CkptdError:
-                    self._recheck_sources(plan)  # what looks damaged or drifted may be a save under way
+                    self.recheck_sources(plan)  # what looks damaged or drifted may be a save under way
                     raise
 
     def _make(self, stream: IO[bytes], plan: PlanReader) -> None:
         if self.request.verify:
             self.phase = "verifying"
-            verify_sources(plan.header, self.sources, self._check_stop)
+            self.verify_sources(plan)
             self.phase = "copying"
         large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
         stream.seek(0)
         plan = PlanReader(stream)
         for link in self._copy_all(large_first(stream, plan, large_bytes)):
-            self._link(link)
+            self.name_again(link)
         if self.request.verify:
             self.phase = "verifying"
             stream.seek(0)
-            verify_outputs(PlanReader(stream), self.sources, self.out_fd, self._check_stop)
-        self._recheck_sources(plan)
+            self.verify_outputs(PlanReader(stream))
+        self.recheck_sources(plan)
         self._check_whole(plan)
         self.phase = "publishing"
-        self._finish(plan)
+        self.finish(self._description(plan))
 
-    def _check_stop(self) -> None:
+    def verify_sources(self, plan: PlanReader) -> None:
+        """The sources' own checksums, before anything is made of them."""
+        if self.sources.local is not None:
+            verify_sources(plan.header, self.sources.local, self.check_stop)
+
+    def verify_outputs(self, plan: PlanReader) -> None:
+        """Read back what was made."""
+        verify_outputs(plan, self.sources, self.out_fd, self.check_stop)
+
+    def check_stop(self) -> None:
+        """Raise `Stopped` once SIGTERM came."""
         if self.stop.is_set():
             raise Stopped
 
-    def _open_sources(self, plan: PlanReader) -> Sources:
+    def open_sources(self, plan: PlanReader) -> Ranges:
         """Only names that the parent listed; each still the file that was planned (P4)."""
         allowed = set(self.request.files)
         for source in plan.header.sources:
@@ -165,7 +185,8 @@ class Execution:
                 raise SourceChanged(f"the plan names {source.path}, which was not listed")
         return Sources(self.source_fd, [s.path for s in plan.header.sources], plan.identities)
 
-    def _recheck_sources(self, plan: PlanReader) -> None:
+    def recheck_sources(self, plan: PlanReader) -> None:
+        """The files that were planned are still those (P4)."""
         for source, identity in zip(plan.header.sources, plan.identities, strict=True):
             status = files.stat_beneath(self.source_fd, source.path)
             if status is None or identity_of(status) != identity:
@@ -204,7 +225,7 @@ class Execution:
                 thread.join()
         if self.failures:
             raise self.failures[0]
-        self._check_stop()
+        self.check_stop()
         return links
 
     def _offer(self, work: Work, item: OutputFile | OutputCheck | None) -> bool:
@@ -221,16 +242,7 @@ class Execution:
             return True
 
     def _serve(self, number: int, work: Work) -> None:
-        worker = Worker(
-            number,
-            out_fd=self.out_fd,
-            temporary_fd=self.temporary_fd,
-            sources=self.sources,
-            folders=self.folders,
-            settings=self.settings,
-            counters=self.counters,
-            stop=self.stop,
-        )
+        worker = self.worker(number)
         while (output := work.get()) is not None:
             if self.failures or self.stop.is_set():
                 continue
@@ -249,7 +261,20 @@ class Execution:
         finally:
             worker.abandon()
 
-    def _link(self, link: OutputLink) -> None:
+    def worker(self, number: int) -> Maker:
+        """One thread's worker."""
+        return Worker(
+            number,
+            out_fd=self.out_fd,
+            temporary_fd=self.temporary_fd,
+            sources=self.sources,
+            folders=self.folders,
+            settings=self.settings,
+            counters=self.counters,
+            stop=self.stop,
+        )
+
+    def name_again(self, link: OutputLink) -> None:
         """A second name for a file of ours (never for a trainer's)."""
         if files.stat_beneath(self.out_fd, link.path) is None:
             os.link(
@@ -257,8 +282,8 @@ class Execution:
             )
         self.counters.add(files=1)
 
-    def _finish(self, plan: PlanReader) -> None:
-        """ckptd.json at the root, then every folder durable."""
+    def _description(self, plan: PlanReader) -> bytes:
+        """What is written as ckptd.json."""
         assert plan.trailer is not None
         header = plan.header
         text = {
@@ -275,7 +300,11 @@ class Execution:
                 "fingerprints": {s.path: s.fingerprint for s in header.sources},
             },
         }
-        self._manifest(json.dumps(text, indent=1, sort_keys=True).encode() + b"\n")
+        return json.dumps(text, indent=1, sort_keys=True).encode() + b"\n"
+
+    def finish(self, description: bytes) -> None:
+        """ckptd.json at the root, then every folder durable."""
+        self._manifest(description)
         own(self.out_fd, self.request.gid, self.request.folder_mode)
         for folder in self.folders.made():
             fd = files.open_dir_beneath(self.out_fd, folder)
@@ -296,43 +325,6 @@ class Execution:
         finally:
             os.close(fd)
         os.rename("ckptd.json", "ckptd.json", src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
-
-
-class Ticker:
-    """Prints a progress line every quarter of a second, and one at the end."""
-
-    def __init__(self, execution: Execution) -> None:
-        self._execution = execution
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Ticker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._print()
-
-    def _run(self) -> None:
-        while not self._done.wait(PROGRESS_SECONDS):
-            self._print()
-
-    def _print(self) -> None:
-        c = self._execution.counters
-        line = {
-            "phase": self._execution.phase,
-            "files": c.files,
-            "bytes": c.bytes,
-            "cloned": c.cloned,
-            "copied": c.copied,
-            "resumed": c.resumed,
-            "at": time.monotonic(),
-            "rss": peak_rss_bytes(),
-        }
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

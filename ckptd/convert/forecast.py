@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptd import files
@@ -26,6 +26,8 @@ from ckptd.errors import CkptdError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckptd.convert.companions import Origin
+
 BLOCK_BYTES = 4096
 
 
@@ -33,7 +35,7 @@ BLOCK_BYTES = 4096
 class Forecast:
     """What converting would make and cost; sizes in bytes."""
 
-    source: Path
+    source: Path | str
     layout: str
     zero_stage: int
     ranks: int
@@ -74,10 +76,22 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
     parent = os.path.dirname(check_destination(folder, destination))
     clones = _would_clone(folder, parent)
     numpy_for(chosen)
-    said = _plan(folder, chosen, clones=clones)
+    seen = planned(folder, origin_of(folder, chosen), chosen, started, clones=clones)
+    return replace(seen, source=source, free_bytes=_free(parent))
+
+
+def planned(
+    folder: SourceFolder, origin: Origin, options: ConvertOptions, started: float, *, clones: bool = False
+) -> Forecast:
+    """What the planning child says; `started` is of the monotonic clock; the disk's room is not asked for.
+
+    Raises:
+        RefusedError, DamagedError, TornArchiveError: the source has no such form, or is damaged.
+    """
+    said = _plan(folder, origin, options, clones=clones)
     nbytes, cloned = said["bytes"], said["clonable"] if clones else 0
     return Forecast(
-        source=source,
+        source=folder.path,
         layout=said["layout"],
         zero_stage=said["stage"],
         ranks=said["dp"],
@@ -91,17 +105,17 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
         bytes_misplaced=said["misplaced"] if clones else 0,
         notes=tuple(said["notes"]),
         disk_bytes=nbytes - cloned + BLOCK_BYTES * said["files"],
-        free_bytes=_free(parent),
-        memory_bytes=max(chosen.memory_budget_bytes, said["peak_rss_bytes"]),
+        free_bytes=0,
+        memory_bytes=max(options.memory_budget_bytes, said["peak_rss_bytes"]),
         plan_sha256=said["sha256"],
         seconds=time.monotonic() - started,
         peak_rss_bytes=said["peak_rss_bytes"],
     )
 
 
-def _plan(folder: SourceFolder, options: ConvertOptions, *, clones: bool) -> dict[str, Any]:
+def _plan(folder: SourceFolder, origin: Origin, options: ConvertOptions, *, clones: bool) -> dict[str, Any]:
     """The planning child's last words about a plan that it kept to itself."""
-    request = plan_request(folder, origin_of(folder, options), options, block=clones, dry=True)
+    request = plan_request(folder, origin, options, block=clones, dry=True)
     child = children.start("planning_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     watched = watch(
         child,

@@ -52,7 +52,8 @@ class ConvertProgress:
 class ConvertReport:
     """What a finished conversion made."""
 
-    destination: Path
+    destination: Path | str
+    """A URL when it lies in a remote."""
     form: str
     """universal, weights-fp32, weights-bf16 or weights-fp16."""
     layout: str

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unrea
 from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error
 from ckptd.torchfile.fingerprint import fingerprint
+from ckptd.torchfile.mirror import MirrorFd
 from ckptd.torchfile.skeleton import BLOCK_BYTES
 from ckptd.zero import round_robin
 from ckptd.zero.optimizers import notes
@@ -75,11 +76,14 @@ class Nowhere(io.BytesIO):
 def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     """Write the plan; returns what it comes to."""
     sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
+    of_mirror = MirrorFd if request["partial"] else int
     prefix, is_weights = request["prefix"], request["form"] == "weights"
     with files.opened_dir(request["root"]) as dir_fd:
 
-        def opening(path: str) -> AbstractContextManager[int]:
-            return files.reading(dir_fd, prefix + path)
+        @contextmanager
+        def opening(path: str) -> Iterator[int]:
+            with files.reading(dir_fd, prefix + path) as fd:
+                yield of_mirror(fd)
 
         save = Surveyor(opening, sources, request["folders"], contents=is_weights).survey()
         paths = [prefix + read.path for read in save.reads] + request["companions"]

@@ -1,6 +1,6 @@
 """The bytes of a part, in blocks: what the executor writes when it cannot copy, and what `--verify` expects.
 
-Reads by offset from open descriptors, holds a block or two, knows nothing of outputs (P12).
+Reads by offset from open descriptors or from `Ranges`, holds a block or two, knows nothing of outputs (P12).
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from ckptd.convert.parts import (
     Widen,
     Woven,
 )
+from ckptd.convert.ranges import Ranges
 from ckptd.convert.rounding import cast
 from ckptd.errors import SourceChanged
 
+Readable = Ranges | Sequence[int]
+"""Ranges, or descriptors by number."""
 BLOCK_BYTES = 1 << 20
 _NARROW_BYTES = 64
 """Strands below this width are gathered column by column, which is cheaper than row by row."""
 
 
-def blocks_of(part: Part, sources: Sequence[int]) -> Iterator[bytes]:
+def blocks_of(part: Part, sources: Readable) -> Iterator[bytes]:
     """The part's output bytes in blocks of about 1 MiB.
 
     Raises:
@@ -54,7 +57,7 @@ def blocks_of(part: Part, sources: Sequence[int]) -> Iterator[bytes]:
         yield from _woven(part, sources)
 
 
-def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Sequence[int]) -> bool:
+def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Readable) -> bool:
     """True when two lists of parts are the same bytes."""
     one, other = Taker(_all(a, sources)), Taker(_all(b, sources))
     while True:
@@ -65,7 +68,7 @@ def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Sequence[int]) -> 
             return True
 
 
-def _all(parts: Iterable[Part], sources: Sequence[int]) -> Iterator[bytes]:
+def _all(parts: Iterable[Part], sources: Readable) -> Iterator[bytes]:
     for part in parts:
         yield from blocks_of(part, sources)
 
@@ -93,18 +96,24 @@ class Taker:
         return bytes(found)
 
 
-def _read(ranges: Iterable[Range], sources: Sequence[int], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+def _read(ranges: Iterable[Range], sources: Readable, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
     """Ranges one after another; no block crosses from one to the next."""
     for part in ranges:
         for first in range(0, part.nbytes, block_bytes):
             count = min(block_bytes, part.nbytes - first)
-            data = os.pread(sources[part.source], count, part.offset + first)
+            data = _at(sources, part.source, part.offset + first, count)
             if len(data) != count:
                 raise SourceChanged("a source ended early while it was read")
             yield data
 
 
-def _mean(part: Mean, sources: Sequence[int]) -> Iterator[bytes]:
+def _at(sources: Readable, number: int, offset: int, count: int) -> bytes:
+    if isinstance(sources, Ranges):
+        return sources.read(number, offset, count)
+    return os.pread(sources[number], count, offset)
+
+
+def _mean(part: Mean, sources: Readable) -> Iterator[bytes]:
     """Sums in double and rounds to float32 after each addition, which is float32's own sum (§6.1)."""
     takers = [Taker(_read(copy, sources, BLOCK_BYTES // len(part.copies))) for copy in part.copies]
     for first in range(0, part.count, BLOCK_BYTES // 4):
@@ -115,7 +124,7 @@ def _mean(part: Mean, sources: Sequence[int]) -> Iterator[bytes]:
         yield _rounded(value / len(takers) for value in total).tobytes()
 
 
-def _cast(part: Cast, sources: Sequence[int]) -> Iterator[bytes]:
+def _cast(part: Cast, sources: Readable) -> Iterator[bytes]:
     """Block by block: every block of an inner part is of whole elements."""
     item, left = FLOAT_BYTES[part.source], part.count
     for data in _all(part.inner, sources):
@@ -131,7 +140,7 @@ def _rounded(values: Iterable[float]) -> array[float]:
     return array("f", (clamped(v) for v in values))
 
 
-def _woven(part: Woven, sources: Sequence[int]) -> Iterator[bytes]:
+def _woven(part: Woven, sources: Readable) -> Iterator[bytes]:
     """Row blocks: each stream is read forwards once, its strands scattered into the rows."""
     row_bytes = sum(width for _, _, width in part.strands)
     widest = max([row_bytes, *(stream.stride for stream in part.streams)])

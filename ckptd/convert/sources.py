@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from ckptd import files
+from ckptd.convert.ranges import Ranges
 from ckptd.errors import SourceChanged
 
 RESERVED_DESCRIPTORS = 320
@@ -28,7 +29,7 @@ class SourceFd(int):
         os.close(self)
 
 
-class Sources(Sequence[int]):
+class Sources(Ranges, Sequence[int]):
     """Descriptors by number in the plan; safe for several threads."""
 
     def __init__(self, folder_fd: int, paths: list[str], identities: Sequence[tuple[int, ...]]) -> None:
@@ -69,6 +70,15 @@ class Sources(Sequence[int]):
             raise IndexError(index)
         found = self._open.get(index)
         return self._opened(index) if found is None else found
+
+    @property
+    def local(self) -> Sources:
+        """These are."""
+        return self
+
+    def read(self, source: int, offset: int, nbytes: int) -> bytes:
+        """Bytes of a source, through the page cache."""
+        return os.pread(self[source], nbytes, offset)
 
     def was_cold(self, fd: int) -> bool:
         """True when most of the file was not in the page cache: what we read of it is dropped again."""

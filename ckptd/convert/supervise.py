@@ -133,19 +133,20 @@ class Conversion:
         self.on_progress = on_progress
         self.should_stop = should_stop
         self.should_pause = should_pause
+        self.start_executor: Callable[[], subprocess.Popen[bytes]] = _start_executor
+        self.more: dict[str, Any] = {}
+        """What an executor of another kind is asked beyond what every one is."""
         self.last: dict[str, Any] = {}
         self.peak_rss_bytes = self.clonable_bytes = 0
 
     def run(self, place: Workplace, destination: Path, target: str, started: float) -> ConvertReport:
         """Make the output in `place` and publish it as `target`."""
-        clone = place.can_clone(self.folder)
-        trailer = self._plan(place, clone=clone)
-        header = place.plan_reader(PLAN + ".new").header
-        place.adopt_plan(trailer)
+        clone = not self.folder.partial and place.can_clone(self.folder)
+        header, trailer = self.plan(place, clone=clone)
         self._check_room(place, trailer, clone=clone)
-        self._execute(place, trailer, clone=clone)
+        self.execute(place, trailer, clone=clone)
         place.publish(target)
-        return self._report(destination, header, trailer, time.monotonic() - started)
+        return self.report(destination, header, trailer, time.monotonic() - started)
 
     def published_before(self, place_parent: str, destination: Path, started: float) -> ConvertReport | None:
         """The report of an attempt that was killed after its result got its name; None: it is not ours."""
@@ -159,12 +160,11 @@ class Conversion:
             with files.opened_dir(parent) as fd:
                 files.fsync_dir(fd)
         self.last = {"resumed": found[1].files}
-        return self._report(destination, *found, time.monotonic() - started)
+        return self.report(destination, *found, time.monotonic() - started)
 
-    def _plan(self, place: Workplace, *, clone: bool) -> Trailer:
-        self._tell(
-            ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0)
-        )
+    def plan(self, place: Workplace, *, clone: bool) -> tuple[Header, Trailer]:
+        """Have it planned, and make that the plan of `place`."""
+        self.tell(ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0))
         request = plan_request(self.folder, self.origin, self.options, block=clone)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(PLAN + ".new", flags, 0o600, dir_fd=place.fd), "wb") as out:
@@ -174,7 +174,9 @@ class Conversion:
             raise failure(watched, "planning the conversion")
         self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
         self.clonable_bytes = watched.said.get("clonable", 0)
-        return place.trailer(PLAN + ".new")
+        header, trailer = place.plan_reader(PLAN + ".new").header, place.trailer(PLAN + ".new")
+        place.adopt_plan(trailer)
+        return header, trailer
 
     def _check_room(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
         """P13 before the first byte; what an earlier attempt wrote, clones and holes need nothing."""
@@ -193,7 +195,8 @@ class Conversion:
                 f"and {self.options.reserve_bytes} must stay free"
             )
 
-    def _execute(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
+    def execute(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
+        """Have the files of the plan made."""
         folder, options = self.folder, self.options
         threads = _threads(options.memory_budget_bytes)
         request = {
@@ -212,12 +215,13 @@ class Conversion:
             "low_priority": options.low_priority,
             "manifest": {"format": "1.0", "ckptd_version": ckptd.__version__},
             "numpy_folder": self.numpy_folder,
+            **self.more,
         }
 
         def on_line(line: dict[str, Any]) -> None:
             self.last = line
             self.peak_rss_bytes = max(self.peak_rss_bytes, line["rss"])
-            self._tell(
+            self.tell(
                 ConvertProgress(
                     phase=line["phase"],
                     bytes_done=line["bytes"],
@@ -228,8 +232,7 @@ class Conversion:
                 )
             )
 
-        child = children.start("executor_child", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        watched = self._watch(child, request, on_line, None)
+        watched = self._watch(self.start_executor(), request, on_line, None)
         if watched.status != 0:
             raise failure(watched, "converting")
 
@@ -249,11 +252,14 @@ class Conversion:
             timeout_seconds=timeout_seconds,
         )
 
-    def _tell(self, progress: ConvertProgress) -> None:
+    def tell(self, progress: ConvertProgress) -> None:
+        """Pass progress on."""
         if self.on_progress is not None:
             self.on_progress(progress)
 
-    def _report(self, destination: Path, header: Header, trailer: Trailer, seconds: float) -> ConvertReport:
+    def report(
+        self, destination: Path | str, header: Header, trailer: Trailer, seconds: float
+    ) -> ConvertReport:
         return ConvertReport(
             destination=destination,
             form=header.form,
@@ -271,6 +277,10 @@ class Conversion:
             verified=self.options.verify,
             notes=header.notes,
         )
+
+
+def _start_executor() -> subprocess.Popen[bytes]:
+    return children.start("executor_child", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _threads(budget_bytes: int) -> int:

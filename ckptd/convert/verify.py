@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.convert.plan import Header, OutputFile, PlanReader
-from ckptd.convert.reading import blocks_of
+from ckptd.convert.reading import Readable, blocks_of
 from ckptd.errors import VerifyError
 from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
 from ckptd.torchfile.fingerprint import check_crcs, fingerprint
@@ -37,9 +37,7 @@ def verify_sources(header: Header, sources: Sequence[int], check_stop: Callable[
             raise VerifyError(f"{source.path} is not the file that was planned")
 
 
-def verify_outputs(
-    plan: PlanReader, sources: Sequence[int], out_fd: int, check_stop: Callable[[], None]
-) -> None:
+def verify_outputs(plan: PlanReader, sources: Readable, out_fd: int, check_stop: Callable[[], None]) -> None:
     """Read every output back from disk and compare it with what the plan says.
 
     Raises:

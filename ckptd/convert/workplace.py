@@ -48,6 +48,8 @@ class SourceFolder:
     gid: int
     disk_bytes: int
     """That the shards occupy; less than their sizes where they have holes."""
+    partial: bool = False
+    """The files are mirrors of remote ones: what planning reads is in them, the rest are holes."""
 
 
 def look_at_source(folder: Path) -> SourceFolder:
@@ -89,6 +91,18 @@ def check_destination(source: SourceFolder, destination: Path) -> str:
     Raises:
         TargetExists, UsageError, NotFoundError.
     """
+    target = check_place(destination, must_be_new=False)
+    if target == source.path or target.startswith(source.path + os.sep):
+        raise UsageError(f"{destination} lies inside the source folder", hint="choose a place beside it")
+    return check_place(destination)
+
+
+def check_place(destination: Path, *, must_be_new: bool = True) -> str:
+    """The absolute path of a destination whatever its source is.
+
+    Raises:
+        TargetExists, UsageError, NotFoundError.
+    """
     absolute = os.path.abspath(destination)
     parent, name = os.path.split(absolute)
     if not name:
@@ -98,9 +112,7 @@ def check_destination(source: SourceFolder, destination: Path) -> str:
     if not os.path.isdir(parent):
         raise NotFoundError(f"{parent} is no folder", hint="make it first")
     target = os.path.join(os.path.realpath(parent), name)
-    if target == source.path or target.startswith(source.path + os.sep):
-        raise UsageError(f"{destination} lies inside the source folder", hint="choose a place beside it")
-    if os.path.lexists(target):
+    if must_be_new and os.path.lexists(target):
         raise TargetExists(f"{destination} is there already")
     return target
 
@@ -167,6 +179,11 @@ class Workplace:
         finally:
             os.close(fd)
             files.remove_file(self.fd, "probe")
+
+    def fresh_folder(self, name: str) -> int:
+        """An empty folder in here, open; what an earlier attempt left in it is removed."""
+        files.remove_tree(self.fd, name)
+        return files.open_dir_beneath(self.fd, name, create_mode=0o700)
 
     def publish(self, target: str) -> None:
         """One rename makes the destination."""

@@ -234,7 +234,7 @@ class RemoteClient:
             [sys.executable, "-m", "ckptd.remote.child", str(self._window_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=clean_environment(self._settings),
+            env=clean_environment(self._settings.url),
             cwd="/",
             close_fds=True,
         )
@@ -311,16 +311,17 @@ class RemoteClient:
             self._on_answer(order_id, Failed(error="RemoteUnreachable", message=message, hint=hint))
 
 
-def clean_environment(settings: RemoteSettings) -> dict[str, str]:
-    """What the child may know: where programs and this package lie; credentials only of its own remote.
+def clean_environment(*urls: str) -> dict[str, str]:
+    """What a child may know: where programs and this package lie; credentials only of its own remotes.
 
     The usual AWS chain, ssh-agent and the drivers of fsspec read variables and files of the user, so a child
-    gets those of its scheme; nothing secret passes through a message, a log or the journal (P15; adr/0040).
+    gets those of its schemes; nothing secret passes through a message, a log or the journal (P15; adr/0040).
     """
     wanted = [name for name in os.environ if name in _PASSED_ON]
-    if directory_path(settings.url) is None:
-        prefixes = ("AWS_",) if is_s3(settings.url) else scheme_of(settings.url).variables
-        wanted += [n for n in os.environ if n.startswith(prefixes) or n in FOR_SERVERS]
+    for url in urls:
+        if directory_path(url) is None:
+            prefixes = ("AWS_",) if is_s3(url) else scheme_of(url).variables
+            wanted += [n for n in os.environ if n.startswith(prefixes) or n in FOR_SERVERS]
     environment = _ADDED | {name: os.environ[name] for name in wanted}
     package = str(Path(ckptd.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")

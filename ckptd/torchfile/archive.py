@@ -21,9 +21,11 @@ _EOCD64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_AT_ONCE_BYTES = 1 << 20
+AT_ONCE_BYTES = 1 << 20
 """A file up to this (model states of stage 3 with hundreds of empty records) is read in one go."""
-_TAIL_BYTES = 65_535 + _EOCD.size
+TAIL_BYTES = 65_535 + _EOCD.size
+"""In which the end of a zip is looked for."""
+LOCAL_HEADER_BYTES = _LOCAL.size
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ENCRYPTED_FLAGS = 0x2041
 
@@ -92,14 +94,39 @@ def read_directory(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> Direc
     size = os.fstat(fd).st_size
     if size == 0:
         raise TornArchiveError(f"{name} is empty")
+    start, length, count = _checked_place(fd, name, size, limits)
+    raw = _read_exactly(fd, length, start, name)
+    entries = _parse_entries(raw, count, name, limits)
+    return _validated(fd, entries, start, name, size)
+
+
+def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[int, int]:
+    """(offset, bytes) of the central directory, from the last `TAIL_BYTES` and a little more.
+
+    Raises:
+        TornArchiveError, RefusedError: as `read_directory`.
+    """
+    return _checked_place(fd, name, os.fstat(fd).st_size, limits)[:2]
+
+
+def header_offsets(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[int]:
+    """Where the local headers lie by the central directory; nothing is followed there yet.
+
+    Raises:
+        TornArchiveError, RefusedError: as `read_directory`.
+    """
+    start, length, count = _checked_place(fd, name, os.fstat(fd).st_size, limits)
+    entries = _parse_entries(_read_exactly(fd, length, start, name), count, name, limits)
+    return [header for _, header, _, _ in entries if header + _LOCAL.size <= start]
+
+
+def _checked_place(fd: int, name: str, size: int, limits: Limits) -> tuple[int, int, int]:
     start, length, count, bound = _locate_directory(fd, name, size)
     if length > limits.directory_bytes or count > limits.records:
         raise RefusedError(f"{name} declares a zip directory of {length} bytes with {count} records")
     if start + length > bound:
         raise TornArchiveError(f"{name} has a zip directory that leaves the file")
-    raw = _read_exactly(fd, length, start, name)
-    entries = _parse_entries(raw, count, name, limits)
-    return _validated(fd, entries, start, name, size)
+    return start, length, count
 
 
 def _read_exactly(fd: int, length: int, offset: int, name: str) -> bytes:
@@ -111,7 +138,7 @@ def _read_exactly(fd: int, length: int, offset: int, name: str) -> bytes:
 
 def _locate_directory(fd: int, name: str, size: int) -> tuple[int, int, int, int]:
     """(start, length, records, bound) of the central directory; `bound` is where it must have ended."""
-    tail_start = max(0, size - _TAIL_BYTES)
+    tail_start = max(0, size - TAIL_BYTES)
     tail = os.pread(fd, size - tail_start, tail_start)
     at = tail.rfind(b"PK\x05\x06")
     while at >= 0:
@@ -201,7 +228,7 @@ def _validated(
     prefix = _prefix(entries, name)
     placed: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
-    small = os.pread(fd, directory_start, 0) if directory_start <= _AT_ONCE_BYTES else b""
+    small = os.pread(fd, directory_start, 0) if directory_start <= AT_ONCE_BYTES else b""
     for label, header, size, crc in entries:
         if not label.startswith(prefix + "/"):
             raise TornArchiveError(f"{name} mixes record prefixes ({label} beside {prefix}/data.pkl)")

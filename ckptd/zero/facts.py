@@ -13,6 +13,8 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptd.errors import RefusedError
+from ckptd.torchfile.mirror import SMALL_BYTES, WHOLE, MirrorFd
 from ckptd.torchfile.values import Inert, Tensor
 
 _SUGGESTED = (
@@ -96,6 +98,8 @@ def scalar(value: Any, fd: int) -> float | int | None:
     if isinstance(value, int | float):
         return value
     if isinstance(value, Tensor) and value.numel == 1 and value.dtype in _SCALARS:
+        if isinstance(fd, MirrorFd) and value.storage.nbytes > SMALL_BYTES:
+            raise RefusedError("a step lies in a large tensor, which is not read from afar", hint=WHOLE)
         raw = os.pread(fd, value.item_bytes, value.byte_offset)
         if len(raw) == value.item_bytes:
             return struct.unpack(_SCALARS[value.dtype], raw)[0]  # type: ignore[no-any-return]

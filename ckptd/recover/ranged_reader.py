@@ -1,0 +1,191 @@
+"""Ranges of remote objects for a conversion: blocks, each fetched once, all hashed on the way (P2, P12).
+
+A plan reads its sources forwards, in pieces from bytes to gigabytes; requests are of blocks, of which a few
+are kept. Where a manifest says what a file's bytes are, the CRC64s of its blocks are joined at the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.convert.ranges import Ranges
+from ckptd.errors import DamagedError, SourceChanged
+from ckptd.remote.checksums import crc64, joined_crc64, to_hex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptd.recover.ranged_source import RemoteFile
+    from ckptd.remote.store import Store
+
+MOST_BLOCK_BYTES = 2 << 20
+LEAST_BLOCK_BYTES = 64 << 10
+_PROVEN_SHARE = 2
+"""A file of which more than one in so many bytes was needed is read to its end and compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How many files were compared with their manifest, and how many were read in part only."""
+
+    compared: int
+    in_part: int
+
+
+class RemoteRanges(Ranges):
+    """Sources in a store; `cache_bytes` bounds the blocks that are kept."""
+
+    def __init__(
+        self,
+        store: Store,
+        sources: Sequence[RemoteFile],
+        *,
+        cache_bytes: int,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._sources = sources
+        self._check_stop = check_stop
+        share = cache_bytes // max(1, 2 * len(sources))
+        size = LEAST_BLOCK_BYTES
+        while size * 2 <= min(share, MOST_BLOCK_BYTES):
+            size *= 2
+        self.block_bytes = size
+        self._most_blocks = max(16, cache_bytes // size) if size < MOST_BLOCK_BYTES else cache_bytes // size
+        self._blocks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._coming: set[tuple[int, int]] = set()
+        self._changed = threading.Condition()
+        self._sums: list[dict[int, tuple[int, int]]] = [{} for _ in sources]
+        """Per source: offset → (bytes, CRC64) of what was fetched."""
+        self.fetched_bytes = 0
+
+    def read(self, source: int, offset: int, nbytes: int) -> bytes:
+        """Bytes of a source, out of blocks."""
+        self._check_stop()
+        size = self.block_bytes
+        first, last = offset // size, (offset + max(nbytes, 1) - 1) // size
+        found = self._take(source, first, last)
+        begin = offset - first * size
+        if len(found) == 1:
+            return found[0][begin : begin + nbytes]
+        return b"".join(found)[begin : begin + nbytes]
+
+    def _take(self, source: int, first: int, last: int) -> list[bytes]:
+        """Blocks `first` to `last`, those that are missing in as few requests as possible."""
+        held: dict[int, bytes] = {}
+        while True:
+            with self._changed:
+                for number in range(first, last + 1):
+                    block = self._blocks.get((source, number))
+                    if block is not None:
+                        held[number] = block
+                        self._blocks.move_to_end((source, number))
+                lacking = [n for n in range(first, last + 1) if n not in held]
+                if not lacking:
+                    return [held[n] for n in range(first, last + 1)]
+                free = [n for n in lacking if (source, n) not in self._coming]
+                if not free:  # another thread is fetching them
+                    self._changed.wait(1.0)
+                    continue
+                run = [n for i, n in enumerate(free) if n == free[0] + i]
+                self._coming |= {(source, n) for n in run}
+            fetched: dict[int, bytes] = {}
+            try:
+                fetched = self._fetch(source, run)
+            finally:
+                with self._changed:
+                    self._coming -= {(source, n) for n in run}
+                    for number, block in fetched.items():
+                        self._blocks[source, number] = block
+                    while len(self._blocks) > self._most_blocks:
+                        self._blocks.popitem(last=False)
+                    self._changed.notify_all()
+            held |= fetched
+
+    def _fetch(self, source: int, run: list[int]) -> dict[int, bytes]:
+        size = self.block_bytes
+        offset = run[0] * size
+        data = self._read_at(source, offset, (run[-1] + 1) * size - offset)
+        return {number: data[i * size : (i + 1) * size] for i, number in enumerate(run)}
+
+    def _read_at(self, source: int, offset: int, nbytes: int) -> bytes:
+        file = self._sources[source]
+        wanted = min(nbytes, file.bytes - offset)
+        try:
+            data = self._store.read_at(file.key, offset, wanted) if wanted > 0 else b""
+        except FileNotFoundError as error:
+            raise _gone(file, self._store) from error
+        if len(data) != max(0, wanted):
+            raise _gone(file, self._store)
+        if file.crc64 is not None:
+            self._sums[source][offset] = (len(data), crc64(data))
+        with self._changed:
+            self.fetched_bytes += len(data)
+        return data
+
+    def recheck(self) -> None:
+        """Every object still has the size and time that it had when it was planned (P4).
+
+        Raises:
+            SourceChanged: one has not.
+        """
+        for file in self._sources:
+            self._check_stop()
+            found = self._store.stat(file.key)
+            if found is None or found.bytes != file.bytes:
+                raise _gone(file, self._store)
+            if file.mtime_ns and found.mtime_ns and found.mtime_ns != file.mtime_ns:
+                raise _gone(file, self._store)
+
+    def prove(self, *, everything: bool) -> Proof:
+        """Compare files with their manifests' CRC64s; what was not needed of one is read to its end.
+
+        Without `everything`, files of which less than half was needed are left.
+
+        Raises:
+            DamagedError: the bytes are not those that were committed.
+        """
+        compared = in_part = 0
+        for number, file in enumerate(self._sources):
+            if file.crc64 is None:
+                continue
+            read = sum(nbytes for nbytes, _ in self._sums[number].values())
+            if not everything and read * _PROVEN_SHARE < file.bytes:
+                in_part += 1
+                continue
+            found = self._crc_of(number)
+            if to_hex(found) != file.crc64:
+                raise DamagedError(
+                    f"{file.key} in {self._store.url} is damaged: CRC64 {to_hex(found)}, "
+                    f"committed was {file.crc64}",
+                    hint="nothing was published; see `ckptd verify`, and convert an older checkpoint",
+                )
+            compared += 1
+        return Proof(compared=compared, in_part=in_part)
+
+    def _crc_of(self, number: int) -> int:
+        """Of the whole file: what was hashed, and the rest read now."""
+        sums, at, crc = self._sums[number], 0, 0
+        starts = sorted(sums)
+        for start in [*starts, self._sources[number].bytes]:
+            if start < at:
+                continue  # fetched twice, in other pieces
+            while at < start:
+                self._check_stop()
+                count = min(MOST_BLOCK_BYTES, start - at)
+                crc = crc64(self._read_at(number, at, count), crc)
+                at += count
+            if start in sums:
+                nbytes, part = sums[start]
+                crc, at = joined_crc64(crc, part, nbytes), at + nbytes
+        return crc
+
+
+def _gone(file: RemoteFile, store: Store) -> SourceChanged:
+    return SourceChanged(
+        f"{file.key} in {store.url} was written or removed while it was converted",
+        hint="nothing was published; convert again, or another checkpoint",
+    )

@@ -1,0 +1,253 @@
+"""A checkpoint in a remote as the source of a conversion: what lies there, and its mirror for planning.
+
+SRC may name a checkpoint's folder, or a folder with `latest`. Below the root of a remote of ckptd only what
+is committed exists (P3), and its manifests say what every byte must be (P2).
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.config import remote_from_arguments
+from ckptd.convert.companions import CONFIG, MARKS, is_companion
+from ckptd.core.coverage import objects_of, order_of
+from ckptd.core.layouts import parse_shard_name
+from ckptd.core.manifest import EXTRA_FOLDER
+from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
+from ckptd.pages import write_at
+from ckptd.recover.sight import look_at_remote
+from ckptd.remote.access import Access, access_of
+from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.open import is_s3, open_store
+from ckptd.torchfile import mirror
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.remote.store import ObjectInfo, Store
+
+PARALLEL = 6
+_COMPANION_LIMIT_BYTES = 64 << 20
+_POINTER_LIMIT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """One source: `path` in the mirror, `key` below the store's root; `crc64` hex where a manifest has it."""
+
+    path: str
+    key: str
+    bytes: int
+    mtime_ns: int = 0
+    crc64: str | None = None
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSource:
+    """A checkpoint's folder `name` in a remote; paths of `files` begin with it, those beside it have none."""
+
+    url: str
+    access: Access
+    store: Store
+    name: str
+    files: tuple[RemoteFile, ...]
+    folders: tuple[str, ...]
+    """Names of folders in it."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Manifests say what its bytes are."""
+        return any(file.crc64 is not None for file in self.files)
+
+
+def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
+    """Find the checkpoint that a URL means.
+
+    Raises:
+        NotFoundError: no shards and no `latest` there. RefusedError: in a remote of ckptd, and not committed.
+        RemoteUnreachable, NotPermitted, ConfigError: it cannot be read.
+    """
+    url = url.rstrip("/")
+    access = access_of(remote_from_arguments(url, environ))
+    for root in ancestors(url)[:3]:
+        if is_root(root, access, must_answer=root == url):
+            sight = look_at_remote("remote", root, None, access)
+            return _committed(sight, access, url[len(root) :].strip("/"))
+    return _plain(url, access)
+
+
+def ancestors(url: str) -> list[str]:
+    """The URL and those above it that can be the root of a remote."""
+    scheme, _, rest = url.partition("://")
+    parts = rest.split("/")
+    least = 2 if is_s3(url) else 1
+    return [f"{scheme}://{'/'.join(parts[:n])}" for n in range(len(parts), least - 1, -1)]
+
+
+def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
+    """True when a remote of ckptd has its root there."""
+    try:
+        return open_store(url, access=access).get(IDENTITY_KEY) is not None
+    except CkptdError:
+        if must_answer:
+            raise
+        return False
+
+
+# --- what lies there -------------------------------------------------------------------------------------
+
+
+def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
+    """The committed ZeRO checkpoint in `folder` (its shards may lie one level deeper)."""
+    zero = [view for view in sight.commits if view.commit.form == "zero"]
+    if not folder:
+        latest = (sight.store.get("latest") or b"").decode(errors="replace").strip()
+        named = [v for v in zero if v.commit.tag == latest] or zero
+        if not named:
+            raise NotFoundError(f"{sight.url} holds no committed checkpoint")
+        folder = max(named, key=lambda v: order_of(v.commit)).commit.folder
+    top = folder.split("/")[0]
+    view = next((v for v in zero if v.commit.folder.rstrip("/") == top), None)
+    if view is None:
+        known = ", ".join(v.commit.folder for v in zero[-5:]) or "none"
+        hint = f"what has no COMMIT does not count; committed: {known}"
+        raise RefusedError(f"{sight.url} holds no committed checkpoint in {folder}", hint=hint)
+    objects = objects_of(sight.manifests(view.commit)).values()
+    prefix = f"{folder.removeprefix(top).strip('/')}/" if folder != top else ""
+    inside = [f for f in objects if not f.path.startswith(f"{EXTRA_FOLDER}/")]
+    if not prefix and not any(parse_shard_name(f.path) for f in inside):
+        roots = sorted({f.path.rpartition("/")[0] for f in inside if parse_shard_name(Path(f.path).name)})
+        prefix = f"{roots[0]}/" if roots else ""
+    name = prefix.rstrip("/").rpartition("/")[2] or top
+    above = [f for f in objects if f.path.startswith(f"{EXTRA_FOLDER}/")] if not prefix else inside
+    found = [_of_manifest(f, f"{name}/{f.path[len(prefix) :]}") for f in inside if f.path.startswith(prefix)]
+    found += [_of_manifest(f, Path(f.path).name) for f in _beside(above, prefix)]
+    return _source(sight.url, access, sight.store, name, found)
+
+
+def _beside(above: Iterable[ManifestFile], prefix: str) -> list[ManifestFile]:
+    """Files of the folder above the shards: those that travelled along, or lie there in the checkpoint."""
+    head = prefix.rstrip("/").rpartition("/")[0]
+    return [f for f in above if not prefix or f.path.rpartition("/")[0] == head]
+
+
+def _of_manifest(file: ManifestFile, path: str) -> RemoteFile:
+    return RemoteFile(
+        path=path, key=file.key, bytes=file.bytes, crc64=file.checksums.crc64nvme, mode=file.mode & 0o777
+    )
+
+
+def _plain(url: str, access: Access) -> RemoteSource:
+    """Any folder of shards, or one with `latest`."""
+    above = ancestors(url)[1:2]
+    store = open_store(above[0] if above else url, access=access)
+    head = f"{url.rpartition('/')[2]}/" if above else ""
+    listed = {info.key[len(head) :]: info for info in store.list(head)}
+    name = url.rpartition("/")[2]
+    if not any(parse_shard_name(key) for key in listed):
+        pointer = listed.get("latest")
+        small = pointer is not None and pointer.bytes <= _POINTER_LIMIT_BYTES
+        tag = (store.get(f"{head}latest") or b"").decode(errors="replace").strip() if small else ""
+        if not tag:
+            hint = "name the folder of a checkpoint"
+            raise NotFoundError(f"{url} holds no shards and no `latest`", hint=hint)
+        files.check_relative(tag)
+        name, cut = Path(tag).name, len(tag) + 1
+        found = [_of_listing(i, f"{name}/{k[cut:]}") for k, i in listed.items() if k.startswith(f"{tag}/")]
+        found += [_of_listing(info, key) for key, info in listed.items() if "/" not in key]
+    else:
+        found = [_of_listing(info, f"{name}/{key}") for key, info in listed.items()]
+        found += _trainers_folder(store) if above else []
+    return _source(url, access, store, name, found)
+
+
+def _trainers_folder(store: Store) -> list[RemoteFile]:
+    """Files beside the folder of the shards, where a configuration and a mark lie among them."""
+    if store.stat(CONFIG) is None or all(store.stat(mark) is None for mark in MARKS):
+        return []
+    return [_of_listing(info, info.key) for info in store.list("") if "/" not in info.key]
+
+
+def _of_listing(info: ObjectInfo, path: str) -> RemoteFile:
+    return RemoteFile(path=path, key=info.key, bytes=info.bytes, mtime_ns=info.mtime_ns)
+
+
+def _source(url: str, access: Access, store: Store, name: str, found: list[RemoteFile]) -> RemoteSource:
+    inside = [f for f in found if f.path.startswith(f"{name}/")]
+    folders = sorted({f.path.split("/")[1] for f in inside if f.path.count("/") > 1})
+    kept = [f for f in found if f.path.count("/") <= 1 and _matters(f.path)]
+    if not any(parse_shard_name(Path(f.path).name) for f in kept):
+        raise NotFoundError(f"{url} holds no shards", hint="name the folder of a checkpoint")
+    return RemoteSource(
+        url=url, access=access, store=store, name=name, files=tuple(kept), folders=tuple(folders)
+    )
+
+
+def _matters(path: str) -> bool:
+    head, _, name = path.rpartition("/")
+    if head and parse_shard_name(name):
+        return True
+    return is_companion(name) or (not head and name in MARKS)
+
+
+# --- its mirror ------------------------------------------------------------------------------------------
+
+
+def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> None:
+    """Below the open folder `place_fd`: `<name>/` with sparse shards, and small files whole where wanted.
+
+    Raises:
+        TornArchiveError, RefusedError: see `ckptd.torchfile.mirror.fill`.
+        SourceChanged: a file is gone. RemoteError: it does not answer.
+    """
+    umask = os.umask(0o077)
+    os.umask(umask)
+    folder = files.open_dir_beneath(place_fd, source.name, create_mode=0o777 & ~umask)
+    try:
+        for name in source.folders:
+            os.close(files.open_dir_beneath(folder, name, create_mode=0o700))
+    finally:
+        os.close(folder)
+    if companions and any(file.path == CONFIG for file in source.files):
+        files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
+    wanted = [f for f in source.files if f.path not in MARKS]
+    wanted = [f for f in wanted if companions or parse_shard_name(Path(f.path).name)]
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="mirror") as pool:
+        futures = [pool.submit(_mirror, source.store, file, place_fd, 0o666 & ~umask) for file in wanted]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
+    def fetch(offset: int, nbytes: int) -> bytes:
+        try:
+            data = store.read_at(file.key, offset, nbytes)
+        except FileNotFoundError as error:
+            raise SourceChanged(f"{file.key} is gone from {store.url}") from error
+        if len(data) != nbytes:
+            raise SourceChanged(f"{file.key} in {store.url} ends before byte {offset + nbytes}")
+        return data
+
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = files.open_beneath(place_fd, file.path, flags, 0o600)
+    try:
+        os.fchmod(fd, file.mode if file.mode is not None else mode)
+        os.ftruncate(fd, file.bytes)
+        if parse_shard_name(Path(file.path).name):
+            mirror.fill(fd, file.path, fetch)
+        elif 0 < file.bytes <= _COMPANION_LIMIT_BYTES:
+            write_at(fd, fetch(0, file.bytes), 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,252 @@
+"""Outputs of a plan straight into a store: each is an upload whose bytes are made while it is sent (P2, P12).
+
+Nothing of it lies on this machine. The folder counts once `ckptd.json` is in it, which is created last; until
+then a note names the plan, so that the next attempt of the same one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from bisect import bisect_right
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from ckptd.convert.parts import Literal, Part, Range
+from ckptd.convert.reading import blocks_of, same_bytes
+from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
+from ckptd.recover.derived import DESCRIPTION
+from ckptd.remote.checksums import crc64
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ckptd.convert.plan import OutputCheck, OutputFile
+    from ckptd.convert.ranges import Ranges
+    from ckptd.convert.writing import Counters
+    from ckptd.remote.store import Progress, Store
+
+NOTE = "ckptd-partial.json"
+TRIES = 4
+_HASH_BYTES = 1 << 20
+
+
+class PartsSource:
+    """An output as what an upload reads: forwards, and again from anywhere when a part is sent again."""
+
+    gid: int | None = None
+
+    def __init__(
+        self,
+        parts: tuple[Part, ...],
+        ranges: Ranges,
+        mode: int,
+        folder_mode: int,
+        tell: Callable[[int], None],
+    ) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(part.nbytes for part in parts))
+        self._ranges = ranges
+        self._tell = tell
+        self._at = -1
+        self._told = 0
+        self._rest = memoryview(b"")
+        self._blocks: Iterator[bytes] = iter(())
+        self.size_bytes: int = self._ends[-1] if self._ends else 0
+        self.mode = mode
+        self.folder_mode = folder_mode
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Make the bytes at `offset`; fewer than fit are normal, 0 is the end."""
+        if offset >= self.size_bytes:
+            return 0
+        if offset != self._at:
+            self._blocks, self._rest, self._at = self._from(offset), memoryview(b""), offset
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                raise SourceChanged("a source ended early while it was read")
+            self._rest = memoryview(block)
+        count = min(len(self._rest), len(buffer))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        self._at += count
+        if self._at > self._told:
+            self._tell(self._at - self._told)
+            self._told = self._at
+        return count
+
+    def drop(self, offset: int, length: int) -> None:
+        """Nothing is kept."""
+
+    def _from(self, offset: int) -> Iterator[bytes]:
+        """Blocks from `offset` on: ranges can be cut, what is arranged is made anew up to there."""
+        first = bisect_right(self._ends, offset)
+        skip = offset - (self._ends[first - 1] if first else 0)
+        for part in self._parts[first:]:
+            if skip and isinstance(part, Range):
+                part, skip = Range(part.source, part.offset + skip, part.nbytes - skip), 0  # noqa: PLW2901
+            elif skip and isinstance(part, Literal):
+                part, skip = Literal(part.data[skip:]), 0  # noqa: PLW2901
+            for block in blocks_of(part, self._ranges):
+                if skip >= len(block):
+                    skip -= len(block)
+                    continue
+                yield block[skip:]
+                skip = 0
+
+
+class Target:
+    """The folder `name` in a store that is written."""
+
+    def __init__(self, store: Store, name: str, *, mode: int, folder_mode: int) -> None:
+        self.store = store
+        self.name = name
+        self.mode = mode
+        self.folder_mode = folder_mode
+        self.made: set[str] = set()
+        self.there: dict[str, int] = {}
+
+    def begin(self, plan_sha256: str) -> None:
+        """Take the folder: it is empty, or an attempt of this very plan ended in it.
+
+        Raises:
+            TargetExists: it holds anything else.
+        """
+        self.store.probe()
+        note = json.dumps({"plan_sha256": plan_sha256}).encode()
+        head = f"{self.name}/"
+        self.there = {info.key[len(head) :]: info.bytes for info in self.store.list(head)}
+        if self.there and (DESCRIPTION in self.there or self.store.get(head + NOTE) != note):
+            raise target_exists(f"{self.store.url}/{self.name}", DESCRIPTION in self.there)
+        if not self.there:
+            self.store.put(head + NOTE, note)
+        self.there.pop(NOTE, None)
+
+    def publish(self, description: bytes, *, pointer: str | None) -> None:
+        """ckptd.json makes it count; then the pointer beside it names it.
+
+        Raises:
+            TargetExists: somebody else's appeared meanwhile.
+        """
+        key = f"{self.name}/{DESCRIPTION}"
+        if not self.store.put_if_absent(key, description) and self.store.get(key) != description:
+            raise target_exists(f"{self.store.url}/{self.name}", is_whole=True)
+        if self.store.get(key) != description:
+            raise VerifyError(f"{key} in {self.store.url} is not what was written there")
+        self.store.delete(f"{self.name}/{NOTE}")
+        if pointer is not None:
+            self.store.put(pointer, self.name.encode())
+
+    def give_up(self) -> None:
+        """Remove what this attempt made; what cannot be removed stays without ckptd.json."""
+        for path in sorted(self.made):
+            with contextlib.suppress(CkptdError):
+                self.store.discard(f"{self.name}/{path}")
+                self.store.delete(f"{self.name}/{path}")
+        if not self.there:
+            with contextlib.suppress(CkptdError):
+                self.store.delete(f"{self.name}/{NOTE}")
+
+
+def target_exists(where: str, is_whole: bool) -> TargetExists:
+    """Somebody's content lies there."""
+    if is_whole:
+        return TargetExists(f"{where} is there already", hint="choose another name")
+    return TargetExists(
+        f"{where} holds other files, or what a conversion of something else left when it was killed",
+        hint="remove them, or choose another name",
+    )
+
+
+class Uploader:
+    """One thread's worker: makes outputs in the target (`ckptd.convert.execute.Worker` of a store)."""
+
+    def __init__(
+        self,
+        target: Target,
+        ranges: Ranges,
+        links: Mapping[str, tuple[str, ...]],
+        counters: Counters,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self._target = target
+        self._ranges = ranges
+        self._links = links
+        self._counters = counters
+        self._check_stop = check_stop
+
+    def make(self, output: OutputFile) -> None:
+        """Send one output under each of its names, verified when it returns."""
+        for number, path in enumerate((output.path, *self._links.get(output.path, ()))):
+            resumed = self._target.there.get(path) == output.nbytes and self._is_whole(path, output)
+            if not resumed:
+                self._send(path, output, counts=number == 0)
+            elif number == 0:
+                self._counters.add(nbytes=output.nbytes)
+            self._counters.add(files=1, resumed=int(resumed))
+
+    def compare(self, check: OutputCheck) -> None:
+        """As `ckptd.convert.execute.Worker.compare`."""
+        self._check_stop()
+        if not same_bytes(check.one, check.other, self._ranges):
+            raise RefusedError(
+                f"the tensor-parallel ranks hold different copies of {check.what}",
+                hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
+            )
+
+    def settle(self) -> None:
+        """Every output is durable when it was made."""
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+
+    def _source(self, output: OutputFile, *, counts: bool) -> PartsSource:
+        def tell(nbytes: int) -> None:
+            self._check_stop()
+            if counts:
+                self._counters.add(nbytes=nbytes, copied=nbytes)
+
+        target = self._target
+        return PartsSource(output.parts, self._ranges, target.mode, target.folder_mode, tell)
+
+    def _send(self, path: str, output: OutputFile, *, counts: bool) -> None:
+        target, key = self._target, f"{self._target.name}/{path}"
+        source = self._source(output, counts=counts)
+        target.made.add(path)
+        for left in reversed(range(TRIES)):
+            self._check_stop()
+            try:
+                crc = target.store.upload(key, source, resume=None, on_progress=self._on_progress)
+                target.store.verify(key, output.nbytes, crc, lambda _: self._check_stop())
+            except (VerifyError, RemoteUnreachable):
+                if not left:
+                    raise
+                time.sleep(0.5 * (TRIES - left))
+                target.store.discard(key)
+            except TargetExists:
+                # an answer that was lost, or an attempt that was killed: nobody else writes below our note
+                if not left:
+                    raise
+                target.store.delete(key)
+            else:
+                return
+
+    def _on_progress(self, _: Progress) -> None:
+        self._check_stop()
+
+    def _is_whole(self, path: str, output: OutputFile) -> bool:
+        """What a killed attempt left is compared instead of sent."""
+        source, crc, at = self._source(output, counts=False), 0, 0
+        view = memoryview(bytearray(_HASH_BYTES))
+        while at < output.nbytes:
+            count = source.read_into(at, view)
+            crc, at = crc64(view[:count], crc), at + count
+        try:
+            self._target.store.verify(
+                f"{self._target.name}/{path}", output.nbytes, crc, lambda _: self._check_stop()
+            )
+        except VerifyError:
+            return False
+        return True
