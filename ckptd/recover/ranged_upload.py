@@ -18,6 +18,7 @@ from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
 from ckptd.recover.derived import DESCRIPTION
 from ckptd.remote.checksums import crc64
+from ckptd.remote.open import is_s3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -114,7 +115,8 @@ class Target:
         Raises:
             TargetExists: it holds anything else.
         """
-        self.store.probe()
+        if is_s3(self.store.url):  # what it keeps its word on; elsewhere trying would leave a folder behind
+            self.store.probe()
         note = json.dumps({"plan_sha256": plan_sha256}).encode()
         head = f"{self.name}/"
         self.there = {info.key[len(head) :]: info.bytes for info in self.store.list(head)}

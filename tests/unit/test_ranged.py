@@ -1,0 +1,194 @@
+"""Ranges of remote objects and outputs made while they are sent, without a server."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bench import sparse
+from ckptd.convert.parts import Literal, Mean, Part, Range, Stream, Widen, Woven
+from ckptd.convert.ranges import Ranges
+from ckptd.convert.reading import blocks_of
+from ckptd.errors import DamagedError, SourceChanged
+from ckptd.recover import ranged_reader
+from ckptd.recover.ranged_reader import RemoteRanges
+from ckptd.recover.ranged_source import RemoteFile
+from ckptd.recover.ranged_upload import PartsSource
+from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.open import open_store
+from ckptd.torchfile import mirror
+from ckptd.torchfile.archive import read_directory
+from ckptd.torchfile.fingerprint import fingerprint
+
+SIZES = (3_000_001, 700_000, 0, 65_536)
+
+
+def nothing() -> None:
+    """Go on."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[RemoteFile]:
+    """Random bytes of `SIZES`."""
+    random.seed(5)
+    found = []
+    for number, size in enumerate(SIZES):
+        data = random.randbytes(size)
+        (tmp_path / str(number)).write_bytes(data)
+        found.append(RemoteFile(path=f"{number}", key=f"{number}", bytes=size, crc64=to_hex(crc64(data))))
+    return found
+
+
+def ranges_of(tmp_path: Path, files: list[RemoteFile], cache_bytes: int = 4 << 20) -> RemoteRanges:
+    """A reader of them."""
+    return RemoteRanges(open_store(str(tmp_path)), files, cache_bytes=cache_bytes, check_stop=nothing)
+
+
+def test_any_range_by_any_thread_is_the_file(tmp_path: Path, files: list[RemoteFile]) -> None:
+    """A cache far smaller than the files; then all of each file is proven, whatever was read twice."""
+    ranges = ranges_of(tmp_path, files, 1 << 20)
+    whole = [(tmp_path / file.path).read_bytes() for file in files]
+    rolls = random.Random(7)
+    wanted = [(n, rolls.randrange(SIZES[n]), rolls.randrange(400_000)) for n in (0, 1, 3) for _ in range(60)]
+
+    def same(one: tuple[int, int, int]) -> bool:
+        number, offset, count = one
+        return ranges.read(number, offset, count) == whole[number][offset : offset + count]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(same, wanted))
+    assert ranges.prove(everything=True).compared == len(SIZES)
+
+
+def test_forwards_each_byte_crosses_once(tmp_path: Path, files: list[RemoteFile]) -> None:
+    """Four threads that read neighbouring pieces of one file fetch each block once."""
+    ranges = ranges_of(tmp_path, files)
+    places = [(0, offset, 10_000) for offset in range(0, SIZES[0], 10_000)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda place: ranges.read(*place), places))
+    assert ranges.fetched_bytes == SIZES[0]
+
+
+def test_bytes_that_turned_are_found_also_where_none_was_needed(
+    tmp_path: Path, files: list[RemoteFile]
+) -> None:
+    """Of file 0 most was read: the rest is read too. Of file 1 little was: it is left unless asked for."""
+    for number in (0, 1):
+        data = bytearray((tmp_path / str(number)).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / str(number)).write_bytes(data)
+    ranges = ranges_of(tmp_path, files, 1 << 20)
+    ranges.read(1, 0, 1000)
+    assert ranges.prove(everything=False).in_part == 3
+    with pytest.raises(DamagedError, match="CRC64"):
+        ranges.prove(everything=True)
+    for offset in range(0, 2_000_000, 500_000):
+        ranges.read(0, offset, 500_000)
+    with pytest.raises(DamagedError, match=r"^0 in .* is damaged"):
+        ranges.prove(everything=False)
+
+
+def test_objects_that_change_are_noticed(tmp_path: Path, files: list[RemoteFile]) -> None:
+    """Shorter, gone, or of another time than when it was listed (P4)."""
+    ranges = ranges_of(tmp_path, files)
+    ranges.recheck()
+    (tmp_path / "1").write_bytes(b"short")
+    with pytest.raises(SourceChanged):
+        ranges.read(1, 600_000, 10)
+    with pytest.raises(SourceChanged):
+        ranges.recheck()
+    (tmp_path / "1").unlink()
+    with pytest.raises(SourceChanged):
+        ranges_of(tmp_path, files).read(1, 0, 10)
+    listed = next(i for i in open_store(str(tmp_path)).list("") if i.key == "3")
+    later = RemoteFile(path="3", key="3", bytes=listed.bytes, mtime_ns=listed.mtime_ns - 5_000_000_000)
+    with pytest.raises(SourceChanged):
+        ranges_of(tmp_path, [later]).recheck()
+
+
+def test_many_sources_share_the_cache() -> None:
+    """Stage 3 reads all ranks at once: blocks are smaller, so that all of them fit."""
+    store = open_store("/tmp")
+    files = [RemoteFile(path=str(n), key=str(n), bytes=1) for n in range(300)]
+    ranges = RemoteRanges(store, files, cache_bytes=24 << 20, check_stop=nothing)
+    assert ranges.block_bytes == ranged_reader.LEAST_BLOCK_BYTES
+    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 2 << 20
+
+
+PARTS: tuple[Part, ...] = (
+    Literal(b"header" * 40),
+    Range(0, 17, 1_500_000),
+    Woven(
+        100,
+        (Stream((Range(1, 0, 40_000),), 400), Stream((Range(1, 40_000, 40_000),), 400)),
+        ((0, 0, 400), (1, 0, 400)),
+    ),
+    Mean(((Range(0, 0, 4000),), (Range(0, 4000, 4000),)), 1000),
+    Widen(1, 8, 3000, "int8"),
+    Literal(b"end"),
+)
+
+
+class Plain(Ranges):
+    """Files by `open`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.lock = threading.Lock()
+
+    def read(self, source: int, offset: int, nbytes: int) -> bytes:
+        """A slice."""
+        return (self._folder / str(source)).read_bytes()[offset : offset + nbytes]
+
+
+@pytest.mark.usefixtures("files")
+def test_an_output_can_be_read_again_from_anywhere(tmp_path: Path) -> None:
+    """A store sends a part again after a break: the same bytes, whatever kind of part they are in."""
+    ranges = Plain(tmp_path)
+    expected = b"".join(block for part in PARTS for block in blocks_of(part, ranges))
+    told: list[int] = []
+    source = PartsSource(PARTS, ranges, 0o644, 0o755, told.append)
+    assert source.size_bytes == len(expected)
+
+    def read(begin: int, end: int) -> bytes:
+        found = bytearray()
+        while begin + len(found) < end:
+            view = memoryview(bytearray(min(65_536, end - begin - len(found))))
+            count = source.read_into(begin + len(found), view)
+            found += view[:count]
+        return bytes(found)
+
+    rolls = random.Random(3)
+    for _ in range(40):
+        begin = rolls.randrange(len(expected))
+        end = min(len(expected), begin + rolls.randrange(1, 300_000))
+        assert read(begin, end) == expected[begin:end]
+    assert read(0, len(expected)) == expected
+    assert sum(told) == len(expected)
+    assert source.read_into(len(expected), memoryview(bytearray(8))) == 0
+
+
+def test_a_mirror_holds_what_planning_reads(tmp_path: Path) -> None:
+    """A file of 64 MB: less than one is fetched, and directory and fingerprint are those of the original."""
+    sparse.write(tmp_path / "in", sparse.Model("m", {f"p{n}": (1000, 1000) for n in range(4)}, 2, 1))
+    path = next((tmp_path / "in").glob("*optim*"))
+    asked: list[int] = []
+
+    def fetch(offset: int, nbytes: int) -> bytes:
+        asked.append(nbytes)
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(nbytes)
+
+    with (tmp_path / "mirror").open("w+b") as copy, path.open("rb") as original:
+        copy.truncate(path.stat().st_size)
+        mirror.fill(copy.fileno(), "x", fetch)
+        found, true = (read_directory(stream.fileno(), "x") for stream in (copy, original))
+        assert found == true
+        assert fingerprint(copy.fileno(), found) == fingerprint(original.fileno(), true)
+    assert sum(asked) < 1 << 20 < path.stat().st_size
+    assert (tmp_path / "mirror").stat().st_blocks * 512 < 1 << 20
