@@ -152,7 +152,7 @@ def _planned(made: Made, tmp_path: Path) -> Path:
         raise queue.Empty
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(queue.Empty):
-        patch.setattr("ckptd.convert.supervise.Conversion._execute", never)
+        patch.setattr("ckptd.convert.supervise.Conversion.execute", never)
         convert(made.folder, tmp_path / "u", ConvertOptions(compat="strict"))
     return tmp_path / workplace.partial_name("u")
 
