@@ -101,6 +101,10 @@ class RefusedError(CkptdError):
     retry = Retry.AFTER_CHANGE
 
 
+class NeedsWholeFiles(RefusedError):
+    """A source that cannot be read by ranges from afar; brought here whole it converts."""
+
+
 class NotFoundError(CkptdError):
     """No such job, tag or path."""
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from ckptd.core.listing import OURS
 from ckptd.errors import (
     CkptdError,
     LockHeld,
+    NeedsWholeFiles,
     NoSpaceError,
     StorageError,
     TargetExists,
@@ -29,10 +31,13 @@ from ckptd.errors import (
 from ckptd.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
 from ckptd.local.state_dir import filesystem_type
 from ckptd.place import path_of
+from ckptd.recover.choose import ZERO
 from ckptd.recover.fetch import Fetcher, read_whole
+from ckptd.recover.ranged import convert_copy
 from ckptd.recover.steps import (
     DERIVED_UNIVERSAL,
     Convert,
+    ConvertFrom,
     CopyBeside,
     Drop,
     Fetch,
@@ -48,6 +53,7 @@ from ckptd.recover.steps import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckptd.convert.options import ConvertProgress
     from ckptd.recover.choose import Copy
 
 _OTHER_CONVERSION_SECONDS = 3600.0
@@ -108,6 +114,9 @@ class Execution:
     def _check_room(self, steps: Sequence[Step]) -> None:
         """P13, before the first byte: never leave less free than the next save and `min_free` need."""
         needed = sum(self._missing_bytes(step) for step in steps if isinstance(step, Fetch))
+        needed += sum(
+            f.bytes for s in steps if isinstance(s, ConvertFrom) for f in s.copy.files if f.role is Role.OPTIM
+        )
         converts = any(isinstance(step, Convert) for step in steps)
         if converts and filesystem_type(self._save_dir) not in _CLONING:
             shards = [f for s in steps if isinstance(s, Fetch) for f in s.copy.files if f.role is Role.OPTIM]
@@ -141,6 +150,8 @@ class Execution:
                 self._mend(step)
             case Convert():
                 self._convert(step)
+            case ConvertFrom():
+                self._convert_from(step)
             case RestoreExtras():
                 self._restore(step)
             case CopyBeside():
@@ -243,28 +254,51 @@ class Execution:
         return files.open_dir_beneath(self._fd, head)
 
     def _convert(self, step: Convert) -> None:
+        self._made_by(
+            step,
+            lambda options, tell: convert(
+                self._save_dir / step.tag,
+                path_of(self._save_dir, step.target),
+                replace(options, verify=step.verify),
+                on_progress=tell,
+                work_dir=path_of(self._save_dir, STAGING),
+            ),
+        )
+
+    def _convert_from(self, step: ConvertFrom) -> None:
+        """By ranges; a form that cannot be read so is fetched whole and converted here after all."""
+        os.close(ensure_ours(self._fd, STAGING))
+        target, staging = (path_of(self._save_dir, name) for name in (step.target, STAGING))
+        try:
+            self._made_by(step, lambda options, tell: convert_copy(step.copy, target, staging, options, tell))
+        except NeedsWholeFiles:
+            tag = step.copy.view.commit.tag
+            instead = Fetch(form=ZERO, copy=step.copy), Place(form=ZERO, copy=step.copy, target=tag)
+            self._check_room(instead)
+            for one in (*instead, Convert(tag=tag, target=step.target, verify=False)):
+                self._one(one)
+
+    def _made_by(
+        self,
+        step: Step,
+        make: Callable[[ConvertOptions, Callable[[ConvertProgress], None] | None], object],
+    ) -> None:
+        """Convert; what another one publishes meanwhile is what we want."""
         os.close(ensure_ours(self._fd, DERIVED_UNIVERSAL))
         tell = self._on_progress
         options = ConvertOptions(
             reserve_bytes=self._reserve_bytes,
             memory_budget_bytes=self._memory_budget_bytes,
-            verify=step.verify,
             low_priority=False,
         )
         deadline = time.monotonic() + _OTHER_CONVERSION_SECONDS
         while True:
             try:
-                convert(
-                    self._save_dir / step.tag,
-                    path_of(self._save_dir, step.target),
-                    options,
-                    on_progress=(lambda p: tell(str(step), p.bytes_done, p.bytes_total)) if tell else None,
-                    work_dir=path_of(self._save_dir, STAGING),
-                )
+                make(options, (lambda p: tell(str(step), p.bytes_done, p.bytes_total)) if tell else None)
             except TargetExists:
                 return
             except LockHeld:
-                # the daemon makes the same form; what it publishes is what we want
+                # a daemon, or another rank
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)

@@ -33,10 +33,12 @@ from ckptd.convert.workplace import (
 from ckptd.recover.derived import DESCRIPTION
 from ckptd.recover.ranged_source import (
     PARALLEL,
+    RemoteSource,
     ancestors,
     is_root,
     look_at,
     make_mirror,
+    of_copy,
 )
 from ckptd.recover.ranged_upload import target_exists
 from ckptd.remote.access import Access, access_of
@@ -46,6 +48,7 @@ from ckptd.remote.open import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from ckptd.recover.choose import Copy
     from ckptd.remote.store import Store
 
 _MIRROR = "source"
@@ -66,27 +69,34 @@ class Destination:
 
 
 class Ranged:
-    """One conversion. `source`: a folder here, or a URL; `destination` likewise; at least one is a URL.
+    """One conversion. `source`: a folder here, a URL, or what was looked at; `destination`: a folder or URL.
 
-    `on_progress` and `should_stop` as `ckptd.convert.supervise.convert`.
+    `work_dir`: where the partial folder of a local destination lies, else beside it. `on_progress` and
+    `should_stop` as `ckptd.convert.supervise.convert`.
     """
 
     def __init__(
         self,
-        source: Path | str,
+        source: Path | str | RemoteSource,
         destination: Path | str,
         options: ConvertOptions,
         environ: Mapping[str, str],
         *,
         on_progress: Callable[[ConvertProgress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        work_dir: Path | None = None,
     ) -> None:
         self._options = options
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._numpy = numpy_for(options)
         self._destination = destination
+        self._work_dir = work_dir
+        self._is_asked_for = isinstance(source, RemoteSource)
+        """By `restore`, which promises that every file was compared (P18)."""
         self._remote = look_at(source, environ) if isinstance(source, str) else None
+        if isinstance(source, RemoteSource):
+            self._remote, source = source, source.url
         self._source = source
         self._target = _target(destination, environ) if isinstance(destination, str) else None
         if self._remote is not None and f"{self._target}/".startswith(f"{str(source).rstrip('/')}/"):
@@ -137,18 +147,19 @@ class Ranged:
         """Ranges into a local folder; a stop or a kill leaves what the next attempt finishes."""
         target = check_place(Path(self._destination))
         parent, name = os.path.split(target)
+        work = os.path.realpath(self._work_dir) if self._work_dir is not None else parent
         try:
-            with opened_workplace(parent, name, parent) as place:
+            with opened_workplace(work, name, parent) as place:
                 report = self._conversion(place).run(place, Path(self._destination), target, started)
         except (errors.LockHeld, errors.BehindError):
             raise
         except (errors.CkptdError, OSError):
-            remove_workplace(parent, name)
+            remove_workplace(work, name)
             raise
         if self._options.write_latest and self._options.form == "universal":
             with files.opened_dir(parent) as fd:
                 files.write_atomic(fd, POINTER, os.fsencode(name))
-        remove_workplace(parent, name)
+        remove_workplace(work, name)
         return report
 
     def _to_remote(self, started: float) -> ConvertReport:
@@ -215,6 +226,7 @@ class Ranged:
             "source_url": source.store.url if source is not None else "",
             "source_access": source.access.model_dump() if source is not None else {},
             "source_files": found,
+            "prove": self._is_asked_for or self._options.verify,
             "target_url": target.url if target is not None else "",
             "target_access": target.access.model_dump() if target is not None else {},
             "target_name": target.name if target is not None else "",
@@ -226,6 +238,18 @@ class Ranged:
             self._on_progress(
                 ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0)
             )
+
+
+def convert_copy(
+    copy: Copy,
+    target: Path,
+    work_dir: Path,
+    options: ConvertOptions,
+    on_progress: Callable[[ConvertProgress], None] | None,
+) -> ConvertReport:
+    """A committed copy, whose shards lie directly in its folder, as the new folder `target` here."""
+    source = of_copy(copy)
+    return Ranged(source, target, options, os.environ, on_progress=on_progress, work_dir=work_dir).run()
 
 
 def _target(url: str, environ: Mapping[str, str]) -> Destination:

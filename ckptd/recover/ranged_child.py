@@ -43,6 +43,8 @@ class Ends:
     source_access: dict[str, Any]
     source_files: list[dict[str, Any]]
     """`RemoteFile`s: by path, those of the plan among them."""
+    prove: bool = False
+    """Compare every source with its manifest, whatever of it was needed."""
     target_url: str = ""
     target_access: dict[str, Any]
     target_name: str = ""
@@ -124,7 +126,7 @@ class RangedExecution(Execution):
             super().recheck_sources(plan)
             return
         self.remote.recheck()
-        self.remote.prove(everything=self.request.verify)
+        self.remote.prove(everything=self.ends.prove)
 
     def worker(self, number: int) -> Maker:
         """One thread's worker."""

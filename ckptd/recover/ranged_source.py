@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.choose import Copy
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.store import ObjectInfo, Store
 
@@ -82,6 +83,13 @@ def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
             sight = look_at_remote("remote", root, None, access)
             return _committed(sight, access, url[len(root) :].strip("/"))
     return _plain(url, access)
+
+
+def of_copy(copy: Copy) -> RemoteSource:
+    """A committed copy whose shards lie directly in its folder."""
+    name, remote = Path(copy.view.commit.tag).name, copy.remote
+    found = [_of_manifest(file, f"{name}/{file.path}") for file in copy.files]
+    return _source(remote.url, remote.access, remote.store, name, found)
 
 
 def ancestors(url: str) -> list[str]:

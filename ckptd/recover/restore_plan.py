@@ -18,6 +18,7 @@ from ckptd.recover.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
     Convert,
+    ConvertFrom,
     CopyBeside,
     Fetch,
     Mend,
@@ -175,7 +176,10 @@ def _universal_loadable(candidate: Candidate, place: Ground) -> list[Step]:
 
 
 def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground) -> list[Step]:
-    """The universal form in `target`: there already, else fetched, else converted from the ZeRO form here."""
+    """The universal form in `target`: there already, else fetched, else converted.
+
+    From the ZeRO form where that lies here or trainers want what lies beside it, else from the remote's.
+    """
     prefix = f"{root}/" if root else ""
     sources, ours = place.source_of(target), candidate.fingerprints
     is_made = bool(sources) and all(
@@ -196,6 +200,8 @@ def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground
         raise TargetExists(msg)
     whole = candidate.copies[0]
     source = f"{candidate.tag}/{root}" if root else candidate.tag
+    if not root and not place.has(candidate.tag):
+        return [ConvertFrom(copy=whole, target=target)]
     brought = _bring(ZERO, whole, whole, candidate.tag, place)
     return [*brought, Convert(tag=source, target=target, verify=False)]
 

@@ -46,6 +46,7 @@ class RemoteSight:
     store: Store
     observation: Observation
     commits: tuple[CommitView, ...]
+    access: Access = _DEFAULT
 
     def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
         """The manifests of a COMMIT, digests checked.
@@ -114,7 +115,12 @@ def look_at_remote(
         msg = f"{url} belongs to job {owner}, this is job {job} ({IDENTITY_KEY})"
         raise RemoteNotOurs(msg, hint=f"if it is the one you mean: CKPTD_NAME={owner}, or name the job file")
     return RemoteSight(
-        name=name, url=url, store=store, observation=observation, commits=live_commits(observation)
+        name=name,
+        url=url,
+        store=store,
+        observation=observation,
+        commits=live_commits(observation),
+        access=access,
     )
 
 

@@ -18,10 +18,11 @@ from ckptd.errors import (
     NotFoundError,
     NotPermitted,
     RemoteError,
+    SourceChanged,
     StorageError,
 )
 from ckptd.recover.sight import is_gone, look_at_remote
-from ckptd.recover.steps import Convert, Fetch, RestoreExtras
+from ckptd.recover.steps import Convert, ConvertFrom, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
 
 if TYPE_CHECKING:
@@ -132,8 +133,9 @@ class Sources:
 
         A conversion that fails on bytes just fetched is the fault of what was fetched.
         """
-        if isinstance(step, Fetch | RestoreExtras):
-            if isinstance(error, DamagedError):
+        if isinstance(step, Fetch | RestoreExtras | ConvertFrom):
+            # what is read by ranges and is gone or another object all at once was changed in the remote
+            if isinstance(error, DamagedError | SourceChanged):
                 self.damaged.add((step.copy.remote.name, step.copy.view.sha256))
                 self._look_again(step.copy)
                 return True

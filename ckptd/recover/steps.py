@@ -70,6 +70,18 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertFrom:
+    """Make the universal form of a committed ZeRO form by ranges of its objects: no copy of it lies here."""
+
+    copy: Copy
+    target: str
+
+    def __str__(self) -> str:
+        what = f"{self.copy.view.commit.tag} ({show_bytes(self.copy.bytes)})"
+        return f"convert {what} from {self.copy.remote.name} to {self.target} while it is read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreExtras:
     """Put files that travelled with the checkpoint back into save_dir where they are absent."""
 
@@ -127,7 +139,7 @@ class Drop:
         return f"drop {self.folder}/{self.name} (made from another save)"
 
 
-Step = MoveAside | Fetch | Place | Mend | Convert | RestoreExtras | Point | CopyBeside | Drop
+Step = MoveAside | Fetch | Place | Mend | Convert | ConvertFrom | RestoreExtras | Point | CopyBeside | Drop
 
 
 def name_of_extra(file: ManifestFile) -> str:

@@ -8,9 +8,10 @@ run here.
 from __future__ import annotations
 
 import os
+import zlib
 from typing import TYPE_CHECKING
 
-from ckptd.errors import RefusedError
+from ckptd.errors import DamagedError, NeedsWholeFiles
 from ckptd.torchfile.archive import (
     AT_ONCE_BYTES,
     LOCAL_HEADER_BYTES,
@@ -44,14 +45,15 @@ def fill(fd: int, name: str, fetch: Callable[[int, int], bytes]) -> None:
 
     Raises:
         TornArchiveError: a directory that leaves the file.
-        RefusedError: a file whose fingerprint needs all its bytes (of before zip archives, or without CRCs).
+        DamagedError: a record that was fetched is not what `torch.save` wrote.
+        NeedsWholeFiles: its fingerprint needs all its bytes (of before zip archives, or without CRCs).
     """
     size = os.fstat(fd).st_size
     tail = max(0, size - TAIL_BYTES - _MORE_TAIL_BYTES)
     _bring(fd, fetch, [(0, min(size, SMALL_BYTES)), (tail, size - tail)])
     framing = frame(fd, expected=True)
     if framing is Framing.LEGACY:
-        raise RefusedError(f"{name} is of torch's format before zip archives", hint=WHOLE)
+        raise NeedsWholeFiles(f"{name} is of torch's format before zip archives", hint=WHOLE)
     if framing is not Framing.ZIP:
         return
     start, length = directory_place(fd, name)
@@ -60,10 +62,13 @@ def fill(fd: int, name: str, fetch: Callable[[int, int], bytes]) -> None:
     _bring(fd, fetch, ((offset, min(LOCAL_HEADER_BYTES, size - offset)) for offset in headers))
     directory = read_directory(fd, name)
     if not has_crc(directory):
-        raise RefusedError(f"{name} was written without CRC32s", hint=WHOLE)
+        raise NeedsWholeFiles(f"{name} was written without CRC32s", hint=WHOLE)
     records = directory.records.values()
     wanted = [r for r in records if r.name == "data.pkl" or r.size <= SMALL_BYTES]
     _bring(fd, fetch, ((record.offset, record.size) for record in wanted))
+    for record in wanted:
+        if record.crc and zlib.crc32(os.pread(fd, record.size, record.offset)) != record.crc:
+            raise DamagedError(f"{name}: record {record.name} is not what torch.save wrote")
 
 
 def _bring(fd: int, fetch: Callable[[int, int], bytes], ranges: Iterable[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptd.errors import RefusedError
+from ckptd.errors import NeedsWholeFiles
 from ckptd.torchfile.mirror import SMALL_BYTES, WHOLE, MirrorFd
 from ckptd.torchfile.values import Inert, Tensor
 
@@ -99,7 +99,7 @@ def scalar(value: Any, fd: int) -> float | int | None:
         return value
     if isinstance(value, Tensor) and value.numel == 1 and value.dtype in _SCALARS:
         if isinstance(fd, MirrorFd) and value.storage.nbytes > SMALL_BYTES:
-            raise RefusedError("a step lies in a large tensor, which is not read from afar", hint=WHOLE)
+            raise NeedsWholeFiles("a step lies in a large tensor, which is not read from afar", hint=WHOLE)
         raw = os.pread(fd, value.item_bytes, value.byte_offset)
         if len(raw) == value.item_bytes:
             return struct.unpack(_SCALARS[value.dtype], raw)[0]  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from ckptd.convert.supervise import convert
 from ckptd.core.layouts import Role
 from ckptd.errors import (
     DamagedError,
@@ -24,6 +25,7 @@ from ckptd.recover.choose import Nodes
 from ckptd.recover.restore import RestoreOptions
 from ckptd.recover.restore_plan import Wish, show_ranks
 from ckptd.recover.sources import Where, where_of
+from tests.unit.legacy_files import as_legacy
 from tests.unit.recover_scene import EXTRA
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 
@@ -144,14 +146,50 @@ def test_universal_by_conversion(scene: RestoreScene) -> None:
     scene.commit(TAG, 10)
     done = scene.restore(world_size=3)
     assert done.path == scene.derived
-    assert (scene.derived / "ckptd.json").is_file()
-    assert scene.named() == TAG
+    # by ranges: no copy of the ZeRO form lies here, so nothing but the universal form is named
+    assert not (scene.dir / TAG).exists()
+    assert scene.named() is None
     assert scene.named("latest_universal") == f"_ckptd/derived/universal/{TAG}"
-    assert scene.got(TAG) == scene.shards(TAG)
+    convert(scene.save_dir / TAG, scene.root / "local")
+    assert sorted(p.name for p in scene.derived.rglob("*")) == sorted(
+        p.name for p in (scene.root / "local").rglob("*")
+    )
     assert scene.restore(world_size=3).plan.steps == ()
     # once it is committed too, what was converted here stays
     scene.commit_universal(TAG, 10)
     assert scene.restore(world_size=3).plan.steps == ()
+
+
+@pytest.mark.parametrize("name", [OPTIM.format(1), MODEL])
+def test_what_is_converted_from_afar_is_compared_with_its_commit(scene: RestoreScene, name: str) -> None:
+    """A bit of the newest turned, in a tensor or at the very end: the one before it is taken (P18)."""
+    scene.two()
+    scene.flip(scene.nas / TAG / name, at=-1)
+    done = scene.restore(world_size=3)
+    assert done.plan.candidate.tag == "global_step5"
+    assert "the next best is taken" in "\n".join(scene.said)
+    assert not scene.derived.exists()
+    assert not list(scene.derived.parent.glob(".*"))
+
+
+def test_what_ranges_cannot_read_is_fetched_whole(scene: RestoreScene) -> None:
+    """Of torch's format before zip archives: the ZeRO form comes here and is converted here."""
+    scene.save(10)
+    as_legacy(scene.save_dir / TAG / OPTIM.format(0))
+    scene.commit(TAG, 10)
+    done = scene.restore(world_size=3)
+    assert done.path == scene.derived
+    assert (scene.derived / "ckptd.json").is_file()
+    assert scene.got(TAG) == scene.shards(TAG)
+
+
+def test_with_the_zero_form_here_nothing_is_read_twice(scene: RestoreScene) -> None:
+    """It was restored before: the universal form is made from what lies in DIR."""
+    scene.save(10)
+    scene.commit(TAG, 10)
+    scene.restore()
+    done = scene.restore(world_size=3)
+    assert [type(step).__name__ for step in done.plan.steps] == ["Convert", "Point"]
 
 
 def test_universal_whose_zero_form_is_gone(scene: RestoreScene) -> None:
@@ -354,7 +392,7 @@ def test_a_dry_run_changes_nothing(scene: RestoreScene) -> None:
     done = scene.restore(dry_run=True, world_size=3)
     assert done.path == scene.derived
     assert not scene.dir.exists()
-    assert any(line.startswith("would fetch") for line in scene.said)
+    assert any(line.startswith(f"would convert {TAG}") for line in scene.said)
     scene.restore()
     before = scene.everything()
     scene.restore(dry_run=True, world_size=3)
