@@ -38,8 +38,8 @@ from ckptd.config_values import (
     Url,
     check_part_size,
     check_save_dir,
-    known_form,
     known_policy,
+    local_form,
     only_never,
     reject,
 )
@@ -51,7 +51,7 @@ class LocalConfig(Retention):
     """`[local]`: what stays on this node."""
 
     forms: Annotated[
-        tuple[Annotated[Literal["universal"], BeforeValidator(known_form)], ...], Strict(False)
+        tuple[Annotated[Literal["universal"], BeforeValidator(local_form)], ...], Strict(False)
     ] = _key(
         ("universal",),
         "forms",
@@ -76,7 +76,10 @@ class RemoteConfig(S3Keys, Retention):
         "a directory on another file system than save_dir, s3://bucket/prefix, sftp://user@host/path …",
     )
     forms: Annotated[tuple[Form, ...], Strict(False)] = _key(
-        ("zero", "universal"), "forms", '["zero", "universal"]', "zero at once; universal when no zero waits"
+        ("zero", "universal"),
+        "forms",
+        '["zero", "universal"]',
+        "zero at once; universal and weights-bf16 (-fp16, -fp32) when no zero waits",
     )
     required: bool = _key(True, "required", "true", "counts for deleting local files; needs zero")
     bandwidth: Bandwidth = _key(

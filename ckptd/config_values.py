@@ -138,10 +138,10 @@ Names = Annotated[tuple[Annotated[str, AfterValidator(check_pattern)], ...], Str
 Count = Annotated[int, Field(ge=1)]
 
 
-def known_form(value: object) -> object:
-    """Refuse forms of later versions by name."""
+def local_form(value: object) -> object:
+    """Refuse forms that are made for remotes alone."""
     if isinstance(value, str) and value.startswith("weights-"):
-        reject(f'the form "{value}" is not in this version; it knows "zero" and "universal"')
+        reject(f'the form "{value}" is made for remotes; name it in the forms of a [[remote]]')
     return value
 
 
@@ -170,4 +170,4 @@ def known_trainer(value: object) -> object:
 
 
 Trainer = Annotated[Literal["auto", "deepspeed", "huggingface", "accelerate"], BeforeValidator(known_trainer)]
-Form = Annotated[Literal["zero", "universal"], BeforeValidator(known_form)]
+Form = Literal["zero", "universal", "weights-fp32", "weights-bf16", "weights-fp16"]

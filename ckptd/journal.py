@@ -23,7 +23,7 @@ from ckptd.errors import StorageError
 from ckptd.journal_tables import SCHEMA, TABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
@@ -147,7 +147,8 @@ class Journal:
     def saves(self) -> list[SaveRow]:
         """Every save ever sealed, oldest first."""
         rows = self._db.execute(
-            "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at "
+            "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at, "
+            "weights "
             "FROM saves ORDER BY id"
         ).fetchall()
         return [
@@ -162,6 +163,7 @@ class Journal:
                 seen_at=r[7],
                 sealed_at=r[8],
                 ended_at=r[9],
+                weights={f: DerivedRecord.model_validate(d) for f, d in json.loads(r[10]).items()},
             )
             for r in rows
         ]
@@ -187,6 +189,11 @@ class Journal:
     def set_held(self, save_id: int, *, held: bool) -> None:
         """Whether clones of the save lie in `_ckptd/hold`."""
         self._db.execute("UPDATE saves SET held=? WHERE id=?", (held, save_id))
+
+    def set_weights(self, save_id: int, weights: Mapping[str, DerivedRecord]) -> None:
+        """Where the exports of a save stand, by form."""
+        text = json.dumps({form: record.model_dump(mode="json") for form, record in weights.items()})
+        self._db.execute("UPDATE saves SET weights=? WHERE id=?", (text, save_id))
 
     def set_derived(self, save_id: int, record: DerivedRecord) -> None:
         """Where the local universal form stands."""

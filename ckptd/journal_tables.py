@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA = 2
+SCHEMA = 3
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -10,7 +10,8 @@ CREATE TABLE facts (identity TEXT NOT NULL, path TEXT NOT NULL, facts TEXT NOT N
                     PRIMARY KEY (identity, path));
 CREATE TABLE saves (id INTEGER PRIMARY KEY, tag TEXT NOT NULL, sealed TEXT NOT NULL, state TEXT NOT NULL,
                     found_first INTEGER NOT NULL, adopted INTEGER NOT NULL, held INTEGER NOT NULL DEFAULT 0,
-                    derived TEXT NOT NULL DEFAULT '{}', seen_at REAL NOT NULL, sealed_at REAL NOT NULL,
+                    derived TEXT NOT NULL DEFAULT '{}', weights TEXT NOT NULL DEFAULT '{}',
+                    seen_at REAL NOT NULL, sealed_at REAL NOT NULL,
                     ended_at REAL);
 CREATE TABLE ships (save_id INTEGER NOT NULL, remote TEXT NOT NULL, form TEXT NOT NULL, record TEXT NOT NULL,
                     started_at REAL, ended_at REAL, PRIMARY KEY (save_id, remote, form));

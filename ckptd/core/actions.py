@@ -33,9 +33,10 @@ class Ship:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
-    """Make the local universal form of a save."""
+    """Make a derived form of a save on this node."""
 
     save_id: int
+    form: str = "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +56,11 @@ class ReleaseHold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropDerived:
-    """Remove the local universal form of a save."""
+    """Remove a derived form of a save from this node."""
 
     save_id: int
     reason: str
+    form: str = "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

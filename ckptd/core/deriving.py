@@ -1,4 +1,4 @@
-"""Which universal forms stay on the node, and which one `latest_universal` names (docs/design.md §4, P9).
+"""Which derived forms are made, which stay on the node, and what `latest_universal` names (design.md §4, P9).
 
 Apart from planner.py, which decides what is shipped and deleted: derived forms can be made again.
 """
@@ -7,13 +7,56 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.actions import Action, DropDerived, PointUniversal
+from ckptd.core.actions import Action, Convert, DropDerived, PointUniversal
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from ckptd.core.view import JobView, SaveView
+    from ckptd.core.view import DerivedRecord, JobView, RemoteView, SaveView
+
+MAX_CONVERSION_TRIES = 3
+_SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+
+
+def is_open(record: DerivedRecord, now_seconds: float) -> bool:
+    """A form that is to be made, or tried again."""
+    if record.state is DerivedState.FAILED:
+        return record.tries < MAX_CONVERSION_TRIES and now_seconds >= record.retry_at_seconds
+    return record.state is DerivedState.NONE
+
+
+def make_weights(view: JobView) -> list[Action]:
+    """Of the newest whole save, once its ZeRO form is committed where the weights go; one at a time."""
+    whole = [s for s in view.saves if s.is_intact and not s.is_model_only]
+    save = max(whole, key=lambda s: s.save.order, default=None)
+    if save is None or save.is_busy:
+        return []
+    for form in WEIGHTS:
+        if is_open(save.derived(form), view.now_seconds) and _is_wanted(view, save, form):
+            # fp32 masters are a third of what a save holds, or less
+            fits = view.disk.free_bytes - save.save.total_bytes // 2 >= view.disk.reserve_bytes
+            return [Convert(save_id=save.id, form=form)] if fits else []
+    return []
+
+
+def drop_weights(view: JobView) -> list[Action]:
+    """What every remote that takes it has, or takes no more, needs no place here."""
+    return [
+        DropDerived(save_id=save.id, form=form, reason="shipped")
+        for save in view.saves
+        for form, record in save.weights.items()
+        if record.state is DerivedState.READY and not save.is_busy and not _is_wanted(view, save, form)
+    ]
+
+
+def _is_wanted(view: JobView, save: SaveView, form: str) -> bool:
+    return any(form in remote.forms and _lacks(remote, save, form) for remote in view.remotes)
+
+
+def _lacks(remote: RemoteView, save: SaveView, form: str) -> bool:
+    is_there = save.ship(remote.name, ZERO).state is ShipState.COMMITTED
+    return is_there and save.ship(remote.name, form).state not in _SETTLED
 
 
 def keep_derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:

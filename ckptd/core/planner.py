@@ -20,17 +20,16 @@ from ckptd.core.actions import (
     Retire,
     Ship,
 )
-from ckptd.core.deriving import keep_derived
+from ckptd.core.deriving import drop_weights, is_open, keep_derived, make_weights
 from ckptd.core.keeping import commits_of, is_committed, keep_local, keep_remote
 from ckptd.core.permit import DeletePermit
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from ckptd.core.view import JobView, RemoteView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
-MAX_CONVERSION_TRIES = 3
 
 
 def plan(view: JobView) -> Plan:
@@ -44,6 +43,7 @@ def plan(view: JobView) -> Plan:
             actions += _ship(view, remote)
         actions += _convert(view)
         actions += keep_derived(view, local_keeps)
+        actions += drop_weights(view)
         actions += _prune(view, local_keeps)
         actions += _retire(view, remote_keeps)
     return Plan(actions=tuple(actions), local_keeps=local_keeps, remote_keeps=remote_keeps)
@@ -87,21 +87,19 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
 
 
 def _ship(view: JobView, remote: RemoteView) -> list[Action]:
-    """At most one: the newest save's zero form first; a universal only when no zero form waits."""
+    """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
     if not remote.is_attached or remote.is_shipping:
         return []
     newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
     for save in newest_first:
         if (save.is_intact or save.is_held) and _is_due(view, save, remote, ZERO) and _to_ship(view, save):
             return [_ship_or_describe(view, save, remote, ZERO)]
-    if UNIVERSAL not in remote.forms:
-        return []
-    for save in newest_first:
-        if save.ship(remote.name, ZERO).state is not ShipState.COMMITTED:
-            continue
-        if save.universal.state is DerivedState.READY and _is_due(view, save, remote, UNIVERSAL):
-            return [_ship_or_describe(view, save, remote, UNIVERSAL)]
-        return []
+    committed = [s for s in newest_first if s.ship(remote.name, ZERO).state is ShipState.COMMITTED]
+    for form in (UNIVERSAL, *WEIGHTS):
+        # of universal forms the newest alone; weights were made for a remote, whichever save they are of
+        for save in committed[:1] if form == UNIVERSAL else committed:
+            if save.derived(form).state is DerivedState.READY and _is_due(view, save, remote, form):
+                return [_ship_or_describe(view, save, remote, form)]
     return []
 
 
@@ -115,7 +113,7 @@ def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> boo
 
 def _ship_or_describe(view: JobView, save: SaveView, remote: RemoteView, form: str) -> Action:
     answer = view.generations.get((save.id, remote.name, form))
-    if form == UNIVERSAL:
+    if form != ZERO:
         generation = save.ship(remote.name, ZERO).generation or 1
         attempt = answer.attempt if answer else save.ship(remote.name, form).attempt
         return Ship(save_id=save.id, remote=remote.name, form=form, generation=generation, attempt=attempt)
@@ -137,19 +135,19 @@ def wants_universal(view: JobView) -> bool:
 
 def _convert(view: JobView) -> list[Action]:
     """One at a time, newest first; every save where extents clone, else only the newest (contract)."""
-    if view.is_converting or not wants_universal(view) or view.is_save_in_flight:
+    if view.is_converting or view.is_save_in_flight:
+        return []
+    return _convert_universal(view) or make_weights(view)
+
+
+def _convert_universal(view: JobView) -> list[Action]:
+    if not wants_universal(view):
         return []
     whole = (s for s in view.saves if s.is_intact and not s.is_model_only)
     candidates = sorted(whole, key=lambda s: s.save.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     for save in candidates if view.disk.can_clone else candidates[:1]:
-        state = save.universal.state
-        is_open = state is DerivedState.NONE or (
-            state is DerivedState.FAILED
-            and save.universal.tries < MAX_CONVERSION_TRIES
-            and view.now_seconds >= save.universal.retry_at_seconds
-        )
-        if not is_open or (save.is_busy and state is DerivedState.CONVERTING):
+        if not is_open(save.universal, view.now_seconds):
             continue
         cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
         if view.disk.free_bytes - cost_bytes < view.disk.reserve_bytes:

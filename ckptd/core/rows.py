@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from ckptd.core.identity import FolderIdentity, Model
 from ckptd.core.manifest import Proof
 from ckptd.core.save import SealedFile, SealedSave
-from ckptd.core.view import DerivedRecord
+from ckptd.core.view import UNIVERSAL, DerivedRecord
 
 SaveState = Literal["present", "superseded", "vanished", "pruned"]
 
@@ -22,9 +24,16 @@ class SaveRow(Model):
     adopted: bool
     held: bool
     derived: DerivedRecord
+    """The universal form."""
+    weights: dict[str, DerivedRecord] = Field(default_factory=dict)
+    """By form."""
     seen_at: float
     sealed_at: float
     ended_at: float | None
+
+    def derived_of(self, form: str) -> DerivedRecord:
+        """Where a derived form stands on this node."""
+        return self.derived if form == UNIVERSAL else self.weights.get(form) or DerivedRecord()
 
 
 class ObjectRow(Model):

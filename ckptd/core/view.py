@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ZERO = "zero"
 UNIVERSAL = "universal"
+WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
+"""Forms that are made for a remote alone, and lie here until it has them (docs/adr/0092)."""
 
 
 class ShipState(StrEnum):
@@ -67,7 +69,7 @@ class DerivedState(StrEnum):
 
 
 class DerivedRecord(Model):
-    """Journal row: the local universal form of a save."""
+    """Journal row: a derived form of a save on this node."""
 
     state: DerivedState = DerivedState.NONE
     plan_sha256: str = ""
@@ -106,11 +108,17 @@ class SaveView:
     is_pinned: bool = False
     ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
+    weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
+    """By form."""
 
     @property
     def is_model_only(self) -> bool:
         """Weights alone: kept apart from what can be resumed from."""
         return self.save.grid.is_model_only
+
+    def derived(self, form: str) -> DerivedRecord:
+        """Where a derived form stands here."""
+        return self.universal if form == UNIVERSAL else self.weights.get(form) or DerivedRecord()
 
     def ship(self, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""

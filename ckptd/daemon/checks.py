@@ -9,9 +9,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.core import actions as a
+from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
-from ckptd.core.planner import MAX_CONVERSION_TRIES
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.outlook import see_outlook
@@ -131,6 +131,17 @@ def _is_lost(job: Job, state: JobState, tag: str) -> bool:
     )
 
 
+def _see_weights(see: Problems, row: SaveRow) -> None:
+    for form, record in row.weights.items():
+        about = f"{row.save.tag} ({form})"
+        if record.state is DerivedState.FAILED and (record.tries or record.retry_at_seconds):
+            text = f"converting {about}: {record.reason}"
+            see.see("conversion-failed", about, text, record.hint or "tried again; see the log")
+        elif record.state is DerivedState.REFUSED:
+            text = f"{row.save.tag} has no {form}: {record.reason}"
+            see.see("conversion-refused", about, text, record.hint or "the ZeRO form is safe all the same")
+
+
 def see_conversions(see: Problems, state: JobState) -> None:
     """What has no universal form, once per reason; a failure only until a newer one has its form."""
     rows = sorted((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.save.order)
@@ -144,6 +155,8 @@ def see_conversions(see: Problems, state: JobState) -> None:
         if has_failed and not (ready and row.save.order < ready[-1]):
             text = f"converting {tag}: {derived.reason}"
             see.see("conversion-failed", tag, text, derived.hint or "tried again; see the log")
+    for row in rows[-1:]:
+        _see_weights(see, row)
     for reason, alike in refused.items():
         more = f" (nor have {len(alike) - 1} older ones)" if len(alike) > 1 else ""
         text = f"{alike[-1].save.tag} has no universal form: {reason}{more}"
@@ -191,7 +204,9 @@ def is_at_rest(job: Job) -> bool:
         record.state in (ShipState.FAILED, ShipState.WAITING) and record.remote in job.links
         for record in ships
     ) and not any(
-        row.derived.state is DerivedState.FAILED and row.derived.tries < MAX_CONVERSION_TRIES for row in here
+        record.state is DerivedState.FAILED and record.tries < MAX_CONVERSION_TRIES
+        for row in here
+        for record in (row.derived, *row.weights.values())
     )
 
 

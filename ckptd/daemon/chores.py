@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from ckptd.convert import supervise
 from ckptd.core.listing import OURS
@@ -17,7 +18,7 @@ from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.state import Converting, JobState
-from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged
+from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 from ckptd.local.derived import describe
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.config_model import JobConfig
+    from ckptd.convert.options import Dtype
     from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, Prune, ReleaseHold
     from ckptd.daemon.workers import OneJobs
     from ckptd.journal import SaveRow
@@ -56,7 +58,7 @@ class Chores:
         self._pause = threading.Event()
         self._stop = threading.Event()
         self._pruning: set[int] = set()
-        self._dropping: set[int] = set()
+        self._dropping: set[tuple[int, str]] = set()
 
     def pace(self, *, is_save_in_flight: bool) -> None:
         """Pause conversions while a save is in flight (P11)."""
@@ -120,15 +122,17 @@ class Chores:
     # --- derived forms ---------------------------------------------------------------------------------
 
     def convert(self, action: Convert, save_dir_fd: int, reserve_bytes: int) -> None:
-        """Make the universal form below `_ckptd/derived/universal/<tag>`."""
-        state = self._state
+        """Make a form below `_ckptd/derived/<form>/<tag>`."""
+        state, form = self._state, action.form
         row = state.rows[action.save_id]
         tag = row.save.tag
         others = [r for r in state.rows.values() if r.save.tag == tag and r.id != row.id]
-        if any(r.derived.state is DerivedState.READY for r in others) or row.id in self._dropping:
+        is_taken = any(r.derived_of(form).state is DerivedState.READY for r in others)
+        if is_taken or (row.id, form) in self._dropping:
             return
-        state.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.CONVERTING}))
-        state.converting = Converting(save_id=row.id, total_bytes=row.save.total_bytes)
+        begun = row.derived_of(form).model_copy(update={"state": DerivedState.CONVERTING})
+        state.put_derived(row.id, begun, form)
+        state.converting = Converting(save_id=row.id, form=form, total_bytes=row.save.total_bytes)
         state.busy[row.id] += 1
         converting = state.converting
 
@@ -138,24 +142,26 @@ class Chores:
         options = supervise.ConvertOptions(
             memory_budget_bytes=self._conversion_bytes(), reserve_bytes=reserve_bytes
         )
-
+        if form != UNIVERSAL:
+            options = replace(options, form="weights", dtype=_dtype(form))
         self._in_worker(
             f"converting {tag}",
             save_dir_fd,
-            lambda fd: self._convert(fd, row, options, progress),
-            lambda record: self._converted(row.id, record),
-            lambda error: self._not_converted(row.id, error),
+            lambda fd: self._convert(fd, row, form, options, progress),
+            lambda record: self._converted(row.id, form, record),
+            lambda error: self._not_converted(row.id, form, error),
         )
 
     def _convert(
         self,
         fd: int,
         row: SaveRow,
+        form: str,
         options: supervise.ConvertOptions,
         progress: Callable[[supervise.ConvertProgress], None],
     ) -> DerivedRecord:
         """In a worker: what is there already and was made from this save serves, anything else makes room."""
-        tag, place = row.save.tag, f"{fs.DERIVED}/{UNIVERSAL}"
+        tag, place = row.save.tag, f"{fs.DERIVED}/{form}"
         os.close(fs.ensure_ours(fd, place))
         os.close(fs.ensure_ours(fd, fs.STAGING))
         found = describe(fd, f"{place}/{tag}")
@@ -194,19 +200,19 @@ class Chores:
             bytes=report.bytes,
         )
 
-    def _converted(self, save_id: int, record: DerivedRecord) -> None:
+    def _converted(self, save_id: int, form: str, record: DerivedRecord) -> None:
         state = self._state
         tag = state.rows[save_id].save.tag
         state.busy[save_id] -= 1
         state.converting = None
-        state.put_derived(save_id, record)
-        log.info("%s has its universal form (%s, %.1f MB)", tag, record.layout, record.bytes / 1e6)
+        state.put_derived(save_id, record, form)
+        log.info("%s has its %s form (%s, %.1f MB)", tag, form, record.layout, record.bytes / 1e6)
         self._wake()
 
-    def _not_converted(self, save_id: int, error: CkptdError) -> None:
+    def _not_converted(self, save_id: int, form: str, error: CkptdError) -> None:
         state = self._state
         row = state.rows[save_id]
-        tag = row.save.tag
+        tag, derived = row.save.tag, row.derived_of(form)
         state.busy[save_id] -= 1
         state.converting = None
         update: dict[str, object] = {
@@ -217,39 +223,40 @@ class Chores:
         if self._stop.is_set():
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
-            update["retry_at_seconds"] = time.monotonic() + backoff_seconds(row.derived.tries + 5)
-        elif isinstance(error, RefusedError):
+            update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
+        elif isinstance(error, RefusedError | UsageError):  # such as numpy that is not installed
             update["state"] = DerivedState.REFUSED
         elif not isinstance(error, SourceChanged):
-            update["tries"] = row.derived.tries + 1
-            update["retry_at_seconds"] = time.monotonic() + backoff_seconds(row.derived.tries + 3)
-        state.put_derived(save_id, row.derived.model_copy(update=update))
-        log.warning("converting %s: %s", tag, error)
+            update["tries"] = derived.tries + 1
+            update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 3)
+        state.put_derived(save_id, derived.model_copy(update=update), form)
+        log.warning("converting %s (%s): %s", tag, form, error)
         self._wake()
 
     def drop_derived(self, action: DropDerived, save_dir_fd: int) -> None:
-        """Remove the universal form of a save."""
-        state = self._state
-        if action.save_id in self._dropping:
+        """Remove a derived form of a save."""
+        state, form = self._state, action.form
+        key = (action.save_id, form)
+        if key in self._dropping:
             return
-        self._dropping.add(action.save_id)
+        self._dropping.add(key)
         row = state.rows[action.save_id]
         tag = row.save.tag
-        self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=action.reason)
+        self._audit.write("drop-derived", tag=tag, generation=0, form=form, reason=action.reason)
 
         def done(_: None) -> None:
-            self._dropping.discard(row.id)
-            state.put_derived(row.id, DerivedRecord(reason=action.reason))
+            self._dropping.discard(key)
+            state.put_derived(row.id, DerivedRecord(reason=action.reason), form)
             self._wake()
 
         def failed(error: CkptdError) -> None:
-            self._dropping.discard(row.id)
-            log.warning("dropping the universal form of %s: %s", tag, error)
+            self._dropping.discard(key)
+            log.warning("dropping the %s form of %s: %s", form, tag, error)
 
         self._in_worker(
-            f"dropping the universal form of {tag}",
+            f"dropping the {form} form of {tag}",
             save_dir_fd,
-            lambda fd: fs.remove_ours(fd, f"{fs.DERIVED}/{UNIVERSAL}", tag),
+            lambda fd: fs.remove_ours(fd, f"{fs.DERIVED}/{form}", tag),
             done,
             failed,
         )
@@ -330,3 +337,7 @@ class Chores:
                 os.close(fd)
 
         self._workers.submit(what, run, done, failed)
+
+
+def _dtype(form: str) -> Dtype:
+    return cast("Dtype", form.removeprefix("weights-"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd import __version__
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
-from ckptd.core.view import UNIVERSAL
+from ckptd.core.view import UNIVERSAL, ZERO
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
 from ckptd.remote import messages as m
@@ -30,8 +30,8 @@ LATEST_UNIVERSAL = "latest_universal"
 def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
     """Every file of one form, from the hold where there is one; None when its source is gone."""
     folder = _folder_of(row, action)
-    if action.form == UNIVERSAL:
-        return _universal(row, action, save_dir_fd)
+    if action.form != ZERO:
+        return _derived_files(row, action, save_dir_fd)
     source = row.save.tag
     identities = {f.path: f.identity for f in row.save.files}
     if row.held:
@@ -65,15 +65,17 @@ def _folder_of(row: SaveRow, action: Ship) -> str:
     return folder_name(save.tag, action.generation, action.form, action.attempt)
 
 
-def _universal(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+def _derived_files(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
     """The derived folder; where a trainer expects it beside its shards, with the pointer that it follows."""
-    save = row.save
-    folder, below = universal_folder(save.tag, action.generation, save.roots[0], action.attempt)
-    source = f"{fs.DERIVED}/{UNIVERSAL}/{save.tag}"
+    save, folder, below = row.save, _folder_of(row, action), ""
+    if action.form == UNIVERSAL:
+        folder, below = universal_folder(save.tag, action.generation, save.roots[0], action.attempt)
+    source = f"{fs.DERIVED}/{action.form}/{save.tag}"
     derived = scan_folder(save_dir_fd, source)
     if derived is None:
         return None
-    found = tuple(_derived(f, folder, source, below) for f in derived.files)
+    role = Role.UNIVERSAL if action.form == UNIVERSAL else Role.WEIGHTS
+    found = tuple(_derived(f, folder, source, below, role) for f in derived.files)
     if not below:
         return found
     pointer = m.ShipFile(
@@ -114,7 +116,7 @@ def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tupl
     return tuple(found)
 
 
-def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.ShipFile:
+def _derived(file: ListedFile, folder: str, source: str, below: str, role: Role) -> m.ShipFile:
     path = f"{below}/{file.path}" if below else file.path
     return m.ShipFile(
         path=path,
@@ -122,7 +124,7 @@ def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.ShipFi
         source=f"{source}/{file.path}",
         identity=file.identity,
         bytes=file.identity.size_bytes,
-        role=Role.UNIVERSAL,
+        role=role,
         fingerprint="",
         mode=file.mode,
         check_zip_crc=False,
@@ -184,14 +186,15 @@ def ship_order(
 
 
 def _source_of(row: SaveRow, action: Ship) -> DerivedSource | None:
-    if action.form != UNIVERSAL:
+    if action.form == ZERO:
         return None
+    derived = row.derived_of(action.form)
     return DerivedSource(
         generation=action.generation,
         fingerprints=row.save.fingerprints,
-        plan_sha256=row.derived.plan_sha256,
-        layout=row.derived.layout,
-        alignment=row.derived.alignment,
+        plan_sha256=derived.plan_sha256,
+        layout=derived.layout,
+        alignment=derived.alignment,
     )
 
 

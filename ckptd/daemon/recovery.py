@@ -9,7 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import UNIVERSAL, DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.local import fs
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
 def _take_up_again(state: JobState) -> None:
     """Conversions and uploads that the crash interrupted are open again; backoffs are over."""
     for row in list(state.rows.values()):
-        derived = row.derived
-        if derived.state is DerivedState.CONVERTING:
-            state.put_derived(row.id, derived.model_copy(update={"state": DerivedState.NONE}))
-        elif derived.retry_at_seconds:
-            state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}))
+        for form, derived in {UNIVERSAL: row.derived, **row.weights}.items():
+            if derived.state is DerivedState.CONVERTING:
+                state.put_derived(row.id, derived.model_copy(update={"state": DerivedState.NONE}), form)
+            elif derived.retry_at_seconds:
+                state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
     for save_id, records in list(state.ships.items()):
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
@@ -82,3 +82,13 @@ def _sweep_partials(state: JobState, save_dir_fd: int) -> None:
         is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
         if is_partial and name[1 : -len(PARTIAL_END)] not in present:
             fs.remove_ours(save_dir_fd, place, name)
+    ready = {
+        (form, row.save.tag)
+        for row in state.rows.values()
+        for form, record in row.weights.items()
+        if record.state is DerivedState.READY
+    }
+    for form in WEIGHTS:  # made to be shipped: what no row knows is made again where it is still wanted
+        for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
+            if (form, name) not in ready:
+                fs.remove_ours(save_dir_fd, f"{fs.DERIVED}/{form}", name)

@@ -230,7 +230,7 @@ def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
 
 def _form(state: JobState, row: SaveRow, record: ShipRecord | None, remote: str, form: str) -> st.FormStatus:
     if record is None:
-        ready = form == ZERO or row.derived.state is DerivedState.READY
+        ready = form == ZERO or row.derived_of(form).state is DerivedState.READY
         return st.FormStatus(state="waiting" if ready else "none")
     moving = state.moving.get((row.id, remote, form))
     eta = None

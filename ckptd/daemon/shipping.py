@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import UNIVERSAL, ZERO, Confirmation, ShipRecord, ShipState
+from ckptd.core.view import ZERO, Confirmation, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.links import error_of
 from ckptd.daemon.orders import files_to_ship, ship_order
@@ -192,7 +192,7 @@ class Shipping:
             state.problems.put("commit-waiting", about, f"{about}: {answer.reason}", "see the other nodes")
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
-            if action.form == UNIVERSAL:
+            if action.form != ZERO:
                 record = record.model_copy(update={"attempt": record.attempt + 1})
             state.journal.forget_objects(action.save_id, action.remote, action.form)
         if answer.outcome != "waiting":

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import ShipRecord, ShipState
+from ckptd.core.view import UNIVERSAL, ShipRecord, ShipState
 from ckptd.daemon.problems import Problems
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Converting:
     """A conversion under way."""
 
     save_id: int
+    form: str = UNIVERSAL
     done_bytes: int = 0
     total_bytes: int = 0
 
@@ -127,10 +128,16 @@ class JobState:
         self.journal.put_ship(save_id, record)
         self.ships.setdefault(save_id, {})[record.remote, record.form] = record
 
-    def put_derived(self, save_id: int, record: DerivedRecord) -> None:
+    def put_derived(self, save_id: int, record: DerivedRecord, form: str = UNIVERSAL) -> None:
         """Journal and remember."""
+        row = self.rows[save_id]
+        if form != UNIVERSAL:
+            weights = {**row.weights, form: record}
+            self.journal.set_weights(save_id, weights)
+            self.rows[save_id] = row.model_copy(update={"weights": weights})
+            return
         self.journal.set_derived(save_id, record)
-        self.rows[save_id] = self.rows[save_id].model_copy(update={"derived": record})
+        self.rows[save_id] = row.model_copy(update={"derived": record})
 
     def row_of_tag(self, tag: str) -> SaveRow | None:
         """The save of that tag that this node holds now."""

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.sealing import sealed_extra
-from ckptd.core.view import ZERO, Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.core.view import ZERO, DerivedState, Disk, JobView, RemoteCommit, RemoteView, SaveView
 from ckptd.files import free_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def build_view(
         saves=tuple(
             _save(config, state, row, folders.get(row.save.tag), pins)
             for row in state.rows.values()
-            if row.state == "present" or row.derived.state.value == "ready" or row.held
+            if row.state == "present" or row.held or _has_derived(row)
         ),
         remotes=tuple(
             _remote(remote.required, remote.forms, links[remote.name], remote.policy)
@@ -127,6 +127,10 @@ def _save(
     return made
 
 
+def _has_derived(row: SaveRow) -> bool:
+    return any(d.state is DerivedState.READY for d in (row.derived, *row.weights.values()))
+
+
 def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
     """By identity where it is the same object, else by value: most saves are as they were."""
     return all(a is b or a == b for a, b in zip(known, basis, strict=True))
@@ -164,6 +168,7 @@ def _fresh(
         is_pinned=row.save.tag in pins,
         ships=ships,
         universal=row.derived,
+        weights=row.weights,
     )
 
 

@@ -11,6 +11,7 @@ from ckptd.core.actions import (
     AskConfirmation,
     Convert,
     Describe,
+    DropDerived,
     Hold,
     PointUniversal,
     Prune,
@@ -228,3 +229,53 @@ def test_order_of_rewinds_and_resaves() -> None:
     again = next_order(5, rewound)
     assert (first, rewound, again) == (Order(1, 8, 1), Order(2, 5, 1), Order(2, 5, 2))
     assert first < rewound < again
+
+
+# --- weights -----------------------------------------------------------------------------------------------
+
+
+BF16 = "weights-bf16"
+
+
+def _with_weights(*saves: SaveView, **changes: Any) -> JobView:
+    view = job_view(list(saves), **changes)
+    forms = (ZERO, UNIVERSAL, BF16)
+    return replace(view, remotes=tuple(replace(r, forms=forms) for r in view.remotes))
+
+
+def test_weights_are_made_last_of_the_newest_and_only_once_its_zero_form_is_committed() -> None:
+    """They delay nothing: no conversion while ZeRO waits, none before the universal form, none in a save."""
+    ready = DerivedRecord(state=DerivedState.READY)
+    both = save_view(1, sealed(1), universal=ready), save_view(2, sealed(2), universal=ready)
+    assert of(_with_weights(*both), Convert) == [Convert(save_id=2, form=BF16)]
+    waiting = save_view(2, sealed(2), committed=False, universal=ready)
+    assert of(_with_weights(both[0], waiting), Convert) == []
+    unmade = save_view(2, sealed(2), universal=DerivedRecord())
+    assert of(_with_weights(both[0], unmade), Convert) == [Convert(save_id=2)]
+    assert of(_with_weights(*both, is_save_in_flight=True), Convert) == []
+    assert of(_with_weights(*both, is_converting=True), Convert) == []
+    full = Disk(free_bytes=1040, reserve_bytes=1000, can_clone=True)
+    assert of(_with_weights(*both, disk=full), Convert) == []
+    assert of(job_view(list(both)), Convert) == []
+
+
+def test_weights_are_shipped_after_the_other_forms_and_dropped_once_they_are_there() -> None:
+    """A refused or failed one is neither; what a remote let go is not made again."""
+    ready = DerivedRecord(state=DerivedState.READY)
+    save = save_view(1, sealed(1), universal=ready, weights={BF16: ready})
+    first = of(_with_weights(save), Ship)
+    assert [(s.form, s.generation) for s in first] == [(UNIVERSAL, 1)]
+    there = dict(save.ships) | {(NAS, UNIVERSAL): committed_record(save.save, form=UNIVERSAL)}
+    shipped = replace(save, ships=there)
+    assert [s.form for s in of(_with_weights(shipped), Ship)] == [BF16]
+    assert of(_with_weights(shipped), DropDerived) == []
+    newer = save_view(2, sealed(2), committed=False)
+    assert [(s.save_id, s.form) for s in of(_with_weights(shipped, newer), Ship)] == [(2, ZERO)]
+    for state in (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED):
+        record = committed_record(save.save, form=BF16).model_copy(update={"state": state})
+        done = replace(shipped, ships=there | {(NAS, BF16): record})
+        view = _with_weights(done)
+        assert of(view, DropDerived) == [DropDerived(save_id=1, form=BF16, reason="shipped")]
+        assert of(_with_weights(replace(done, weights={BF16: DerivedRecord()})), Convert) == []
+    refused = replace(shipped, weights={BF16: DerivedRecord(state=DerivedState.REFUSED)})
+    assert of(_with_weights(refused), Convert) == of(_with_weights(refused), Ship) == []
