@@ -30,7 +30,9 @@ def register(app: typer.Typer) -> None:
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
         ),
         form: str = typer.Option(
-            None, metavar="zero|universal", help="Default: zero, universal for another --world-size."
+            None,
+            metavar="zero|universal|weights-…",
+            help="Default: zero, universal for another --world-size.",
         ),
         world_size: int = typer.Option(None, min=1, help="Ranks that will load it; another grid: universal."),
         ranks: str | None = typer.Option(

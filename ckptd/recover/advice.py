@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role, parse_shard_name
 from ckptd.core.trainers import Trainer
+from ckptd.core.view import WEIGHTS
 from ckptd.recover.choose import UNIVERSAL
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     first += f"ZeRO stage {grid.zero_stage}, saved by {candidate.saved_world_size} ranks, form {plan.form}"
     if grid.is_model_only:
         return [f"{candidate.tag} is only a model (step {candidate.order.step}): nothing to resume from"]
+    if plan.form in WEIGHTS:
+        return [f"{plan.form} of {candidate.tag}, step {candidate.order.step}: nothing to resume from"]
     lines = [first]
     if plan.form != UNIVERSAL:
         return lines

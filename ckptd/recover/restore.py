@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.coverage import order_of
+from ckptd.core.view import WEIGHTS
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -24,13 +25,12 @@ from ckptd.errors import (
     NothingCommitted,
     RefusedError,
     TargetExists,
-    UsageError,
     from_os_error,
 )
 from ckptd.local.scan import has_open_writer
 from ckptd.place import path_of
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
+from ckptd.recover.choose import ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
 from ckptd.recover.derived import DESCRIPTION, source_of
 from ckptd.recover.execute import Execution, drop_leftovers
 from ckptd.recover.held import Held, look_into
@@ -62,16 +62,7 @@ class RestoreOptions:
     memory_budget_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
-        wish = self.wish
-        if wish.form not in (None, ZERO, UNIVERSAL):
-            msg = f"there is no form {wish.form!r} to restore"
-            raise UsageError(msg, hint="--form zero or --form universal")
-        if wish.ranks is not None and wish.form == UNIVERSAL:
-            msg = "--ranks picks ZeRO shards, the universal form has none"
-            raise UsageError(msg, hint="leave one of them out")
-        if wish.ranks is not None and wish.nodes.count > 1:
-            msg = "--ranks and --nnodes both say which shards are wanted"
-            raise UsageError(msg, hint="leave one of them out")
+        self.wish.check()
 
 
 class Directory:
@@ -220,8 +211,10 @@ class Restore:
         while True:
             choice = Choice()
             remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
-            found = committed_saves(remotes, Nodes(), damaged, choice, model=self._options.tag)
-            found += self._universal_only(found, damaged, choice)
+            found: list[Candidate] = []
+            if self._options.wish.form not in WEIGHTS:
+                found = committed_saves(remotes, Nodes(), damaged, choice, model=self._options.tag)
+            found += self._derived_only(found, damaged, choice)
             for name, error in choice.lost.items():
                 self._sources.drop(name, error)
             if choice.lost:
@@ -237,11 +230,15 @@ class Restore:
                 raise self._nothing(wanted)
             return max(fit, key=lambda c: c.order)
 
-    def _universal_only(
+    def _derived_only(
         self, found: list[Candidate], damaged: frozenset[tuple[str, str]], choice: Choice
     ) -> list[Candidate]:
-        """Saves whose ZeRO form no remote holds (any more): for plain DeepSpeed the form is enough."""
-        if self._options.wish.form != UNIVERSAL:
+        """Saves whose ZeRO form no remote holds (any more): for plain DeepSpeed the form is enough.
+
+        Weights come from copies of that form alone.
+        """
+        form = self._options.wish.form
+        if form in (None, ZERO):
             return []
         known = {(c.tag, c.order) for c in found}
         copies = readable_copies(self._sources.remotes, Nodes(), damaged, Choice(lost=choice.lost))
@@ -253,7 +250,7 @@ class Restore:
                 universals=(copy,),
             )
             for copy in copies
-            if copy.view.commit.form == UNIVERSAL
+            if copy.view.commit.form == form
             and (copy.view.commit.tag, order_of(copy.view.commit)) not in known
             and any(file.path == DESCRIPTION for file in copy.files)
         ]
@@ -271,7 +268,8 @@ class Restore:
         )
 
     def _is_wanted_form(self, form: str) -> bool:
-        return form == ZERO or (form == UNIVERSAL and self._options.wish.form == UNIVERSAL)
+        wanted = self._options.wish.form
+        return form == wanted or (form == ZERO and wanted not in WEIGHTS)
 
     def _nothing(self, wanted: Order | None) -> CkptdError:
         """Why there is nothing to restore."""
@@ -295,7 +293,8 @@ class Restore:
         if there or any(remote.observation.damaged for remote in sources.remotes):
             msg = f"every checkpoint in {where} is damaged"
             return DamagedError(msg, hint="see the lines above, and `ckptd verify`")
-        msg = f"{where} holds no committed checkpoint"
+        what = "checkpoint" if self._options.wish.form not in WEIGHTS else self._options.wish.form
+        msg = f"{where} holds no committed {what}"
         return NothingCommitted(msg)
 
     # --- doing -----------------------------------------------------------------------------------------

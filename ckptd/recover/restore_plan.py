@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ckptd.core.trainers import Trainer, universal_name
-from ckptd.errors import RefusedError, TargetExists
+from ckptd.core.view import WEIGHTS
+from ckptd.errors import RefusedError, TargetExists, UsageError
 from ckptd.recover.beside import beside_shards, the_root, within
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes, of_node, of_ranks
 from ckptd.recover.plan import ResumePlan, needs_universal
@@ -43,6 +44,21 @@ class Wish:
     ranks: frozenset[int] | None = None
     nodes: Nodes = field(default_factory=Nodes)
 
+    def check(self) -> None:
+        """Raise UsageError when it contradicts itself."""
+        if self.form not in (None, ZERO, UNIVERSAL, *WEIGHTS):
+            msg = f"there is no form {self.form!r} to restore"
+            raise UsageError(msg, hint=f"--form zero, universal, {', '.join(WEIGHTS)}")
+        if self.ranks is not None and self.form not in (None, ZERO):
+            msg = f"--ranks picks ZeRO shards, the {self.form} form has none"
+            raise UsageError(msg, hint="leave one of them out")
+        if self.world_size is not None and self.form in WEIGHTS:
+            msg = "--world-size is of checkpoints to resume from, weights are none"
+            raise UsageError(msg, hint="leave one of them out")
+        if self.ranks is not None and self.nodes.count > 1:
+            msg = "--ranks and --nnodes both say which shards are wanted"
+            raise UsageError(msg, hint="leave one of them out")
+
 
 class Ground(Protocol):
     """The directory as it is now."""
@@ -71,6 +87,8 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
         RefusedError: the form or the number of ranks cannot be had.
         NotFoundError: ranks beyond the grid. TargetExists: another content under the tag (73).
     """
+    if wish.form in WEIGHTS:
+        return _weights(candidate, wish.form, place)
     is_universal = _wants_universal(candidate, wish)
     if is_universal and wish.ranks is not None:
         msg = f"{candidate.tag} is wanted in universal form, which has no ranks"
@@ -98,6 +116,13 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
         steps=tuple(steps),
         notes=_notes(candidate, wish, is_universal=is_universal),
     )
+
+
+def _weights(candidate: Candidate, form: str, place: Ground) -> ResumePlan:
+    """Beside the checkpoints, as in the remote; no pointer names weights."""
+    copy, target = candidate.universals[0], f"{candidate.tag}_{form}"
+    steps = _bring(form, copy, copy, target, place)
+    return ResumePlan(candidate=candidate, form=form, path=target, world_size=None, steps=tuple(steps))
 
 
 def _wants_universal(candidate: Candidate, wish: Wish) -> bool:

@@ -67,6 +67,17 @@ def test_weights_go_where_they_are_listed(tmp_path: Path) -> None:
         assert here.commits(FORM) == {"global_step1~g1": made}
         listed = here.ckptd("list", here.nas, "--json")
         assert FORM in listed.stdout, json.loads(listed.stdout)
+        shutil.rmtree(here.state)
+        here.once()
+        assert here.commits(FORM) == {"global_step1~g1": made}
+        assert not list((derived / FORM).glob("*"))
+        restored = here.ckptd("restore", here.nas, "--to", tmp_path / "to", "--form", FORM)
+        assert restored.stdout.strip() == str(tmp_path / "to" / f"global_step1_{FORM}"), restored.stderr
+        assert _same(tmp_path / "to" / f"global_step1_{FORM}", tmp_path / "expected")
+        assert [p.name for p in (tmp_path / "to").iterdir() if p.name != "_ckptd"] == [f"global_step1_{FORM}"]
+        assert (
+            here.ckptd("restore", here.nas, "--to", tmp_path / "no", "--form", "weights-fp16").returncode == 4
+        )
         verified = here.ckptd("verify", here.nas, "--read-data")
         assert verified.returncode == 0, verified.stdout
     shutil.rmtree(tmp_path / "n")
