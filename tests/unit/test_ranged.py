@@ -6,23 +6,32 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bench import sparse
+from ckptd.convert.options import ConvertOptions, ConvertReport
 from ckptd.convert.parts import Literal, Mean, Part, Range, Stream, Widen, Woven
 from ckptd.convert.ranges import Ranges
 from ckptd.convert.reading import blocks_of
-from ckptd.errors import DamagedError, SourceChanged
+from ckptd.convert.supervise import convert
+from ckptd.errors import BehindError, DamagedError, SourceChanged
 from ckptd.recover import ranged_reader
+from ckptd.recover.ranged import Ranged
 from ckptd.recover.ranged_reader import RemoteRanges
-from ckptd.recover.ranged_source import RemoteFile
+from ckptd.recover.ranged_source import RemoteFile, RemoteSource
 from ckptd.recover.ranged_upload import PartsSource
+from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.open import open_store
 from ckptd.torchfile import mirror
 from ckptd.torchfile.archive import read_directory
 from ckptd.torchfile.fingerprint import fingerprint
+from tests.unit.synthetic import write_stage3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIZES = (3_000_001, 700_000, 0, 65_536)
 
@@ -192,3 +201,29 @@ def test_a_mirror_holds_what_planning_reads(tmp_path: Path) -> None:
         assert fingerprint(copy.fileno(), found) == fingerprint(original.fileno(), true)
     assert sum(asked) < 1 << 20 < path.stat().st_size
     assert (tmp_path / "mirror").stat().st_blocks * 512 < 1 << 20
+
+
+def test_stopped_in_the_middle_it_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """From a store into a folder here: nothing is to be seen before the end, the next attempt finishes."""
+    write_stage3(tmp_path / "in" / "tag", [{f"p{n}": (40, 30) for n in range(12)}], dp=3)
+    convert(tmp_path / "in" / "tag", tmp_path / "local")
+    store = open_store(str(tmp_path / "in"))
+    found = [RemoteFile(path=info.key, key=info.key, bytes=info.bytes) for info in store.list("tag/")]
+    source = RemoteSource(
+        url=store.url, access=Access(), store=store, name="tag", files=tuple(found), folders=()
+    )
+    plan = tmp_path / ".u.ckptd-partial" / "plan.jsonl"
+
+    def run(should_stop: Callable[[], bool]) -> ConvertReport:
+        return Ranged(source, tmp_path / "u", ConvertOptions(), {}, should_stop=should_stop).run()
+
+    with pytest.raises(BehindError):
+        run(plan.exists)
+    assert not (tmp_path / "u").exists()
+    assert plan.exists()
+    run(lambda: False)
+    made = {p.relative_to(tmp_path / "u"): p.read_bytes() for p in (tmp_path / "u").rglob("*.pt")}
+    assert made == {
+        p.relative_to(tmp_path / "local"): p.read_bytes() for p in (tmp_path / "local").rglob("*.pt")
+    }
+    assert not (tmp_path / ".u.ckptd-partial").exists()
