@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench import sparse
+from ckptd.convert.cutting import pieces
 from ckptd.convert.options import ConvertOptions, ConvertReport
-from ckptd.convert.parts import Literal, Mean, Part, Range, Stream, Widen, Woven
+from ckptd.convert.parts import Cast, Literal, Mean, Part, Range, Stream, Widen, Woven
 from ckptd.convert.ranges import Ranges
 from ckptd.convert.reading import blocks_of
 from ckptd.convert.supervise import convert
@@ -125,7 +126,7 @@ def test_many_sources_share_the_cache() -> None:
     files = [RemoteFile(path=str(n), key=str(n), bytes=1) for n in range(300)]
     ranges = RemoteRanges(store, files, cache_bytes=24 << 20, check_stop=nothing)
     assert ranges.block_bytes == ranged_reader.LEAST_BLOCK_BYTES
-    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 2 << 20
+    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 1 << 20
 
 
 PARTS: tuple[Part, ...] = (
@@ -155,6 +156,21 @@ class Plain(Ranges):
 
 
 @pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("nbytes", [1, 700, 4096, 100_000])
+def test_pieces_of_a_part_are_the_part(tmp_path: Path, nbytes: int) -> None:
+    """Each made by itself, one after another; none larger than asked for, but for rows."""
+    ranges = Plain(tmp_path)
+    for part in (*PARTS[1:], Cast((Range(0, 0, 8000), PARTS[3]), 3000, "float32", "bfloat16")):
+        if part.nbytes // nbytes > 5000:
+            continue
+        cut = list(pieces(part, nbytes))
+        made = [b"".join(blocks_of(piece, ranges)) for piece in cut]
+        assert b"".join(made) == b"".join(blocks_of(part, ranges))
+        assert [len(data) for data in made] == [piece.nbytes for piece in cut]
+        assert isinstance(part, Literal) or max(map(len, made)) <= max(nbytes, 800)
+
+
+@pytest.mark.usefixtures("files")
 def test_an_output_can_be_read_again_from_anywhere(tmp_path: Path) -> None:
     """A store sends a part again after a break: the same bytes, whatever kind of part they are in."""
     ranges = Plain(tmp_path)
@@ -176,7 +192,9 @@ def test_an_output_can_be_read_again_from_anywhere(tmp_path: Path) -> None:
         begin = rolls.randrange(len(expected))
         end = min(len(expected), begin + rolls.randrange(1, 300_000))
         assert read(begin, end) == expected[begin:end]
-    assert read(0, len(expected)) == expected
+    places = [(begin, min(len(expected), begin + 200_000)) for begin in range(0, len(expected), 200_000)]
+    with ThreadPoolExecutor(4) as pool:  # parts of an upload, several at once
+        assert b"".join(pool.map(lambda place: read(*place), places)) == expected
     assert sum(told) == len(expected)
     assert source.read_into(len(expected), memoryview(bytearray(8))) == 0
 
