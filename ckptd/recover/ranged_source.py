@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.store import ObjectInfo, Store
 
-PARALLEL = 6
+PARALLEL = 4
 _COMPANION_LIMIT_BYTES = 64 << 20
 _POINTER_LIMIT_BYTES = 4096
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from ckptd.convert.cutting import pieces
 from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
@@ -30,11 +34,21 @@ if TYPE_CHECKING:
 
 NOTE = "ckptd-partial.json"
 TRIES = 4
+PIECE_BYTES = 4 << 20
+MOST_CURSORS = 16
 _HASH_BYTES = 1 << 20
 
 
+@dataclass(slots=True)
+class _Cursor:
+    """One reader's place: blocks to come, and what is left of the last."""
+
+    blocks: Iterator[bytes]
+    rest: memoryview
+
+
 class PartsSource:
-    """An output as what an upload reads: forwards, and again from anywhere when a part is sent again."""
+    """An output as what an upload reads: by several threads, each forwards from where its part begins."""
 
     gid: int | None = None
 
@@ -46,43 +60,56 @@ class PartsSource:
         folder_mode: int,
         tell: Callable[[int], None],
     ) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(part.nbytes for part in parts))
+        self._parts = [piece for part in parts for piece in pieces(part, PIECE_BYTES)]
+        self._ends = list(accumulate(part.nbytes for part in self._parts))
         self._ranges = ranges
         self._tell = tell
-        self._at = -1
         self._told = 0
-        self._rest = memoryview(b"")
-        self._blocks: Iterator[bytes] = iter(())
+        self._made = 0
+        self._cursors: OrderedDict[int, _Cursor] = OrderedDict()
+        """By the offset that each is at."""
+        self._lock = threading.Lock()
         self.size_bytes: int = self._ends[-1] if self._ends else 0
         self.mode = mode
         self.folder_mode = folder_mode
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Make the bytes at `offset`; fewer than fit are normal, 0 is the end."""
+        count = self.peek_into(offset, buffer)
+        with self._lock:
+            self._made += count
+            news = min(self._made, self.size_bytes) - self._told
+            self._told += max(0, news)
+        self._tell(max(0, news))
+        return count
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """The same for what is read again to be sent: no progress."""
         if offset >= self.size_bytes:
             return 0
-        if offset != self._at:
-            self._blocks, self._rest, self._at = self._from(offset), memoryview(b""), offset
-        while not self._rest:
-            block = next(self._blocks, None)
+        with self._lock:
+            cursor = self._cursors.pop(offset, None)
+        if cursor is None:
+            cursor = _Cursor(self._from(offset), memoryview(b""))
+        while not cursor.rest:
+            block = next(cursor.blocks, None)
             if block is None:
                 raise SourceChanged("a source ended early while it was read")
-            self._rest = memoryview(block)
-        count = min(len(self._rest), len(buffer))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        self._at += count
-        if self._at > self._told:
-            self._tell(self._at - self._told)
-            self._told = self._at
+            cursor.rest = memoryview(block)
+        count = min(len(cursor.rest), len(buffer))
+        buffer[:count] = cursor.rest[:count]
+        cursor.rest = cursor.rest[count:]
+        with self._lock:
+            self._cursors[offset + count] = cursor
+            while len(self._cursors) > MOST_CURSORS:
+                self._cursors.popitem(last=False)
         return count
 
     def drop(self, offset: int, length: int) -> None:
         """Nothing is kept."""
 
     def _from(self, offset: int) -> Iterator[bytes]:
-        """Blocks from `offset` on: ranges can be cut, what is arranged is made anew up to there."""
+        """Blocks from `offset` on; what is arranged is made anew from the beginning of its piece."""
         first = bisect_right(self._ends, offset)
         skip = offset - (self._ends[first - 1] if first else 0)
         for part in self._parts[first:]:

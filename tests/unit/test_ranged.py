@@ -6,23 +6,33 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bench import sparse
-from ckptd.convert.parts import Literal, Mean, Part, Range, Stream, Widen, Woven
+from ckptd.convert.cutting import pieces
+from ckptd.convert.options import ConvertOptions, ConvertReport
+from ckptd.convert.parts import Cast, Literal, Mean, Part, Range, Stream, Widen, Woven
 from ckptd.convert.ranges import Ranges
 from ckptd.convert.reading import blocks_of
-from ckptd.errors import DamagedError, SourceChanged
+from ckptd.convert.supervise import convert
+from ckptd.errors import BehindError, DamagedError, SourceChanged
 from ckptd.recover import ranged_reader
+from ckptd.recover.ranged import Ranged
 from ckptd.recover.ranged_reader import RemoteRanges
-from ckptd.recover.ranged_source import RemoteFile
+from ckptd.recover.ranged_source import RemoteFile, RemoteSource
 from ckptd.recover.ranged_upload import PartsSource
+from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.open import open_store
 from ckptd.torchfile import mirror
 from ckptd.torchfile.archive import read_directory
 from ckptd.torchfile.fingerprint import fingerprint
+from tests.unit.synthetic import write_stage3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIZES = (3_000_001, 700_000, 0, 65_536)
 
@@ -116,7 +126,7 @@ def test_many_sources_share_the_cache() -> None:
     files = [RemoteFile(path=str(n), key=str(n), bytes=1) for n in range(300)]
     ranges = RemoteRanges(store, files, cache_bytes=24 << 20, check_stop=nothing)
     assert ranges.block_bytes == ranged_reader.LEAST_BLOCK_BYTES
-    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 2 << 20
+    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 1 << 20
 
 
 PARTS: tuple[Part, ...] = (
@@ -146,6 +156,21 @@ class Plain(Ranges):
 
 
 @pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("nbytes", [1, 700, 4096, 100_000])
+def test_pieces_of_a_part_are_the_part(tmp_path: Path, nbytes: int) -> None:
+    """Each made by itself, one after another; none larger than asked for, but for rows."""
+    ranges = Plain(tmp_path)
+    for part in (*PARTS[1:], Cast((Range(0, 0, 8000), PARTS[3]), 3000, "float32", "bfloat16")):
+        if part.nbytes // nbytes > 5000:
+            continue
+        cut = list(pieces(part, nbytes))
+        made = [b"".join(blocks_of(piece, ranges)) for piece in cut]
+        assert b"".join(made) == b"".join(blocks_of(part, ranges))
+        assert [len(data) for data in made] == [piece.nbytes for piece in cut]
+        assert isinstance(part, Literal) or max(map(len, made)) <= max(nbytes, 800)
+
+
+@pytest.mark.usefixtures("files")
 def test_an_output_can_be_read_again_from_anywhere(tmp_path: Path) -> None:
     """A store sends a part again after a break: the same bytes, whatever kind of part they are in."""
     ranges = Plain(tmp_path)
@@ -167,7 +192,9 @@ def test_an_output_can_be_read_again_from_anywhere(tmp_path: Path) -> None:
         begin = rolls.randrange(len(expected))
         end = min(len(expected), begin + rolls.randrange(1, 300_000))
         assert read(begin, end) == expected[begin:end]
-    assert read(0, len(expected)) == expected
+    places = [(begin, min(len(expected), begin + 200_000)) for begin in range(0, len(expected), 200_000)]
+    with ThreadPoolExecutor(4) as pool:  # parts of an upload, several at once
+        assert b"".join(pool.map(lambda place: read(*place), places)) == expected
     assert sum(told) == len(expected)
     assert source.read_into(len(expected), memoryview(bytearray(8))) == 0
 
@@ -192,3 +219,29 @@ def test_a_mirror_holds_what_planning_reads(tmp_path: Path) -> None:
         assert fingerprint(copy.fileno(), found) == fingerprint(original.fileno(), true)
     assert sum(asked) < 1 << 20 < path.stat().st_size
     assert (tmp_path / "mirror").stat().st_blocks * 512 < 1 << 20
+
+
+def test_stopped_in_the_middle_it_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """From a store into a folder here: nothing is to be seen before the end, the next attempt finishes."""
+    write_stage3(tmp_path / "in" / "tag", [{f"p{n}": (40, 30) for n in range(12)}], dp=3)
+    convert(tmp_path / "in" / "tag", tmp_path / "local")
+    store = open_store(str(tmp_path / "in"))
+    found = [RemoteFile(path=info.key, key=info.key, bytes=info.bytes) for info in store.list("tag/")]
+    source = RemoteSource(
+        url=store.url, access=Access(), store=store, name="tag", files=tuple(found), folders=()
+    )
+    plan = tmp_path / ".u.ckptd-partial" / "plan.jsonl"
+
+    def run(should_stop: Callable[[], bool]) -> ConvertReport:
+        return Ranged(source, tmp_path / "u", ConvertOptions(), {}, should_stop=should_stop).run()
+
+    with pytest.raises(BehindError):
+        run(plan.exists)
+    assert not (tmp_path / "u").exists()
+    assert plan.exists()
+    run(lambda: False)
+    made = {p.relative_to(tmp_path / "u"): p.read_bytes() for p in (tmp_path / "u").rglob("*.pt")}
+    assert made == {
+        p.relative_to(tmp_path / "local"): p.read_bytes() for p in (tmp_path / "local").rglob("*.pt")
+    }
+    assert not (tmp_path / ".u.ckptd-partial").exists()
