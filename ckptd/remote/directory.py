@@ -337,7 +337,8 @@ class DirectoryStore:
         done = crc = 0
         while count := os.preadv(fd, [view], done):
             crc = crc64(view[:count], crc)
-            files.drop_pages(fd, done, count)
             done += count
+            # all that was read, not this step alone: a page of 2 MiB goes only as a whole
+            files.drop_pages(fd, 0, done)
             on_progress(done)
         return crc

@@ -163,6 +163,19 @@ def test_a_bit_that_flips_on_the_share_is_found(nas: Path) -> None:
     assert not (nas / "t" / "x").exists()
 
 
+def test_reading_back_leaves_nothing_in_the_page_cache(nas: Path) -> None:
+    """Large pages (ext4: up to 2 MiB) go too, which a step of the reading covers in part alone."""
+    store = DirectoryStore(str(nas), owner="a")
+    data = os.urandom(96 << 20)
+    crc = send(store, "big", data)
+    assert store.verify("big", len(data), crc, lambda _: None) == "read-back"
+    fd = os.open(nas / "big", os.O_RDONLY)
+    try:
+        assert files.cached_runs(fd, len(data)) == ()
+    finally:
+        os.close(fd)
+
+
 def test_verify_none_says_so(nas: Path) -> None:
     store = DirectoryStore(str(nas), read_back=False)
     crc = send(store, "t/x", DATA)
