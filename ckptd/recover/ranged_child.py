@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptd.convert.execute import Maker
     from ckptd.convert.ranges import Ranges
 
-CACHE_BYTES = 12 << 20
+CACHE_BYTES = 8 << 20
 WINDOW_BYTES = 8 << 20
 """What a directory or an SFTP server is sent between two flushes."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptd.recover.ranged_source import RemoteFile
     from ckptd.remote.store import ObjectInfo, Store
 
-MOST_BLOCK_BYTES = 1 << 20
+MOST_BLOCK_BYTES = 512 << 10
 LEAST_BLOCK_BYTES = 64 << 10
 PARALLEL = 6
 _PROVEN_SHARE = 2

@@ -232,7 +232,7 @@ def test_killed_in_the_middle_and_run_again(stored: Path, saves: Path, tmp_path:
 
 @FULL
 def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three times 192 MiB through a process that stays below 128 MiB, from a bucket and into it."""
+    """Three times 192 MiB through a process that stays below 144 MiB, from a bucket and into it."""
     model = sparse.Model("m", {"wide": (6144, 8192), "norm": (4096,)}, 1, 4)
     with servers.rclone(tmp_path) as server:
         for name, value in servers.environment(server).items():
@@ -241,7 +241,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytes
         for to in (tmp_path / "u", url("out/u")):
             report = ranged(url(f"in/{TAG}"), to, ConvertOptions())
             assert report.bytes > 560 * MIB
-            assert report.peak_rss_bytes < 128 * MIB
+            assert report.peak_rss_bytes < 144 * MIB
 
 
 @FULL

@@ -126,9 +126,10 @@ def test_many_sources_share_the_cache() -> None:
     files = [RemoteFile(path=str(n), key=str(n), bytes=1) for n in range(300)]
     ranges = RemoteRanges(store, files, cache_bytes=24 << 20, check_stop=nothing)
     assert ranges.block_bytes == ranged_reader.LEAST_BLOCK_BYTES
-    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 1 << 20
+    assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 512 << 10
 
 
+MEAN = Mean(((Range(0, 0, 4000),), (Range(0, 4000, 4000),)), 1000)
 PARTS: tuple[Part, ...] = (
     Literal(b"header" * 40),
     Range(0, 17, 1_500_000),
@@ -137,7 +138,7 @@ PARTS: tuple[Part, ...] = (
         (Stream((Range(1, 0, 40_000),), 400), Stream((Range(1, 40_000, 40_000),), 400)),
         ((0, 0, 400), (1, 0, 400)),
     ),
-    Mean(((Range(0, 0, 4000),), (Range(0, 4000, 4000),)), 1000),
+    MEAN,
     Widen(1, 8, 3000, "int8"),
     Literal(b"end"),
 )
@@ -160,7 +161,7 @@ class Plain(Ranges):
 def test_pieces_of_a_part_are_the_part(tmp_path: Path, nbytes: int) -> None:
     """Each made by itself, one after another; none larger than asked for, but for rows."""
     ranges = Plain(tmp_path)
-    for part in (*PARTS[1:], Cast((Range(0, 0, 8000), PARTS[3]), 3000, "float32", "bfloat16")):
+    for part in (*PARTS[1:], Cast((Range(0, 0, 8000), MEAN), 3000, "float32", "bfloat16")):
         if part.nbytes // nbytes > 5000:
             continue
         cut = list(pieces(part, nbytes))
