@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -191,6 +192,28 @@ class StoreConformance:
         assert store.stat("t/x") is None
         with pytest.raises(VerifyError):
             store.verify("t/gone", 1, 1, lambda done: None)
+
+    def test_a_range_comes_in_chunks(self, store: Store) -> None:
+        send(store, "t/x", self.data)
+        size = len(self.data)
+        for offset, length in ((0, size), (1, 3 << 20), (size - 5, 5), (size - 5, 50), (size, 7), (9, 0)):
+            chunks = list(store.stream("t/x", offset, length))
+            assert b"".join(chunks) == self.data[offset : offset + length], (offset, length)
+            assert all(len(chunk) <= 8 << 20 for chunk in chunks)
+        with pytest.raises(FileNotFoundError):
+            list(store.stream("t/gone", 0, 9))
+
+    def test_as_many_small_objects_at_once_as_it_says(self, store: Store) -> None:
+        contents = {f"t/{n % 3}/{n:02}": f"{n}".encode() * 4000 for n in range(3 * store.lanes)}
+
+        def ship(key: str) -> None:
+            crc = send(store, key, contents[key])
+            assert store.verify(key, len(contents[key]), crc, lambda done: None)
+
+        with ThreadPoolExecutor(store.lanes) as pool:
+            list(pool.map(ship, contents))
+        assert {info.key: info.bytes for info in store.list("t/")} == {k: len(v) for k, v in contents.items()}
+        assert all(store.get(key) == data for key, data in list(contents.items())[::7])
 
     def test_delete_leaves_neighbours(self, store: Store) -> None:
         store.put("t/a", b"1")
