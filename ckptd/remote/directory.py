@@ -14,6 +14,7 @@ import hashlib
 import os
 import secrets
 import stat
+import threading
 from typing import TYPE_CHECKING
 
 from ckptd import files
@@ -77,6 +78,8 @@ class DirectoryStore:
         self._window_bytes = window_bytes
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
+        # no lane removes as empty what another is about to put its first file into
+        self._folders = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -170,12 +173,12 @@ class DirectoryStore:
         self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
         """Write beside the target, flush and drop each window, fsync, rename, fsync the folder."""
-        with self._folder_of(key, f"writing {key}", mode=source.folder_mode, gid=source.gid) as (
-            folder,
-            name,
-        ):
-            partial = self._partial(key)
-            fd, start, crc = self._open_partial(folder, partial, resume)
+        name, partial = files.check_relative(key)[-1], self._partial(key)
+        with self._at_root(f"writing {key}") as root, contextlib.ExitStack() as opened:
+            with self._folders:
+                folder = make_parents(root, key, source.folder_mode, source.gid)
+                opened.callback(os.close, folder)
+                fd, start, crc = self._open_partial(folder, partial, resume)
             try:
                 crc = self._pump(fd, source, start, crc, on_progress)
                 copy_rights(fd, source.mode, source.gid)
@@ -212,7 +215,7 @@ class DirectoryStore:
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
-        with self._at_root(f"discarding the partial upload of {key}") as root:
+        with self._at_root(f"discarding the partial upload of {key}") as root, self._folders:
             parent, _, _ = key.rpartition("/")
             with contextlib.suppress(FileNotFoundError):
                 folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
@@ -224,7 +227,7 @@ class DirectoryStore:
 
     def delete(self, key: str) -> None:
         """Unlink, then remove the folders that became empty (never those of `_ckptd` itself)."""
-        with self._at_root(f"removing {key}") as root:
+        with self._at_root(f"removing {key}") as root, self._folders:
             parent, _, name = key.rpartition("/")
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)

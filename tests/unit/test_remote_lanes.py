@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,10 @@ import pytest
 from ckptd.core.manifest import NodeManifest, parse
 from ckptd.errors import SourceChanged, StorageError, VerifyError
 from ckptd.remote.commit import ship
+from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.transfer import SMALL_BYTES
+from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import OPTIM, Node, archive
 
@@ -189,6 +192,23 @@ def test_what_came_after_the_listing_is_compared_not_replaced(node: Node) -> Non
     assert shipped_by(node, store).outcome == "committed"
     for name in (same, other):
         assert store.objects[f"{node.tag}/{name}"] == (node.save_dir / node.tag / name).read_bytes()
+
+
+def test_a_folder_is_not_removed_as_empty_under_another_lane(tmp_path: Path) -> None:
+    """One lane gives its partial file up, and prunes, while others make the same folder and begin in it."""
+    store = DirectoryStore(str(tmp_path))
+    end = time.monotonic() + 1
+
+    def work(number: int) -> None:
+        key = f"a/b/{number}"
+        while time.monotonic() < end:
+            store.upload(key, source_of(b"x" * 10), resume=None, on_progress=lambda _: None)
+            store.discard(f"a/b/other{number}")
+            store.delete(key)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_small_is_what_a_restart_may_send_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
