@@ -81,7 +81,8 @@ def _notes(can: Abilities, access: Access, is_read_back: bool) -> tuple[str, ...
     if not is_read_back and can.checksum is None:
         notes.append("no checksum is enforced: copies are not proved (verify = none)")
     elif can.proof == "read-back" and access.verify == "auto":
-        notes.append("no checksum is enforced and ETags are no MD5s: each object is read back")
+        whose = "ETags of joined parts" if can.part_etags else "ETags"
+        notes.append(f"no checksum is enforced and {whose} are no MD5s: each object is read back")
     return tuple(notes)
 
 

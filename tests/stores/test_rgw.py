@@ -82,7 +82,8 @@ if os.environ.get("CKPTD_FULL"):
         send(store, "t/big", BIG)
         send(store, "t/small", DATA)
         assert store.put_if_absent("_ckptd/x.json", b"{}")
-        for key, data in (("t/big", BIG), ("t/small", DATA)):
+        send(store, "t/tiny", DATA[:999])
+        for key, data in (("t/big", BIG), ("t/small", DATA), ("t/tiny", DATA[:999])):
             assert store.verify(key, len(data), crc64(data), lambda done: None) == store.abilities.proof
         for key, data in (("t/big", BIG), ("t/small", DATA), ("_ckptd/x.json", b"{}")):
             assert store.get(key) == data

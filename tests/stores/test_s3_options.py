@@ -127,6 +127,7 @@ def test_bodies_are_signed_where_that_is_wanted(
     meter = Meter(BIG)
     crc = store.upload("t/x", meter, resume=None, on_progress=told.append)
     assert crc == crc64(BIG) == crc64(store.get("t/x") or b"")
+    assert send(store, "t/small", DATA[:999]) == crc64(store.get("t/small") or b"")
     dones = [one.done_bytes for one in told]
     assert dones == sorted(dones)
     assert ("UNSIGNED-PAYLOAD" in seen) is not is_signed
@@ -150,8 +151,13 @@ def test_plain_http_to_another_machine_is_signed_and_tls_is_not() -> None:
 
 def test_a_role_is_assumed_with_the_external_id_and_its_keys_sign(moto: servers.Server) -> None:
     """moto's STS gives keys that its S3 sees; the session bears this node's name."""
-    store = store_at(moto.endpoint, role_arn=ROLE, external_id="training/7", sts_endpoint_url=moto.endpoint)
     asked: list[str] = []
+    heard: list[bytes] = []
+
+    def tap(data: bytes) -> bytes:
+        heard.append(data)
+        return data
+
     with proxy(moto.port) as between:
         store = store_at(
             moto.endpoint, role_arn=ROLE, external_id="training/7", sts_endpoint_url=between.endpoint
@@ -159,9 +165,12 @@ def test_a_role_is_assumed_with_the_external_id_and_its_keys_sign(moto: servers.
         store.client.meta.events.register(
             "before-send.s3", lambda request, **_: asked.append(_text(request.headers["Authorization"]))
         )
+        between.rewrite = tap
         store.put("a", b"1")
         store.put("b", b"2")
         assert between.count("POST") == 1
+        assert b"ExternalId=training%2F7" in b"".join(heard)
+        assert b"RoleSessionName=ckptd-" in b"".join(heard)
     (key,) = {re.search(r"Credential=(\w+)/", line)[1] for line in asked}  # type: ignore[index]
     assert key.startswith("ASIA")
     assert key != servers.ACCESS_KEY
