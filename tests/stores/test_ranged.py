@@ -212,7 +212,8 @@ def test_killed_in_the_middle_and_run_again(stored: Path, saves: Path, tmp_path:
     convert(saves / "z3" / TAG, tmp_path / "local", UNIVERSAL)
     out = stored / "killed"
     command = [sys.executable, "-m", "ckptd", "convert", str(saves / "z3" / TAG), url("killed/u")]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a kill leaves the plan there
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, env=environment)
     end = time.monotonic() + 60
     while sum(len(names) for _, _, names in os.walk(out)) < 20 and time.monotonic() < end:
         time.sleep(0.005)
