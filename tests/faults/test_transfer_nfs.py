@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -33,6 +34,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.root]
 FULL = bool(os.environ.get("CKPTD_FULL"))
 MEGABYTES = 4
 _START_SECONDS = 15.0
+_CALL = re.compile(r"(\w+)(?:\(| resumed>)")
+"""In a line of strace: whole, or the end of one that was interrupted."""
 
 
 class Nas:
@@ -107,7 +110,8 @@ def injected(pid: int, *faults: str, paths: tuple[Path, ...] = ()) -> Iterator[N
         tracer.send_signal(signal.SIGINT)
         tracer.wait(10)
         tracer.stderr.close()
-    hit = {line.split("(")[0].split()[-1] for line in log.read_text().splitlines() if "INJECTED" in line}
+    lines = [line for line in log.read_text().splitlines() if "INJECTED" in line]
+    hit = {found[1] for line in lines if (found := _CALL.search(line))}
     assert hit == set(calls.split(",")), "every fault was hit"
 
 
