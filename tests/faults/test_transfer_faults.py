@@ -218,7 +218,8 @@ def test_full_or_denied_or_busy_in_the_middle(
     assert isinstance(scene.rig.failures[0], kind)
     fault.times = 0
     scene.ship()
-    assert scene.sent_again_bytes <= PART_BYTES
+    # that part, and what was in flight beside it
+    assert scene.sent_again_bytes <= 3 * PART_BYTES
 
 
 def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
