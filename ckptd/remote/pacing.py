@@ -95,7 +95,10 @@ class Pacer:
 
     def _wait_seconds(self, count_bytes: int) -> float:
         """0 when the bytes were granted; debt is allowed, so that one big buffer passes."""
-        rate = (self._rate or 0) * self._fraction
+        if self._rate is None:
+            # a limit that ended while somebody waited for it
+            return 0.0
+        rate = self._rate * self._fraction
         if rate <= 0:
             return _SLICE_SECONDS
         with self._lock:

@@ -164,6 +164,20 @@ def test_the_bandwidth_is_kept() -> None:
     assert source.read_bytes == 10 << 20
 
 
+def test_a_limit_that_ends_lets_go_who_waits_for_it() -> None:
+    """By a timetable or a reload: who waited went on waiting for ever, and looked alive."""
+    pacer, clock = pacer_and_clock(1000)
+    pacer.take(1 << 20, lambda: None)
+
+    def check() -> None:
+        if clock.now > 30:
+            pacer.set_rate(None)
+        assert clock.now < 40
+
+    pacer.take(1 << 20, check)
+    assert 30 < clock.now < 31
+
+
 def test_a_fraction_counts_at_once_and_zero_pauses() -> None:
     pacer, clock = pacer_and_clock(1 << 20)
     pacer.set_fraction(0.1)
