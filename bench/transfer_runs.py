@@ -33,6 +33,8 @@ ENVIRONMENT = {
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
 PART_BYTES = 16 << 20
+POLITE = ("nice", "-n", "10")
+"""As a remote's child runs, so that a busy machine hinders all tools alike; a restore does not step back."""
 LIBRARIES = ("boto3", "s3fs", "awscrt")
 
 
@@ -87,7 +89,7 @@ def up(tool: str, save: Save, way: Way, *, verify: str = "read-back", kill_after
         run = _run([sys.executable, "-m", "bench.ship", *words])
         told = json.loads(run.stdout)
     else:
-        run = _run(_up_command(tool, save, way.endpoint))
+        run = _run([*POLITE, *_up_command(tool, save, way.endpoint)])
         told = json.loads(run.stdout) if tool in LIBRARIES else _whole(run)
     counted = way.server.counted()
     if counted.data_bytes < save.bytes or counted.objects < len(save.files):
@@ -171,7 +173,7 @@ def directory(tool: str, save: Save, *, verify: str = "none") -> Sample:
     make_warm(save.files)
     before = _cached(save.files)
     if tool.startswith("cp"):
-        run = _run(["cp", "-r", str(save.folder), str(out)], flush=CACHE)
+        run = _run([*POLITE, "cp", "-r", str(save.folder), str(out)], flush=CACHE)
         told = _whole(run)
     else:
         words = [str(save.save_dir), save.form, str(out), "--verify", verify]
