@@ -76,7 +76,7 @@ types: $(INSTALL) ## mypy --strict
 
 test: setup lint types ## everything: format, lint, types, tests with branch coverage
 	rm -f .coverage .coverage.*
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
 
 bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)
