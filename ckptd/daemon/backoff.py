@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PATIENCE = 6
 """Failures in a row before something is left alone."""
 _SOON = wait_random_exponential(multiplier=2, max=60, min=0.5)
-_SELDOM = wait_exponential(multiplier=30, max=300)
+_SELDOM = wait_exponential(multiplier=30, max=60)
 _LEAST_SHARE = 0.75
 
 
@@ -29,7 +29,7 @@ def backoff_seconds(tries: int) -> float:
 
 
 def seldom_seconds(failures: int) -> float:
-    """Between two probes of what is left alone: 30 s, 1 min, 2 min … 5 min, up to a quarter less."""
+    """Between two probes of what is left alone: 30 s, then a minute, up to a quarter less."""
     longest = _SELDOM(_after(failures - PATIENCE + 1))
     return longest * random.uniform(_LEAST_SHARE, 1.0)  # noqa: S311 — no secret
 
