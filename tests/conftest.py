@@ -1,15 +1,22 @@
-"""S3 servers as real processes, for whoever asks for them by name; one of each per test module."""
+"""S3 servers as real processes, for whoever asks for them by name; one of each per test module.
+
+Hypothesis judges no time: a slow moment of a shared machine is no defect.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.stores import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+settings.register_profile("ckptd", deadline=None)
+settings.load_profile("ckptd")
 
 
 @pytest.fixture(scope="module")
