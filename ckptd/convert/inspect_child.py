@@ -88,7 +88,7 @@ def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:
     return {
         "trainer": {
             "global_step": step if type(step) is int else None,
-            "best_metric": float(metric) if isinstance(metric, int | float) else None,
+            "best_metric": _finite(metric),
             "best_checkpoint": os.path.basename(best.rstrip("/")) if isinstance(best, str) else None,
             "metrics": _metrics_at(step, state.get("log_history")),
         }
@@ -102,9 +102,21 @@ def _metrics_at(step: object, history: object) -> list[tuple[str, float]]:
         if not isinstance(entry, dict) or type(step) is not int or entry.get("step") != step:
             continue
         for name, value in entry.items():
-            if type(value) in (int, float) and math.isfinite(value) and len(name) <= _NAME_LETTERS:
-                found[name] = float(value)
+            number = _finite(value)
+            if number is not None and len(name) <= _NAME_LETTERS:
+                found[name] = number
     return sorted(found.items())[:_MOST_METRICS]
+
+
+def _finite(value: object) -> float | None:
+    """A number that can be compared and written as JSON; a run that diverged logs NaN."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:

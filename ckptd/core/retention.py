@@ -7,6 +7,7 @@ that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
@@ -14,6 +15,9 @@ from ckptd.core.save import Order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_MOST_GAPS = 4
+"""From one COMMIT to the next counts as at most that many times what is usual."""
 
 
 class Ephemeral(Model):
@@ -89,9 +93,9 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     best_first = sorted(scored, key=lambda item: item.score or 0.0, reverse=True)
     for rank, item in enumerate(best_first[: policy.keep_best or 0], start=1):
         reasons[item.key].append(f"keep_best: {rank} of {policy.keep_best}")
-    newest_at = max((i.committed_at_seconds or 0.0 for i in items), default=0.0)
+    ages = _ages(newest_first)
     for item in newest_first:
-        reasons[item.key] += _any(item, policy, newest_at)
+        reasons[item.key] += _any(item, policy, ages.get(item.key))
     if newest_first:
         reasons[newest_first[0].key].append("newest committed")
     return {key: tuple(why) for key, why in reasons.items()}
@@ -111,20 +115,38 @@ def _permanent(item: Item, rank: int, policy: RetentionPolicy) -> list[str]:
     return why
 
 
-def _any(item: Item, policy: RetentionPolicy, newest_at: float) -> list[str]:
+def _any(item: Item, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
     """The keys that name or date a checkpoint, whatever its kind."""
     why: list[str] = []
     within = policy.keep_within_seconds
-    at = item.committed_at_seconds
-    if within is not None and at is None:
+    if within is not None and age_seconds is None:
         why.append("keep_within: the time of its COMMIT is not known")
-    elif within is not None and at is not None and newest_at - at <= within:
+    elif within is not None and age_seconds is not None and age_seconds <= within:
         why.append(f"keep_within {_span(within)}")
     if item.order.step in policy.keep_steps:
         why.append(f"keep_steps {item.order.step}")
     if item.pinned:
         why.append("pinned")
     return why
+
+
+def _ages(newest_first: Sequence[Item]) -> dict[str, float]:
+    """Seconds before the newest dated COMMIT, by key, as far as their times bear each other out (P9).
+
+    From one COMMIT to the next counts as at most a few times what the others took: a clock that jumped, or a
+    run that rested for a month, makes no older checkpoint old. A jump back counts as nothing.
+    """
+    dated = [(item.key, at) for item in newest_first if (at := item.committed_at_seconds) is not None]
+    gaps = [max(later - at, 0.0) for (_, later), (_, at) in itertools.pairwise(dated)]
+    ordered, middle = sorted(gaps), (len(gaps) - 2) // 2
+    ages: dict[str, float] = {}
+    age = 0.0
+    for (key, _), gap in zip(dated, (0.0, *gaps), strict=False):
+        # the lower median of the other gaps; one gap alone is borne out by none
+        usual = ordered[middle + (gap <= ordered[middle])] if len(gaps) > 1 else 0.0
+        age += min(gap, _MOST_GAPS * usual)
+        ages[key] = age
+    return ages
 
 
 def _spaced(newest_first: Sequence[Item], policy: RetentionPolicy) -> list[str]:

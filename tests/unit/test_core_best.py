@@ -49,6 +49,13 @@ def test_a_short_name_finds_the_evaluation(tmp_path: Path) -> None:
     assert (best.value, best.is_best) == (0.25, False)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, 10**400, "1"])
+def test_a_best_value_that_is_no_number_is_none(tmp_path: Path, value: object) -> None:
+    """A run that diverged logs NaN: JSON has none, and what the journal could not read back stops a daemon."""
+    facts = facts_of(tmp_path, best_metric=value, best_model_checkpoint="/out/checkpoint-10")
+    assert best_of("checkpoint-10", facts) is None
+
+
 def test_without_a_name_only_the_best_so_far_has_a_value(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, best_metric=1.5, best_model_checkpoint="/out/checkpoint-10")
     best = best_of("checkpoint-10", facts)

@@ -110,6 +110,21 @@ def test_keep_within_counts_from_the_newest_commit() -> None:
     assert kept(hourly(9), RetentionPolicy(keep_within_seconds=2 * HOUR)) == {"1.7", "1.8", "1.9"}
 
 
+def test_a_clock_that_jumps_lets_nothing_go() -> None:
+    """P9: the newest COMMITs dated a year ahead, one of the middle, a run that went on after a month."""
+    policy = RetentionPolicy(keep_within_seconds=12 * HOUR)
+    items = hourly(9)
+    for first in (8, 6, 4, 1):
+        ahead = [
+            i.model_copy(update={"committed_at_seconds": (i.committed_at_seconds or 0) + 9000 * HOUR})
+            for i in items[first:]
+        ]
+        assert len(kept([*items[:first], *ahead], policy)) == 9
+    one = [*items[:4], items[4].model_copy(update={"committed_at_seconds": 9000 * HOUR}), *items[5:]]
+    assert len(kept(one, policy)) == 9
+    assert len(kept(hourly(40), policy)) == 13
+
+
 def test_ephemeral_ones_have_a_limit_of_their_own() -> None:
     """Every 500 permanent; of the others the newest two; save_total_limit counts permanent ones."""
     items, throw = hourly(12), Ephemeral(every_steps=500, keep=2)
