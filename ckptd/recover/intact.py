@@ -13,7 +13,7 @@ from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, TargetExists
 from ckptd.recover.choose import ZERO, Copy, Nodes, of_node
 from ckptd.recover.held import look_into, same_bytes
-from ckptd.recover.mend import is_same_file, unrest
+from ckptd.recover.mend import is_same_file, seen_in, unrest
 from ckptd.recover.steps import name_of_extra
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.core.manifest import ManifestFile
+    from ckptd.recover.mend import Seen
     from ckptd.recover.sight import RemoteSight
 
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT, Role.WEIGHTS)
@@ -36,6 +37,8 @@ class LocalFault:
     copies: tuple[Copy, ...]
     """The very save on each remote that holds it."""
     is_there: bool
+    seen: Seen
+    """Every file of the folder as it was before the first of them was compared."""
     left: str | None = None
     """Why it is not mended; None: it may be."""
 
@@ -76,6 +79,7 @@ class LocalFiles:
             if status is None:
                 continue
             whole = self._ours(copies[0], name)
+            seen = seen_in(self._fd, name)
             held = self._lacking(name, whole)
             if held is None:
                 self._say(f"{name}: the folder here is another save than the committed one; left alone")
@@ -86,7 +90,14 @@ class LocalFiles:
             reason = unrest(str(self._save_dir), self._fd, name)
             same = (whole, *(other for other in copies[1:] if _is_of_save(other, whole)))
             found += [
-                LocalFault(tag=name, file=file, copies=same, is_there=self._is_there(name, file), left=reason)
+                LocalFault(
+                    tag=name,
+                    file=file,
+                    copies=same,
+                    is_there=self._is_there(name, file),
+                    seen=seen,
+                    left=reason,
+                )
                 for file in lacking
             ]
         return found

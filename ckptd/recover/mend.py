@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,12 @@ from ckptd.recover.fetch import Fetcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ckptd.core.identity import FileIdentity
     from ckptd.core.manifest import ManifestFile
     from ckptd.recover.choose import Copy
 
+Seen = Mapping[str, "FileIdentity"]
+"""The files of a folder by path."""
 QUIET_SECONDS = 60.0
 FETCHED = "repair."
 _NOT_SWAPPED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -42,16 +46,25 @@ def unrest(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
     return "it is being written" if has_open_writer(save_dir, tag) else None
 
 
+def seen_in(save_dir_fd: int, tag: str) -> Seen:
+    """Identities of the files of a folder, by path; nothing where it is not there."""
+    listing = scan_folder(save_dir_fd, tag)
+    return {} if listing is None else {file.path: file.identity for file in listing.files}
+
+
 class Mender:
-    """Mends one tag's folder; the caller holds the locks. `copies`: the same save on each remote."""
+    """Mends one tag's folder; the caller holds the locks. `copies`: the same save on each remote; `seen`: the
+    folder when it was found to be that save."""
 
     def __init__(
         self,
         save_dir_fd: int,
         tag: str,
         copies: Sequence[Copy],
+        seen: Seen,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        self._seen = seen
         self._fd = save_dir_fd
         self._tag = tag
         self._copies = copies
@@ -65,14 +78,19 @@ class Mender:
 
         Raises:
             DamagedError: no remote holds those bytes.
+            RefusedError: somebody wrote in the folder since it was compared; nothing was changed.
             RemoteError, NotPermitted, StorageError: what the last remote that was asked said.
         """
+        self._refuse_if_changed()
         copy = self._fetch(file)
+        # fetching takes its time, and the trainer may have saved this tag again: never a mix of two saves
+        self._refuse_if_changed()
         try:
             self._swap(file)
         except OSError as error:
             msg = f"{self._tag}/{file.path}: {error.strerror}"
             raise StorageError(msg) from error
+        self._seen = seen_in(self._fd, self._tag)
         return copy.remote.name
 
     def end(self) -> None:
@@ -80,6 +98,11 @@ class Mender:
         remove_ours(self._fd, STAGING, self._staging)
 
     # --- inside ----------------------------------------------------------------------------------------
+
+    def _refuse_if_changed(self) -> None:
+        if seen_in(self._fd, self._tag) != self._seen:
+            msg = f"{self._tag} was written in since it was compared"
+            raise RefusedError(msg, hint="call it again when it is quiet")
 
     def _fetch(self, file: ManifestFile) -> Copy:
         last: CkptdError = DamagedError(f"no remote holds {self._tag}/{file.path} as it was committed")

@@ -162,7 +162,8 @@ class Repair:
             lock(self._fd, fcntl.LOCK_UN)
 
     def _mend_folder(self, faults: Sequence[LocalFault]) -> None:
-        mender = Mender(self._fd, faults[0].tag, faults[0].copies, self._on_progress)
+        first = faults[0]
+        mender = Mender(self._fd, first.tag, first.copies, first.seen, self._on_progress)
         for fault in faults:
             if fault.left is not None:
                 refused = RefusedError(fault.left, hint="call it again when it is quiet")

@@ -51,7 +51,7 @@ def test_a_short_name_finds_the_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, 10**400, "1"])
 def test_a_best_value_that_is_no_number_is_none(tmp_path: Path, value: object) -> None:
-    """A run that diverged logs NaN: JSON has none, and what the journal could not read back stops a daemon."""
+    """A run that diverged logs NaN: JSON has none, and the journal must read back what it wrote."""
     facts = facts_of(tmp_path, best_metric=value, best_model_checkpoint="/out/checkpoint-10")
     assert best_of("checkpoint-10", facts) is None
 

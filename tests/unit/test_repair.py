@@ -13,6 +13,7 @@ import pytest
 from ckptd import files
 from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
+from ckptd.recover.fetch import Fetcher
 from ckptd.recover.mended import HERE
 from ckptd.remote.pacing import Pacer
 from tests.attacks.test_hostile_remotes import rewrite
@@ -179,6 +180,30 @@ def test_a_re_save_and_a_busy_folder_are_left_alone(scene: RepairScene) -> None:
     assert [(row.where, row.outcome) for row in done.rows] == [(HERE, "left")]
     assert "changed less than" in done.rows[0].reason
     assert done.exit_code() == 65
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tag_that_is_saved_again_while_its_bytes_are_fetched(
+    scene: RepairScene, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """P4: a shard of the old save never lands among those of the new one."""
+    fetch = Fetcher.run
+    scene.flip(scene.shard(1))
+    scene.quiet()
+
+    def slow(fetcher: Fetcher) -> None:
+        fetch(fetcher)
+        scene.shard(which).write_bytes(b"of the next save")
+        os.utime(scene.shard(which), ns=(LONG_AGO_NS, LONG_AGO_NS))
+        scene.quiet()
+
+    monkeypatch.setattr(Fetcher, "run", slow)
+    done = scene.repair(targets=[])
+    assert [(row.where, row.outcome) for row in done.rows] == [(HERE, "left")]
+    assert "was written in" in done.rows[0].reason
+    assert scene.shard(which).read_bytes() == b"of the next save"
+    assert scene.aside() == []
+    assert list(scene.staging.iterdir()) == []
 
 
 def test_a_file_beside_the_shards_that_somebody_changed(bare: RepairScene) -> None:
