@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from typing import TYPE_CHECKING
 
 from ckptd.core.manifest import ROOT
@@ -69,13 +70,12 @@ class ExactSource:
 
 
 class StoreSource:
-    """An object of some store, read ahead in ranges of 8 MiB."""
+    """An object of some store, read ahead in ranges of 8 MiB, one for each thread that sends parts of it."""
 
     def __init__(self, store: Store, file: ManifestFile) -> None:
         self._store = store
         self._key = file.key
-        self._begin = 0
-        self._data = b""
+        self._ahead = threading.local()
         self.size_bytes: int = file.bytes
         self.mode: int = file.mode & 0o777
         self.folder_mode = 0o755
@@ -87,14 +87,16 @@ class StoreSource:
         Raises:
             DamagedError: the object is gone.
         """
-        if not self._begin <= offset < self._begin + len(self._data):
+        begin, data = getattr(self._ahead, "range", (0, b""))
+        if not begin <= offset < begin + len(data):
             length = min(_AHEAD_BYTES, self.size_bytes - offset)
             try:
-                self._data = self._store.read_at(self._key, offset, length) if length > 0 else b""
+                data = self._store.read_at(self._key, offset, length) if length > 0 else b""
             except (FileNotFoundError, RefusedError) as error:
                 raise DamagedError(f"{self._key} is gone from {self._store.url}") from error
-            self._begin = offset
-        part = self._data[offset - self._begin :][: len(buffer)]
+            begin = offset
+            self._ahead.range = begin, data
+        part = data[offset - begin :][: len(buffer)]
         buffer[: len(part)] = part
         return len(part)
 
