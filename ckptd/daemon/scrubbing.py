@@ -175,7 +175,11 @@ class Scrubber:
             update: dict[str, object] = {"current": "", "after": ""}
         else:
             keys = {copy.key for copy in answer.bad}
-            before = [c for c in old.bad.get(sha, ()) if not order.only and c.key not in keys]
+            # a disk that fails answers with errors: what it could not read was not found good
+            stay = set(answer.unread)
+            before = [
+                c for c in old.bad.get(sha, ()) if c.key not in keys and (not order.only or c.key in stay)
+            ]
             found = (*before, *answer.bad)
             bad = {k: v for k, v in old.bad.items() if k != sha} | ({sha: found} if found else {})
             update = {"bad": bad}

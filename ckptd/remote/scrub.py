@@ -40,6 +40,7 @@ def scrub(ground: Ground, order: Scrub, pacer: Pacer, check: Callable[[], None])
     if view is None or view.sha256 != order.commit_sha256:
         return Scrubbed(is_gone=True)
     bad: list[BadCopy] = []
+    unread: list[str] = []
     read = 0
     last = order.after
     is_whole = True
@@ -61,13 +62,16 @@ def scrub(ground: Ground, order: Scrub, pacer: Pacer, check: Callable[[], None])
                 found = _compare(store, objects[key], pacer, check)
         except (NotPermitted, StorageError):
             found = None
+            unread.append(key)
         if found is not None:
             bad.append(found)
         read += objects[key].bytes
         last = key
     if bad and not confirm(store, ((view.key, view.sha256),), ground.identity).ok:
         return Scrubbed(read_bytes=read, is_gone=True)
-    return Scrubbed(read_bytes=read, next_after=None if is_whole else last, bad=tuple(bad))
+    return Scrubbed(
+        read_bytes=read, next_after=None if is_whole else last, bad=tuple(bad), unread=tuple(unread)
+    )
 
 
 def _compare(store: Store, file: ManifestFile, pacer: Pacer, check: Callable[[], None]) -> BadCopy | None:

@@ -37,5 +37,7 @@ class Scrubbed(Model):
     next_after: str | None = None
     """None: all objects were compared."""
     bad: tuple[BadCopy, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Keys that rights or I/O kept from being read: what was known of them stays known."""
     is_gone: bool = False
     """The COMMIT does not count any more; nothing is said of its objects."""

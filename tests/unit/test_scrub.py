@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -15,14 +15,16 @@ from ckptd.daemon import scrubbing
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.state import Converting, JobState
+from ckptd.errors import StorageError
 from ckptd.journal import Journal
 from ckptd.remote.commit import Ground
+from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.documents import read_commits
-from ckptd.remote.messages import RemoteSettings
+from ckptd.remote.messages import Answer, RemoteSettings
 from ckptd.remote.open import open_store
 from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.scrub import scrub
-from ckptd.remote.scrub_messages import Scrub
+from ckptd.remote.scrub_messages import Scrub, Scrubbed
 from ckptd.remote.store import Abilities
 from tests.unit.repair_scene import RepairScene, built, scene
 from tests.unit.restore_scene import TAG
@@ -187,6 +189,31 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     for _ in range(5):
         thread.scrubber.turn()
     assert thread.link.scrub_order is None
+
+
+def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails answers with EIO: that ends neither the problem nor what keeps the other copies."""
+    scene = thread.scene
+    scene.flip(scene.shard(1, root=scene.nas))
+    thread.until(lambda: thread.proven == 2 and thread.link.scrub_order is None)
+    answers: list[Scrubbed] = []
+
+    class Failing(DirectoryStore):
+        def read_at(self, key: str, offset: int, length: int) -> bytes:
+            raise StorageError(key)
+
+    def order(order: Scrub, on_answer: Callable[[Answer], None]) -> int:
+        answers.append(scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, Pacer(), nothing))
+        on_answer(answers[0])
+        return 1
+
+    monkeypatch.setattr(thread.link, "order", order)
+    thread.until(lambda: answers)
+    assert (answers[0].bad, len(answers[0].unread)) == ((), 1)
+    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.problems
 
 
 def test_anything_else_comes_first(thread: Thread) -> None:
