@@ -224,3 +224,24 @@ def test_small_is_what_a_restart_may_send_again(node: Node, monkeypatch: pytest.
     assert shipped_by(node, Watched(), on_moving=moving).outcome == "committed"
     assert flushed[f"{node.tag}/{OPTIM.format(d=0)}"] > 9000
     assert flushed[f"{node.tag}/{OPTIM.format(d=1)}"] == 0
+
+
+def test_what_another_node_committed_meanwhile_is_not_taken_for_nobodys(tmp_path: Path) -> None:
+    """P3: a file of the same name and size that differs; its owner lists it while our order is under way."""
+    first, second = Node(tmp_path / "a"), Node(tmp_path / "b", name="n1")
+    for node, mark in ((first, b"1"), (second, b"2")):
+        node.write_all()
+        node.write({"notes.json": mark * 40})
+    store = Watched()
+    key = f"{first.tag}/notes.json"
+
+    def overtaken(begun: str) -> None:
+        if begun == key and key not in store.objects:
+            store.before = lambda _: None
+            assert shipped_by(first, store).outcome == "committed"
+
+    ground = second.attached(store)
+    store.before = overtaken
+    again = ship(ground, second.order(second.sealed()), second.control())
+    assert again.outcome == "committed"
+    assert store.objects[key] == b"1" * 40
