@@ -222,11 +222,14 @@ class Repair:
                 return self._row(remote, bad, source=name, outcome="planned")
             try:
                 with opened() as open_source:
-                    resender.put_right(bad.view, bad.file, self._paced(remote.name, open_source))
+                    was_bad = resender.put_right(bad.view, bad.file, self._paced(remote.name, open_source))
             except (CkptdError, OSError) as error:
                 last = f"from {name}: {error}"
                 self._say(f"{remote.name}: {bad.file.key}: {last}")
                 continue
+            if not was_bad:
+                why = "read again it is as it was committed; nothing was sent"
+                return self._row(remote, bad, source=None, outcome="repaired", reason=why)
             row = self._row(remote, bad, source=name, outcome="repaired")
             self._note(row, bad.view)
             return row

@@ -137,8 +137,10 @@ class Resender:
         self._on_progress = on_progress
         self._contents: dict[str, set[str]] | None = None
 
-    def put_right(self, view: CommitView, file: ManifestFile, open_source: Callable[[], Source]) -> None:
+    def put_right(self, view: CommitView, file: ManifestFile, open_source: Callable[[], Source]) -> bool:
         """Send the bytes of `open_source()`; it is asked again for the second of two uploads.
+
+        Returns False when the object, read again, is as it was committed: then nothing was sent.
 
         Raises:
             RefusedError: the COMMIT does not count any more, or another manifest promises other bytes there.
@@ -148,6 +150,9 @@ class Resender:
         self._is_alone(file)
         store, spare = self._store, spare_key(file)
         if store.stat(file.key) is not None:
+            # one reading found it bad, perhaps hours ago: a flip on the way, or sent by another repair since
+            if self._holds(file.key, file):
+                return False
             if not self._holds(spare, file):
                 store.delete(spare)
                 self._send(spare, file, open_source())
@@ -159,6 +164,7 @@ class Resender:
             # retention went by: it does not know of what was sent after it
             store.delete(file.key)
             self._still_counts(view)
+        return True
 
     def spare_of(self, file: ManifestFile) -> ManifestFile | None:
         """What a killed repair left, as an object to read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.recover.fetch import Fetcher
 from ckptd.recover.mended import HERE
+from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.pacing import Pacer
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
@@ -237,6 +239,30 @@ def test_beside_a_daemon_only_remotes_are_repaired(scene: RepairScene) -> None:
     assert [(row.where, row.outcome) for row in done.rows] == [(HERE, "left"), ("nas", "repaired")]
     assert done.exit_code() == 75
     assert "a daemon owns" in done.rows[0].reason
+
+
+def test_an_object_that_was_misread_once_is_not_touched(
+    scene: RepairScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flips on the way is no damage: what is intact is neither removed nor sent again."""
+    shard = scene.shard(1, root=scene.nas)
+    before = contents(scene.nas)
+    stream = DirectoryStore.stream
+    flips = [1]
+
+    def flipping(store: DirectoryStore, key: str, offset: int, length: int) -> Iterator[bytes]:
+        for chunk in stream(store, key, offset, length):
+            if key == f"{TAG}/{shard.name}" and flips:
+                yield bytes([chunk[0] ^ flips.pop()]) + chunk[1:]
+            else:
+                yield chunk
+
+    monkeypatch.setattr(DirectoryStore, "stream", flipping)
+    done = scene.repair(targets=["nas"], here=False)
+    assert [(row.where, row.outcome, row.source) for row in done.rows] == [("nas", "repaired", None)]
+    assert done.exit_code() == 0
+    assert contents(scene.nas) == before
+    assert scene.audit() == []
 
 
 def test_a_universal_form(scene: RepairScene) -> None:
