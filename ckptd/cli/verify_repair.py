@@ -139,4 +139,4 @@ def _line(row: Mended) -> str:
     what = f"{row.where}: {row.key} ({show_bytes(row.bytes)}; {row.damage})"
     if row.outcome == "left":
         return f"left      {what}: {row.reason or 'its bytes lie intact nowhere that is known'}"
-    return f"{row.outcome:9} {what} from {row.source}"
+    return f"{row.outcome:9} {what}{f' from {row.source}' if row.source else f': {row.reason}'}"
