@@ -83,6 +83,7 @@ def _open_root(path: str) -> int:
 class _Shipping:
     def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
         self._store = ground.store
+        self._identity = ground.identity
         self._order = order
         self._control = control
         self._root = root
@@ -105,6 +106,8 @@ class _Shipping:
             return ShipResult(outcome="conflict", reason=error.message)
         # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
         transfer.recheck()
+        # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
+        still_ours(self._store, self._identity)
         ours = self._put_manifest(carried.files, listed)
         return self._commit(ours, carried)
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.manifest import NodeManifest, parse
-from ckptd.errors import SourceChanged, StorageError, VerifyError
+from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
 from ckptd.remote.commit import ship
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.pacing import Cancelled
+from ckptd.remote.takeover import take_over
 from ckptd.remote.transfer import SMALL_BYTES
 from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
@@ -245,3 +246,18 @@ def test_what_another_node_committed_meanwhile_is_not_taken_for_nobodys(tmp_path
     again = ship(ground, second.order(second.sealed()), second.control())
     assert again.outcome == "committed"
     assert store.objects[key] == b"1" * 40
+
+
+def test_a_remote_that_is_taken_over_while_files_are_sent_gets_no_commit(node: Node) -> None:
+    """P2: the job that a remote belonged to when the order began may not commit hours later."""
+    store = Watched()
+    ground = node.attached(store)
+
+    def taken(_: str) -> None:
+        store.before = lambda _: None
+        take_over(store, ground.identity, "another")
+
+    store.before = taken
+    with pytest.raises(RemoteNotOurs):
+        ship(ground, node.order(node.sealed()), node.control())
+    assert not [key for key in store.objects if key.startswith(("_ckptd/commits/", "_ckptd/nodes/"))]
