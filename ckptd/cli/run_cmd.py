@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
     def run(
         save_dir: str | None = typer.Argument(None, help="Where the trainer saves."),
         url: str | None = typer.Argument(
-            None, help="Where checkpoints go: a directory on another file system."
+            None, help="Where they go: a directory on another file system, s3://bucket/prefix, sftp://…"
         ),
         job: list[Path] = typer.Option([], "--job", help="A job file; may be given several times."),
         config_dir: Path | None = typer.Option(None, "--config-dir", help="ckptd.toml and jobs.d/*.toml."),
