@@ -148,3 +148,15 @@ def test_a_misspelt_tag_is_not_adopted(scene: Scene) -> None:
 def test_inspect_of_a_url_says_what_looks_there() -> None:
     done = ckptd("inspect", "s3://bucket/run")
     assert (done.returncode, "ckptd list s3://bucket/run" in done.stderr) == (2, True), done.stderr
+
+
+def test_options_of_run_that_are_wrong_end_in_a_sentence(scene: Scene) -> None:
+    run = ("run", scene.save_dir, scene.nas, "--same-filesystem")
+    for words, variables in (
+        (("--once", "--log-level", "loud"), {}),
+        (("--once", "--drain", "5"), {}),
+        (("--once",), {"CKPTD_DRAIN": "5"}),
+    ):
+        done = ckptd(*run, *words, **variables)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+        assert "drain" in done.stderr or "debug, info, warning, error" in done.stderr
