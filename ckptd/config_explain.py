@@ -53,6 +53,9 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
         # what was written as credentials, or looks like a key, may be a secret
         is_shown = key and key != "credentials" and not holds_secret(first["input"])
         shown = f" = {_shown(first['input'])}" if is_shown else ""
+        if len(first["loc"]) == 2 and isinstance(first["input"], dict):
+            # a rule of the whole table: its name tells more than its beginning
+            shown = f' ("{first["input"].get("name", "")}")'
         message, hint = f"{subject}{shown}: {reason}", _help(section, key)
     return ConfigError(message + more, hint=hint)
 

@@ -40,6 +40,7 @@ from ckptd.config_values import (
     check_save_dir,
     known_policy,
     local_form,
+    not_shared,
     only_never,
     reject,
 )
@@ -172,7 +173,7 @@ class JobConfig(Section):
         None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
-    shared_fs: Literal[False] = _key(
+    shared_fs: Annotated[Literal[False], BeforeValidator(not_shared)] = _key(
         False, "shared_fs", "false", "save_dir is shared by nodes (later version)"
     )
     local: LocalConfig = Field(default_factory=LocalConfig)

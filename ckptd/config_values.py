@@ -160,6 +160,13 @@ def only_never(value: object) -> float | None:
     return None
 
 
+def not_shared(value: object) -> object:
+    """One node saves below a save_dir so far."""
+    if value is True:
+        reject("a save_dir that several nodes share is not in this version")
+    return value
+
+
 def known_trainer(value: object) -> object:
     """Refuse trainers of later versions by name."""
     if value in ("lightning", "megatron"):

@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.text import say
         from ckptd.cli.verify_repair import job_of, state_of
+        from ckptd.errors import CkptdError
         from ckptd.observe.audit import Audit
         from ckptd.recover.garbage import Collector
         from ckptd.recover.sources import where_of
@@ -58,8 +59,11 @@ def register(app: typer.Typer) -> None:
                 code = _everything(collector, where, state_dir)
                 if aside and config is not None:
                     collector.aside(config)
-        finally:
-            _show(collector, dry_run=dry_run)
+        except CkptdError:
+            if collector.removed:
+                _show(collector, dry_run=dry_run)
+            raise
+        _show(collector, dry_run=dry_run)
         if code:
             raise typer.Exit(code)
 

@@ -11,7 +11,9 @@ def register(app: typer.Typer) -> None:
     @app.command(help="Print a commented job file: every key, its default, its unit.")
     def init(
         save_dir: str = typer.Argument(..., metavar="SAVE_DIR", help="Where the trainer saves."),
-        url: str = typer.Argument(..., metavar="URL", help="Where checkpoints go: a directory."),
+        url: str = typer.Argument(
+            ..., metavar="URL", help="Where checkpoints go: a directory, s3://bucket/prefix, sftp://…"
+        ),
         name: str = typer.Option("", help="Name of the job; default the last component of SAVE_DIR."),
     ) -> None:
         from ckptd.config import job_from_arguments
@@ -19,4 +21,7 @@ def register(app: typer.Typer) -> None:
 
         options = {"name": name} if name else {}
         job = job_from_arguments(save_dir, url, options, check_paths=False)
-        print(job_template(str(job.save_dir), job.remotes[0].url, job.name), end="")
+        url = job.remotes[0].url
+        scheme, separator, _ = url.partition("://")
+        called = scheme if separator and scheme != "file" else "nas"
+        print(job_template(str(job.save_dir), url, job.name, remote_name=called), end="")

@@ -109,7 +109,7 @@ def look(path: Path) -> Seen:
     """
     absolute = os.path.realpath(path)
     if not os.path.isdir(absolute):
-        raise NotFoundError(f"{path} is no folder", hint="give a tag folder or a save_dir")
+        raise NotFoundError(f"{path} is no folder here", hint="give a tag folder or a save_dir")
     parent, name = os.path.split(absolute)
     if not name:
         raise NotFoundError(f"{path} holds no DeepSpeed checkpoint", hint="name a tag folder or a save_dir")

@@ -18,28 +18,29 @@ if TYPE_CHECKING:
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
+_JOB: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir.")
+_TAG: str = typer.Argument(..., metavar="TAG", help="The folder's name.")
+
 
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
 
     @app.command("pin", help="Never delete this checkpoint, here or in a remote.")
-    def pin(job: str = typer.Argument(..., help="JOB"), tag: str = typer.Argument(..., help="TAG")) -> None:
+    def pin(job: str = _JOB, tag: str = _TAG) -> None:
         _decide(job, "pin", [tag])
 
     @app.command("unpin", help="Take a pin back.")
-    def unpin(job: str = typer.Argument(..., help="JOB"), tag: str = typer.Argument(..., help="TAG")) -> None:
+    def unpin(job: str = _JOB, tag: str = _TAG) -> None:
         _decide(job, "unpin", [tag])
 
     @app.command("accept", help="A suspect checkpoint is one save after all: ship and commit it.")
-    def accept(
-        job: str = typer.Argument(..., help="JOB"), tag: str = typer.Argument(..., help="TAG")
-    ) -> None:
+    def accept(job: str = _JOB, tag: str = _TAG) -> None:
         _decide(job, "accept", [tag])
 
     @app.command("adopt", help="Checkpoints found at the first start may be deleted like any other.")
     def adopt(
-        job: str = typer.Argument(..., help="JOB"),
-        tags: list[str] = typer.Argument(None, help="Some of them; default: all."),
+        job: str = _JOB,
+        tags: list[str] = typer.Argument(None, metavar="[TAG ...]", help="Some of them; default: all."),
     ) -> None:
         _decide(job, "adopt", tags or ["*"])
 
@@ -57,9 +58,11 @@ def _decide(job: str, kind: Kind, tags: list[str]) -> None:
     config = resolve_job(job, os.environ)
     state_dir = _state_dir(config)
     for tag in tags:
-        fingerprints = _fingerprints(config, tag) if kind == "accept" else ()
-        if kind == "pin":
+        # a name that is written wrong would change nothing and pass for done
+        if kind == "pin" or (kind == "adopt" and tag != "*"):
             _must_exist(config, tag)
+    for tag in tags:
+        fingerprints = _fingerprints(config, tag) if kind == "accept" else ()
         decision = Decision(
             kind=kind,
             tag=tag,

@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from ckptd.config import LoadedConfig
 
+_LEVELS = ("debug", "info", "warning", "error")
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -18,13 +20,15 @@ def register(app: typer.Typer) -> None:
     def run(
         save_dir: str | None = typer.Argument(None, help="Where the trainer saves."),
         url: str | None = typer.Argument(
-            None, help="Where checkpoints go: a directory on another file system."
+            None, help="Where they go: a directory on another file system, s3://bucket/prefix, sftp://…"
         ),
         job: list[Path] = typer.Option([], "--job", help="A job file; may be given several times."),
         config_dir: Path | None = typer.Option(None, "--config-dir", help="ckptd.toml and jobs.d/*.toml."),
-        once: bool = typer.Option(False, "--once", help="Work until nothing is left to do, then exit."),
+        once: bool = typer.Option(
+            False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
+        ),
         drain: str | None = typer.Option(
-            None, "--drain", help="On SIGTERM finish uploads for at most T (20m)."
+            None, "--drain", envvar="CKPTD_DRAIN", help="On SIGTERM finish uploads for at most T (20m)."
         ),
         save_total_limit: int | None = typer.Option(
             None, "--save-total-limit", min=1, help="Keep that many."
@@ -39,9 +43,12 @@ def register(app: typer.Typer) -> None:
         import sys
         from functools import partial
 
-        from ckptd.config_quantities import parse_duration
         from ckptd.daemon.loop import Daemon
+        from ckptd.errors import UsageError
 
+        if log_level.lower() not in _LEVELS:
+            raise UsageError(f"--log-level {log_level!r} is none of {', '.join(_LEVELS)}")
+        drain_seconds = _drain_seconds(drain) if drain else None
         logging.basicConfig(
             stream=sys.stderr,
             level=log_level.upper(),
@@ -49,9 +56,18 @@ def register(app: typer.Typer) -> None:
         )
         logging.getLogger("watchdog").setLevel(logging.WARNING)
         load = partial(_load, save_dir, url, job, config_dir, save_total_limit, same_filesystem)
-        drain_seconds = parse_duration(drain) if drain else None
         daemon = Daemon(load(), os.environ, once=once, drain_seconds=drain_seconds, reload=load)
         raise typer.Exit(daemon.run())
+
+
+def _drain_seconds(text: str) -> float:
+    from ckptd.config_quantities import parse_duration
+    from ckptd.errors import UsageError
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"--drain: {error}") from error
 
 
 def _load(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.errors import NotFoundError
+from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,14 @@ def register(app: typer.Typer) -> None:
 
 
 def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
-    """The published document of the daemon that runs a job (None: the newest that is known)."""
+    """The published document of the daemon that runs a job (None: the newest that is known).
+
+    Raises:
+        UsageError: a URL: what a daemon publishes lies on its node.
+        NotFoundError: nothing is published where it would be.
+    """
+    if job is not None and "://" in job:
+        raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
     found: list[dict[str, Any]] = []
     looked: list[str] = []
     for place in [state_dir] if state_dir else _places(job):
@@ -73,7 +80,12 @@ def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
             break
     if found:
         return _joined(found)
-    msg = f"no daemon has published a status (looked at {', '.join(dict.fromkeys(looked)) or 'nowhere'})"
+    if job is None and not looked:
+        msg = "there is no job in the configuration directory"
+        raise NotFoundError(msg, hint="name a job file or a SAVE_DIR, or say where --state-dir is")
+    msg = f"no daemon has published a status (looked at {', '.join(dict.fromkeys(looked))})"
+    if job is not None and os.path.exists(os.path.join(job, "_ckptd", "remote.json")):
+        raise NotFoundError(msg, hint=f"this is a remote: ckptd list {job}")
     raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
 
 

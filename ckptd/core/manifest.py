@@ -239,7 +239,12 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
         document = kind.model_validate_json(data)
     except ValidationError as error:
         msg = f"{where} is no valid {kind.__name__}: {error.errors()[0]['msg']}"
-        raise DamagedError(msg, hint="it was cut or edited; `ckptd list` shows what is left") from error
+        what = (
+            "write it again: docs/recovery.md"
+            if kind is RemoteIdentity
+            else "`ckptd list` shows what is left"
+        )
+        raise DamagedError(msg, hint=f"it was cut or edited; {what}") from error
     if int(document.format.split(".")[0]) > MAJOR:
         msg = f"{where} has format {document.format}, this ckptd knows {FORMAT}"
         raise RefusedError(msg, hint="upgrade ckptd; nothing was written or deleted")

@@ -109,15 +109,16 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
 def _absent(what: str, remote: RemoteConfig, job: JobConfig, error: CkptdError) -> Finding:
     """A place that could become the remote is no failure before the first start."""
     path = url_path(remote.url)
-    if path is None and isinstance(error, RemoteNotOurs) and IDENTITY_KEY in error.message:
+    has_none = f"has no {IDENTITY_KEY}" in error.message
+    if path is None and isinstance(error, RemoteNotOurs) and has_none:
         text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
         return Finding(what=what, verdict="note", text=text)
     is_new = isinstance(error, RemoteNotOurs) and path is not None
-    if is_new and path is not None and (IDENTITY_KEY in error.message or not path.exists()):
+    if is_new and path is not None and (has_none or not path.exists()):
         place = next(p for p in (path, *path.parents) if p.exists())
         beside = [Path("/"), next(p for p in (job.save_dir, *job.save_dir.parents) if p.exists())]
         if remote.same_filesystem or all(place.stat().st_dev != p.stat().st_dev for p in beside):
-            if f"{IDENTITY_KEY}" in error.message or path.parent.is_dir():
+            if has_none or path.parent.is_dir():
                 text = (
                     f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
                 )

@@ -295,6 +295,10 @@ class Restore:
             return DamagedError(msg, hint="see the lines above, and `ckptd verify`")
         what = "checkpoint" if self._options.wish.form not in WEIGHTS else self._options.wish.form
         msg = f"{where} holds no committed {what}"
+        if what != "checkpoint":
+            return NothingCommitted(
+                msg, hint=f"a remote holds it once its forms list it: {what}; or `ckptd convert`"
+            )
         return NothingCommitted(msg)
 
     # --- doing -----------------------------------------------------------------------------------------
@@ -322,7 +326,8 @@ class Restore:
                 if not self._sources.give_up_on(execution.current, plan.steps, error):
                     raise
                 if isinstance(error, DamagedError):
-                    self._say(f"{tag}: {error.message}; the next best is taken")
+                    then = "" if self._options.tag else "; the next best is taken"
+                    self._say(f"{tag}: {error.message}{then}")
                 return None
             drop_leftovers(fd)
         here = self._dir / tag / "".join(plan.candidate.layout[1][:1])

@@ -78,15 +78,16 @@ def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) 
 
 def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -> None:
     """Raise unless a root without identity may become this job's remote."""
+    if next(iter(store.list(f"{ROOT}/commits/")), None) is not None:
+        # it is mounted, and a new identity would make strangers of all that is committed there
+        msg = f"{store.url} holds commits but no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="write that file again (docs/recovery.md); nothing was written")
     if settings.remote_id is not None:
         msg = f"{store.url} has no {IDENTITY_KEY}, though it had one before"
         raise RemoteNotOurs(msg, hint=_NOT_MOUNTED)
     if not settings.may_initialise:
         msg = f"{store.url} has no {IDENTITY_KEY}"
         raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
-    if next(iter(store.list(f"{ROOT}/commits/")), None) is not None:
-        msg = f"{store.url} holds commits but no {IDENTITY_KEY}"
-        raise RemoteNotOurs(msg, hint="restore that file from a backup; nothing was written")
     if path is not None and not settings.same_filesystem:
         _check_place(path, settings)
 

@@ -121,6 +121,20 @@ def test_another_jobs_remote(tmp_path: Path) -> None:
     assert "job run" in found["remote nas"].text
 
 
+def test_commits_without_an_identity_are_no_new_remote(tmp_path: Path) -> None:
+    """`run` and `--init-remote` refuse it, so it is not called one that they will make."""
+    path = job_file(tmp_path)
+    commits = tmp_path / "nas" / "run" / "_ckptd" / "commits"
+    commits.mkdir(parents=True)
+    (commits / "global_step5~g1~zero.json").write_text("{}")
+    for init_remote in (False, True):
+        found = findings(path, init_remote=init_remote)["remote nas"]
+        assert (found.verdict, found.exit_code) == ("fail", 69)
+        assert "holds commits but no _ckptd/remote.json" in found.text
+        assert "docs/recovery.md" in found.hint
+    assert not (tmp_path / "nas" / "run" / "_ckptd" / "remote.json").exists()
+
+
 def test_existing_folders_of_ours_stay(tmp_path: Path) -> None:
     save_dir = tmp_path / "run"
     (save_dir / "_ckptd" / "derived").mkdir(parents=True)

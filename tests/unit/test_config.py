@@ -420,6 +420,20 @@ def test_keys_of_s3_that_do_not_fit_each_other(tmp_path: Path, keys: str, url: s
     assert words in caught.value.message
 
 
+def test_a_rule_of_a_whole_remote_names_it_and_shows_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(on_s3(tmp_path, 'verify = "none"'))
+    assert 'remote[0] ("s3"): verify' in caught.value.message
+    assert "{" not in caught.value.message
+
+
+def test_a_shared_save_dir_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'save_dir = "{tmp_path}/run"\nshared_fs = true\n')
+    with pytest.raises(ConfigError, match="several nodes share is not in this version"):
+        load_job(path)
+
+
 @pytest.mark.parametrize("key", sorted(S3Keys.model_fields))
 @pytest.mark.parametrize("secret", ["AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"])
 def test_a_key_of_aws_under_any_other_name_is_never_shown(tmp_path: Path, key: str, secret: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckptd.cli.main import VERBS
+from typer.main import get_group
+
+from ckptd.cli.main import VERBS, build_app
 from ckptd.daemon.problems import CODES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -23,3 +25,18 @@ def test_every_verb_is_in_the_contract() -> None:
     contract = (DOCS / "contract.md").read_text()
 
     assert [verb for verb in VERBS if not re.search(rf"\b{verb}\b", contract)] == []
+
+
+def test_every_option_is_in_the_contract() -> None:
+    """docs/contract.md names every option; the stock converter's underscore spellings as a whole."""
+    contract = (DOCS / "contract.md").read_text()
+    missing = [
+        f"{name} {option}"
+        for name, verb in get_group(build_app()).commands.items()
+        for parameter in verb.params
+        for option in parameter.opts
+        if option.startswith("--") and "_" not in option and option != "--help"
+        if not re.search(rf"{option}(?![\w-])", contract)
+    ]
+
+    assert missing == []

@@ -127,3 +127,36 @@ def test_a_wrong_daemon_file_does_not_stop_a_resume(scene: Scene) -> None:
     done = ckptd("resume", scene.save_dir, CKPTD_CONFIG_DIR=str(scene.root / "conf"))
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).name == "global_step5"
+
+
+def test_a_misspelt_tag_is_not_adopted(scene: Scene) -> None:
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    (scene.save_dir / "_ckptd" / "state").mkdir(parents=True)
+    job = scene.root / "run.toml"
+    remote = f'[[remote]]\nname = "nas"\nurl = "{scene.nas}"\nsame_filesystem = true\n'
+    job.write_text(f'save_dir = "{scene.save_dir}"\n{remote}')
+    done = ckptd("adopt", job, "global_step5", "global_stp5")
+    assert (done.returncode, "no checkpoint global_stp5" in done.stderr) == (66, True), done.stderr
+    assert not [*scene.save_dir.glob("_ckptd/state/decisions/*"), *scene.nas.glob("_ckptd/decisions/*")]
+    done = ckptd("adopt", job, "global_step5")
+    assert done.returncode == 0, done.stderr
+    done = ckptd("gc", job, "--incomplete", "global_stp5")
+    assert (done.returncode, done.stdout) == (66, ""), done.stderr
+
+
+def test_inspect_of_a_url_says_what_looks_there() -> None:
+    done = ckptd("inspect", "s3://bucket/run")
+    assert (done.returncode, "ckptd list s3://bucket/run" in done.stderr) == (2, True), done.stderr
+
+
+def test_options_of_run_that_are_wrong_end_in_a_sentence(scene: Scene) -> None:
+    run = ("run", scene.save_dir, scene.nas, "--same-filesystem")
+    for words, variables in (
+        (("--once", "--log-level", "loud"), {}),
+        (("--once", "--drain", "5"), {}),
+        (("--once",), {"CKPTD_DRAIN": "5"}),
+    ):
+        done = ckptd(*run, *words, **variables)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+        assert "drain" in done.stderr or "debug, info, warning, error" in done.stderr

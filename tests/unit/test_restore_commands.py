@@ -56,7 +56,10 @@ def test_exit_codes(scene: RestoreScene) -> None:
     (scene.dir / TAG).write_text("mine")
     assert ckptd("restore", scene.nas, *to).returncode == 73
     scene.flip(scene.nas / TAG / MODEL)
-    assert ckptd("restore", scene.nas, TAG, "--to", scene.root / "two").returncode == 65
+    done = ckptd("restore", scene.nas, TAG, "--to", scene.root / "two")
+    assert (done.returncode, "next best" in done.stderr) == (65, False), done.stderr
+    done = ckptd("restore", scene.nas, "--form", "weights-bf16", "--to", scene.root / "three")
+    assert (done.returncode, "start training" in done.stderr) == (4, False), done.stderr
     assert ckptd("restore", scene.nas, "--to", scene.nas / "in").returncode == 65
 
 
