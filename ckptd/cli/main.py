@@ -15,7 +15,7 @@ import typer
 
 from ckptd import __version__
 from ckptd.cli.text import printable
-from ckptd.errors import CkptdError, from_os_error
+from ckptd.errors import CkptdError, UsageError, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if wanted == "status":
         gc.disable()
     try:
+        _refuse_empty(arguments)
         build_app(verbs)(arguments, prog_name="ckptd")
     except CkptdError as error:
         _fail(error)
@@ -94,6 +95,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(from_os_error(error, str(error.filename or "I/O")))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """An unset variable of a script would mean the working directory, or a tag without a name."""
+    before = ""
+    for argument in arguments:
+        if not argument and not before.startswith("--"):
+            msg = "an argument is empty"
+            raise UsageError(msg, hint="an unset variable? write the directory, `.` for this one")
+        before = argument
 
 
 def _fail(error: CkptdError) -> None:

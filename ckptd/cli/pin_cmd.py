@@ -127,12 +127,13 @@ def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
 
 
 def _must_exist(config: JobConfig, tag: str) -> None:
+    from ckptd.core.manifest import tag_problem
     from ckptd.errors import NotFoundError
     from ckptd.remote.access import access_of
     from ckptd.remote.open import open_store
     from ckptd.remote.reader import read_remote
 
-    if (config.save_dir / tag).is_dir():
+    if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
         return
     for remote in _remotes_of(config).remotes:
         held = read_remote(open_store(remote.url, access=access_of(remote)))

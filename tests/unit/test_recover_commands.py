@@ -138,6 +138,7 @@ def test_a_misspelt_tag_is_not_adopted(scene: Scene) -> None:
     job.write_text(f'save_dir = "{scene.save_dir}"\n{remote}')
     done = ckptd("adopt", job, "global_step5", "global_stp5")
     assert (done.returncode, "no checkpoint global_stp5" in done.stderr) == (66, True), done.stderr
+    assert [ckptd("pin", job, tag).returncode for tag in ("_ckptd", "..")] == [66, 66]
     assert not [*scene.save_dir.glob("_ckptd/state/decisions/*"), *scene.nas.glob("_ckptd/decisions/*")]
     done = ckptd("adopt", job, "global_step5")
     assert done.returncode == 0, done.stderr
@@ -160,3 +161,10 @@ def test_options_of_run_that_are_wrong_end_in_a_sentence(scene: Scene) -> None:
         done = ckptd(*run, *words, **variables)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
         assert "drain" in done.stderr or "debug, info, warning, error" in done.stderr
+
+
+def test_an_unset_variable_is_not_the_working_directory(scene: Scene) -> None:
+    scene.save(5)
+    for words in (("resume", ""), ("run", "", ""), ("pin", scene.save_dir, ""), ("check", "")):
+        done = ckptd(*words)
+        assert (done.returncode, "is empty" in done.stderr) == (2, True), done.stderr
