@@ -326,8 +326,10 @@ class Restore:
                 if not self._sources.give_up_on(execution.current, plan.steps, error):
                     raise
                 if isinstance(error, DamagedError):
-                    then = "" if self._options.tag else "; the next best is taken"
-                    self._say(f"{tag}: {error.message}{then}")
+                    then = (
+                        "another copy of it is looked for" if self._options.tag else "the next best is taken"
+                    )
+                    self._say(f"{tag}: {error.message}; {then}")
                 return None
             drop_leftovers(fd)
         here = self._dir / tag / "".join(plan.candidate.layout[1][:1])

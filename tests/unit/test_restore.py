@@ -209,7 +209,7 @@ def test_a_damaged_universal_falls_back_to_the_zero_form(scene: RestoreScene) ->
     scene.flip(scene.nas / f"{TAG}_universal" / "zero" / "head.bias" / "fp32.pt")
     done = scene.restore(TAG, form="universal")
     assert done.path == scene.derived
-    assert "the next best is taken" in "\n".join(scene.said)
+    assert "another copy of it is looked for" in "\n".join(scene.said)
 
 
 def test_forms_that_cannot_be(scene: RestoreScene) -> None:
