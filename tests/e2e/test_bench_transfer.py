@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,10 +11,7 @@ import pytest
 from bench.saves import CACHE
 from tests.real import REPOSITORY
 
-pytestmark = [
-    pytest.mark.stores,
-    pytest.mark.skipif(not os.environ.get("CKPTD_FULL"), reason="CKPTD_FULL=1: the benchmark of transfers"),
-]
+pytestmark = [pytest.mark.stores, pytest.mark.full]
 
 
 def test_tiny() -> None:

@@ -93,7 +93,9 @@ def test_two_jobs_together_stay_under_the_total_bandwidth(house: House) -> None:
     assert 0.7 * TOTAL_BYTES < moved / took < 1.3 * TOTAL_BYTES
     for at, *sizes in seen:
         later = [row for row in seen if 1.9 <= row[0] - at <= 2.1]
-        assert not later or sum(later[0][1:]) - sum(sizes) < 1.3 * TOTAL_BYTES * (later[0][0] - at)
+        # a pacer that was idle lets a quarter of a second's worth pass at once
+        most = 1.3 * TOTAL_BYTES * (later[0][0] - at) + 0.25 * TOTAL_BYTES if later else 0
+        assert not later or sum(later[0][1:]) - sum(sizes) < most
 
 
 def test_one_upload_at_a_time(house: House) -> None:

@@ -29,7 +29,7 @@ from tests.stores.sshd import needs_sshd, sshd
 MIB = 1 << 20
 TAG = "global_step2"
 STAGE_2, STAGE_3 = Recipe(stage=2, world_size=2), Recipe(stage=3, world_size=2)
-FULL = pytest.mark.skipif(not os.environ.get("CKPTD_FULL"), reason="CKPTD_FULL=1 runs it")
+FULL = pytest.mark.full
 client: Any = None
 """A plain client of the server: what is put behind its back it does not list."""
 UNIVERSAL = ConvertOptions(write_latest=True)
