@@ -64,7 +64,12 @@ PROMISES: tuple[tuple[str, str, str, Check], ...] = (
 
 BUCKET_PROMISES: tuple[tuple[str, str, str, Check], ...] = (
     ("P7", "no way to {place} in mid-upload: committed afterwards", "outages", remote.outage_lost_nothing),
-    ("P7", "broken off uploads: at most one part sent again", "parts", remote.parts_were_sent_once),
+    (
+        "P7",
+        "broken off uploads: at most the parts in flight sent again",
+        "parts",
+        remote.parts_were_sent_once,
+    ),
 )
 """Judged in addition where the server logs what it gets."""
 

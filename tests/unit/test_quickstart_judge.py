@@ -274,9 +274,9 @@ def _no_outage(s: Story) -> None:
 
 def _sent_from_the_start(s: Story) -> None:
     key = f"{TAGS[1]}/rank0.pt"
-    s.server.append(server_line(122.5, "PUT", key, partNumber="2", uploadId="u"))
-    s.server.append(server_line(123.1, "PUT", key, partNumber="1", uploadId="v"))
-    s.server.append(server_line(123.2, "PUT", key, partNumber="2", uploadId="v"))
+    for part in range(1, 7):
+        s.server.append(server_line(122.5, "PUT", key, partNumber=str(part), uploadId="u"))
+        s.server.append(server_line(123.1, "PUT", key, partNumber=str(part), uploadId="v"))
     s.server.sort(key=lambda line: float(line["at"]))
 
 
@@ -310,9 +310,11 @@ def test_believes_the_server(tmp_path: Path, change: Callable[[Story], None], te
     assert {t for t in broken(s.write()) if t.startswith(text)}
 
 
-def test_one_part_may_come_twice(tmp_path: Path) -> None:
+def test_the_parts_in_flight_may_come_twice(tmp_path: Path) -> None:
     s = bucket_story(tmp_path)
-    s.server.append(server_line(123.1, "PUT", f"{TAGS[1]}/rank0.pt", partNumber="1", uploadId="u"))
+    for part in range(1, 5):
+        s.server.append(server_line(122.5, "PUT", f"{TAGS[1]}/rank0.pt", partNumber=str(part), uploadId="u"))
+        s.server.append(server_line(123.1, "PUT", f"{TAGS[1]}/rank0.pt", partNumber=str(part), uploadId="u"))
     s.server.sort(key=lambda line: float(line["at"]))
     assert broken(s.write()) == set()
 
