@@ -196,12 +196,25 @@ def _headline(job: dict[str, Any], age_seconds: float) -> str:
     safe = job.get("safe")
     if safe is None:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
-        return f"NOT SAFE: {words.get(job['state'], 'nothing is committed yet')}"
+        return f"NOT SAFE: {words.get(job['state'], _unproved(job) or 'nothing is committed yet')}"
     risk = (job.get("seconds_at_risk") or 0) + age_seconds
     text = f"step {safe['step']} ({safe['tag']}) committed {_ago(safe['age_seconds'] + age_seconds)} ago"
     steps = job.get("steps_at_risk") or 0
     behind = f"; {steps} saved steps not committed yet" if steps else ""
     return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {_ago(risk)} of training at risk"
+
+
+def _unproved(job: dict[str, Any]) -> str | None:
+    """What was committed when its remotes were last seen: no comfort while they do not answer (P17)."""
+    done = [
+        checkpoint
+        for checkpoint in job["checkpoints"]
+        if any(forms.get("zero", {}).get("state") == "committed" for forms in checkpoint["remotes"].values())
+    ]
+    if not done:
+        return None
+    newest = max(done, key=lambda checkpoint: (checkpoint["branch"] or 0, checkpoint["step"] or 0))
+    return f"{newest['tag']} was committed, and a required remote has not been seen to hold it since"
 
 
 def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, retention: bool) -> None:

@@ -101,3 +101,29 @@ def test_a_remote_is_no_job_and_says_what_shows_it(house: Path) -> None:
 def test_no_job_at_all_is_said(tmp_path: Path) -> None:
     done = status(tmp_path)
     assert (done.returncode, "there is no job in" in done.stderr) == (66, True), done.stderr
+
+
+@pytest.mark.parametrize("state", ["committed", "shipping"])
+def test_what_was_committed_is_said_while_its_remote_is_away(house: Path, state: str) -> None:
+    """Still not safe (P17), but nobody has to think that everything is lost."""
+    text = document("a", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house)
+    local = {"present": True, "universal": "none", "held": False}
+    text["jobs"][0]["checkpoints"] = [
+        {
+            "tag": f"global_step{step}",
+            "step": step,
+            "branch": 1,
+            "bytes": 5,
+            "state": "complete",
+            "local": local,
+            "remotes": {"nas": {"zero": {"state": state, "bytes_done": 0, "bytes_total": 0}}},
+            "keep": [],
+            "reason": None,
+            "pinned": False,
+        }
+        for step in (9, 10)
+    ]
+    publish(house, "a", text)
+    first = status(house, "a").stdout.splitlines()[0]
+    assert "NOT SAFE" in first
+    assert ("global_step10 was committed" in first) is (state == "committed")
