@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 512 << 10
 _SMALL_BYTES = 8 << 20
-LANES = 16
+LANES = 8
 _STREAMS = 4
 """Ranges of one object that are read back at a time."""
 _RANGE_BYTES = 64 << 20
