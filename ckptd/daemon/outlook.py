@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 FULL_SOON_SAVES = 3
 
 
+def link_speed(job: Job, state: JobState) -> float | None:
+    """Bytes per second of the slowest required remote, as last measured; None: nothing was sent yet."""
+    known = [
+        state.link_speeds[r.name] for r in job.config.remotes if r.required and r.name in state.link_speeds
+    ]
+    return min(known, default=None)
+
+
 def outlook(job: Job, state: JobState) -> Forecast:
     """What to expect of this job if the trainer goes on as it did."""
     assert job.view is not None
@@ -30,7 +38,7 @@ def outlook(job: Job, state: JobState) -> Forecast:
     ]
     room = Room(
         free_bytes=job.view.disk.free_bytes,
-        link_bytes_per_second=state.link_bytes_per_second if is_there else None,
+        link_bytes_per_second=link_speed(job, state) if is_there else None,
         is_rotated=bool(required) and job.config.local.policy.deletes,
     )
     return forecast(saves, room, now_seconds=time.time())
@@ -40,12 +48,14 @@ def see_outlook(job: Job, state: JobState) -> None:
     """Alarms before something is lost: the disk will be full, the link is too slow, a save is overdue."""
     if job.view is None:
         return
-    told = outlook(job, state)
-    _see_full(job.problems, told, state)
-    if told.save_steps_for_link is not None and state.link_bytes_per_second is not None:
+    told, speed = outlook(job, state), link_speed(job, state)
+    # only from a link that was measured: the first upload of a job is no reason for an alarm
+    if speed is not None:
+        _see_full(job.problems, told)
+    if told.save_steps_for_link is not None and speed is not None:
         text = (
             f"production {show_bandwidth(round(told.production_bytes_per_second or 0))}, "
-            f"link {show_bandwidth(round(state.link_bytes_per_second))}: uploads fall behind"
+            f"link {show_bandwidth(round(speed))}: uploads fall behind"
         )
         cure = f"save every {told.save_steps_for_link:,} steps, or make the link faster"
         job.problems.see("link-slow", "link", text, cure)
@@ -59,10 +69,9 @@ def see_outlook(job: Job, state: JobState) -> None:
         )
 
 
-def _see_full(problems: Problems, told: Forecast, state: JobState) -> None:
-    """Only from a link that was measured: the first upload of a job is no reason for an alarm."""
+def _see_full(problems: Problems, told: Forecast) -> None:
     saves, seconds = told.full_in_saves, told.full_in_seconds
-    if saves is None or seconds is None or saves > FULL_SOON_SAVES or state.link_bytes_per_second is None:
+    if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
     problems.see("disk-full-soon", "disk", text, "free space, save less often, or make the link faster")

@@ -11,7 +11,7 @@ from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
-from ckptd.daemon.outlook import outlook
+from ckptd.daemon.outlook import link_speed, outlook
 from ckptd.daemon.viewing import next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
@@ -71,7 +71,7 @@ def job_status(job: Job) -> st.JobStatus:
         seconds_at_risk=_seconds_at_risk(job.state, safe),
         disk=_disk(job, job.state, told),
         production_bytes_per_second=told.production_bytes_per_second,
-        link_bytes_per_second=job.state.link_bytes_per_second,
+        link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
     )
 

@@ -168,7 +168,7 @@ class Shipping:
             moving = state.moving.get((action.save_id, action.remote, action.form))
             seconds = time.monotonic() - moving.started_seconds if moving else 0.0
             if answer.bytes_sent and seconds > 0:
-                state.link_bytes_per_second = answer.bytes_sent / seconds
+                state.link_speeds[action.remote] = answer.bytes_sent / seconds
             record = record.model_copy(
                 update={
                     "state": ShipState.COMMITTED,

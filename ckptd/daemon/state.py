@@ -86,7 +86,8 @@ class JobState:
     problems: Problems = field(default_factory=Problems)
     plan: Plan | None = None
     can_clone: bool = False
-    link_bytes_per_second: float | None = None
+    link_speeds: dict[str, float] = field(default_factory=dict)
+    """Remote → bytes per second of its last upload that was committed."""
     is_first_scan: bool = True
     widest_save_seconds: float = 0.0
     views: dict[int, tuple[tuple[object, ...], SaveView]] = field(default_factory=dict)

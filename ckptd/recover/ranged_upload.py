@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
 from ckptd.recover.derived import DESCRIPTION
+from ckptd.remote.again import briefly
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import is_s3
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Progress, Store
 
 NOTE = "ckptd-partial.json"
-TRIES = 4
 PIECE_BYTES = 4 << 20
 MOST_CURSORS = 16
 _HASH_BYTES = 1 << 20
@@ -244,23 +243,21 @@ class Uploader:
         target, key = self._target, f"{self._target.name}/{path}"
         source = self._source(output, counts=counts)
         target.made.add(path)
-        for left in reversed(range(TRIES)):
+
+        def send() -> None:
             self._check_stop()
             try:
                 crc = target.store.upload(key, source, resume=None, on_progress=self._on_progress)
                 target.store.verify(key, output.nbytes, crc, lambda _: self._check_stop())
             except (VerifyError, RemoteUnreachable):
-                if not left:
-                    raise
-                time.sleep(0.5 * (TRIES - left))
                 target.store.discard(key)
+                raise
             except TargetExists:
                 # an answer that was lost, or an attempt that was killed: nobody else writes below our note
-                if not left:
-                    raise
                 target.store.delete(key)
-            else:
-                return
+                raise
+
+        briefly(VerifyError, RemoteUnreachable, TargetExists)(send)
 
     def _on_progress(self, _: Progress) -> None:
         self._check_stop()

@@ -13,8 +13,6 @@ from tenacity import Retrying, retry_if_exception, retry_if_exception_type, stop
 from tenacity.wait import wait_random_exponential
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptd.remote.store import Store
 
 _TRIES = 3
@@ -70,5 +68,4 @@ class _TriedAgain:
             asked += 1
             return inner.put_if_absent(key, data) or (asked > 1 and inner.get(key) == data)
 
-        attempt: Callable[[], bool] = create
-        return briefly()(attempt)
+        return briefly()(create)

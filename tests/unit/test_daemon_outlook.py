@@ -1,0 +1,79 @@
+"""What becomes of a forecast: alarms of a job, from the slowest required remote alone (docs/design.md P17)."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptd.daemon.outlook import link_speed, see_outlook
+from ckptd.daemon.problems import Problems
+
+GB = 10**9
+
+
+def scene(*, free_gb: int = 5000, speeds: dict[str, float], ago: float = 0.0, is_away: bool = False) -> Any:
+    """A job that saves 60 GB and 500 steps every ten minutes, and its state."""
+    last = time.time() - ago
+    saves = [
+        SimpleNamespace(
+            save=SimpleNamespace(
+                window=SimpleNamespace(last=int((last - 600.0 * n) * 1e9)),
+                total_bytes=60 * GB,
+                step=9000 - 500 * n,
+            )
+        )
+        for n in range(6)
+    ]
+    remotes = [SimpleNamespace(name="nas", required=True), SimpleNamespace(name="s3", required=False)]
+    view = SimpleNamespace(
+        remotes=[SimpleNamespace(name=r.name, is_required=r.required) for r in remotes],
+        disk=SimpleNamespace(free_bytes=free_gb * GB),
+    )
+    local = SimpleNamespace(policy=SimpleNamespace(deletes=True))
+    job = SimpleNamespace(
+        view=view,
+        config=SimpleNamespace(remotes=remotes, local=local),
+        links={r.name: SimpleNamespace(attached=None if is_away else object()) for r in remotes},
+        problems=Problems(),
+    )
+    return job, SimpleNamespace(rows=dict(enumerate(saves)), link_speeds=speeds, in_flight=frozenset())
+
+
+def alarms(job: Any, state: Any) -> dict[str, str]:
+    see_outlook(job, state)
+    return {p.code: f"{p.text}; {p.next_step}" for p in job.problems.all()}
+
+
+def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> None:
+    """100 MB/s are made and 30 MB/s carried: 500 steps become 1,700."""
+    found = alarms(*scene(speeds={"nas": 30e6, "s3": 1e9}))
+    assert set(found) == {"link-slow"}
+    assert "save every 1,700 steps" in found["link-slow"]
+
+
+def test_a_slow_optional_remote_alarms_nobody() -> None:
+    job, state = scene(speeds={"nas": 1e9, "s3": 1e6})
+    assert link_speed(job, state) == 1e9
+    assert alarms(job, state) == {}
+
+
+@pytest.mark.parametrize(("free_gb", "expected"), [(100, True), (5000, False)])
+def test_the_disk_that_will_be_full_is_said_while_the_remote_is_away(free_gb: int, expected: bool) -> None:
+    found = alarms(*scene(free_gb=free_gb, speeds={"nas": 1e9}, is_away=True))
+    assert ("disk-full-soon" in found) is expected
+    assert not expected or "full in 1 saves" in found["disk-full-soon"]
+
+
+def test_before_the_first_upload_a_small_disk_is_no_alarm() -> None:
+    assert alarms(*scene(free_gb=100, speeds={})) == {}
+
+
+def test_a_save_that_does_not_come_is_said_unless_one_is_under_way() -> None:
+    job, state = scene(speeds={"nas": 1e9}, ago=3000.0)
+    assert "usually every 10m" in alarms(job, state)["save-overdue"]
+    job, state = scene(speeds={"nas": 1e9}, ago=3000.0)
+    state.in_flight = frozenset({"global_step9500"})
+    assert alarms(job, state) == {}
