@@ -1,4 +1,4 @@
-"""What becomes of a forecast: alarms of a job, from the slowest required remote alone (docs/design.md P17)."""
+"""What becomes of a forecast: alarms of a job, from the slowest required remote (docs/design.md P17)."""
 
 from __future__ import annotations
 
