@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ckptd.config_env import settings_from_environment
 from ckptd.config_explain import explain
-from ckptd.config_globs import expand, is_glob
+from ckptd.config_globs import expand, is_glob, root_of
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
 from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
@@ -57,8 +57,13 @@ class LoadedConfig:
     daemon: DaemonConfig
     jobs: tuple[JobConfig, ...]
     problems: tuple[tuple[Path, ConfigError], ...] = ()
-    has_globs: bool = False
-    """Some save_dir is a glob: further jobs may appear."""
+    glob_roots: tuple[str, ...] = ()
+    """Directories below which a save_dir is a glob: further jobs may appear there."""
+
+    @property
+    def has_globs(self) -> bool:
+        """Some save_dir is a glob."""
+        return bool(self.glob_roots)
 
 
 def default_config_dir(environ: Mapping[str, str]) -> Path:
@@ -171,8 +176,9 @@ def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str,
             problems.append((path, ConfigError(error.message, hint=error.hint)))
         else:
             good += jobs
-    globs = any(is_glob(_read_toml(path).get("save_dir")) for path in paths if path not in dict(problems))
-    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems), has_globs=globs)
+    patterns = [_read_toml(path).get("save_dir") for path in paths if path not in dict(problems)]
+    globs = tuple(root_of(str(pattern)) for pattern in patterns if is_glob(pattern))
+    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems), glob_roots=globs)
 
 
 def load_all(config_dir: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:

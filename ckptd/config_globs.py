@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import glob
+import itertools
 import os
 from typing import Any
 
@@ -19,6 +20,17 @@ PLACEHOLDER = "{dir}"
 def is_glob(value: object) -> bool:
     """True for a save_dir that stands for several."""
     return isinstance(value, str) and not _WILD.isdisjoint(value)
+
+
+def root_of(pattern: str) -> str:
+    """The directory below which everything that matches lies.
+
+    >>> root_of("/nvme/runs/*/ckpt")
+    '/nvme/runs'
+    """
+    parts = os.path.normpath(pattern).split(os.sep)
+    fixed = itertools.takewhile(lambda name: not is_glob(name), parts)
+    return os.sep.join(fixed) or os.sep
 
 
 def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ RANK = {
     "convert": 6,
     "local": 6,
     "remote": 6,
+    "install": 6,
     "journal_tables": 5,
     "journal": 6,
     "recover": 7,
@@ -72,6 +73,7 @@ MAY_REMOVE = {
     "recover/mend.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
     "recover/lock.py": "its own empty folders, where there is nothing to resume from",
     "recover/fetch.py": "its own files in staging",
+    "install/service.py": "units that bear its mark",
     "quickstart/play.py": "plays the replaced node",
 }
 """Every module that removes or renames, and why it may."""

@@ -39,10 +39,18 @@ VERBS: tuple[str, ...] = (
     "gc",
     "takeover",
     "quickstart",
+    "install-service",
+    "uninstall-service",
 )
 """In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""
 
-_SHARED = {"unpin": "pin", "accept": "pin", "adopt": "pin"}
+_SHARED = {
+    "unpin": "pin",
+    "accept": "pin",
+    "adopt": "pin",
+    "install-service": "service",
+    "uninstall-service": "service",
+}
 
 EPILOG = (
     "Exit codes: 0 done, safe · 1 a person is needed · 2 usage · 3 behind · 4 nothing committed: start fresh "

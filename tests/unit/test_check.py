@@ -20,7 +20,7 @@ from ckptd.local.probe import Finding, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
 from ckptd.recover.check import check_job
 
-UNIT = Path(__file__).parents[2] / "systemd" / "ckptd@.service"
+UNIT = Path(__file__).parents[2] / "ckptd" / "systemd" / "ckptd@.service"
 NOBODY = 65534
 
 

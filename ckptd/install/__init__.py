@@ -1,0 +1,1 @@
+"""Installing ckptd as a service of systemd, and taking it away again."""

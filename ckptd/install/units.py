@@ -1,0 +1,95 @@
+"""The units as text: what the wheel carries in `ckptd/systemd/`, made to fit this installation; pure.
+
+Whatever is written begins with `MARK`: nothing without it is overwritten or removed.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+
+from ckptd.errors import RefusedError
+
+MARK = "# Written by `ckptd install-service`, which writes it anew; `ckptd uninstall-service` removes it.\n"
+SYSTEM, USER, SLICE = "ckptd@.service", "ckptd.service", "ckptd.slice"
+DROP_IN = "10-ckptd.conf"
+_ENV = "/usr/bin/env ckptd"
+_PATHS, _MAX = "ReadWritePaths=", "MemoryMax="
+_ROOM = 1.25
+"""MemoryMax above the budget: the budget is kept by ckptd itself, the limit is for when it is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropIn:
+    """What one instance may write, and how much memory it may take."""
+
+    paths: tuple[str, ...]
+    memory_budget_bytes: int
+    sets_paths: bool = True
+    """A user's own manager cannot make the rest read-only, so that listing paths would say nothing."""
+
+    @property
+    def memory_max_bytes(self) -> int:
+        """Where the kernel ends it."""
+        return int(self.memory_budget_bytes * _ROOM)
+
+    @property
+    def text(self) -> str:
+        """As a drop-in of systemd."""
+        lines = [f"MemoryHigh={self.memory_budget_bytes}", f"{_MAX}{self.memory_max_bytes}"]
+        if self.sets_paths:
+            lines += [f"{_PATHS}{quoted('-' + path)}" for path in self.paths]
+        return MARK + "\n[Service]\n" + "\n".join(lines) + "\n"
+
+
+def unit(name: str, program: tuple[str, ...]) -> str:
+    """A unit of the wheel that starts `program`.
+
+    Raises:
+        RefusedError: the program's path cannot stand in a unit.
+    """
+    text = (importlib.resources.files("ckptd") / "systemd" / name).read_text(encoding="utf-8")
+    return MARK + text.replace(_ENV, " ".join(quoted(part) for part in program))
+
+
+def slice_unit(memory_max_bytes: int) -> str:
+    """The slice of all instances; `memory_max_bytes` is the sum of theirs."""
+    return unit(SLICE, ()) + f"{_MAX}{memory_max_bytes}\n"
+
+
+def is_ours(text: str) -> bool:
+    """Whether install-service wrote it."""
+    return text.startswith(MARK)
+
+
+def memory_max_of(text: str) -> int:
+    """MemoryMax of a drop-in of ours, in bytes; 0 where it has none."""
+    values = [line.removeprefix(_MAX) for line in text.splitlines() if line.startswith(_MAX)]
+    return int(values[0]) if values and values[0].isdecimal() else 0
+
+
+def paths_of(text: str) -> tuple[str, ...]:
+    """The paths that a drop-in of ours lets be written."""
+    lines = (line.removeprefix(_PATHS) for line in text.splitlines() if line.startswith(_PATHS))
+    return tuple(_unquoted(line).removeprefix("-") for line in lines)
+
+
+def quoted(value: str) -> str:
+    """A word as systemd reads it.
+
+    Raises:
+        RefusedError: it holds a line break or another control character.
+    """
+    if not value.isprintable():
+        msg = f"{value!r} cannot stand in a unit of systemd"
+        raise RefusedError(msg, hint="use a path without control characters")
+    value = value.replace("%", "%%")
+    if any(character in value for character in " \"'\\"):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return value
+
+
+def _unquoted(value: str) -> str:
+    if value.startswith('"'):
+        value = value[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    return value.replace("%%", "%")

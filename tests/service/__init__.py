@@ -1,0 +1,1 @@
+"""The service of systemd, run by a real systemd."""
