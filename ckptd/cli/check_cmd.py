@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ckptd.config import LoadedConfig
+    from ckptd.install.plan import Target
     from ckptd.local.probe import Finding
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[red]FAIL[/]"}
@@ -33,6 +34,7 @@ def register(app: typer.Typer) -> None:
 
         from rich.console import Console
 
+        from ckptd.install.compare import service_paths
         from ckptd.recover.check import check_job
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
@@ -47,12 +49,16 @@ def register(app: typer.Typer) -> None:
         if not loaded.jobs and not loaded.problems:
             print(f"no job file in {place}; `ckptd init SAVE_DIR URL` prints one")
             raise typer.Exit(66)
+        service = None if files else service_paths(loaded, place.parent)
+        environ = dict(os.environ)
+        if service is not None:
+            environ.setdefault("STATE_DIRECTORY", f"/var/lib/ckptd/{service[0].user}")
         for job in loaded.jobs:
             findings = list(
                 check_job(
                     job,
                     loaded.daemon,
-                    os.environ,
+                    environ,
                     jobs_in_daemon=len(loaded.jobs),
                     writes=not no_probe,
                     init_remote=init_remote,
@@ -63,8 +69,25 @@ def register(app: typer.Typer) -> None:
                 if finding.rows:
                     console.print(_rows(finding))
             codes += [f.exit_code for f in findings if f.verdict == "fail"]
-        if codes:
+        if service is not None:
+            finding = _service(*service)
+            console.print(_table("service", [finding]))
+            codes.append(finding.exit_code)
+        if any(codes):
             raise typer.Exit(max(codes))
+
+
+def _service(target: Target, missing: tuple[str, ...]) -> Finding:
+    """Whether the installed service may write what the jobs name."""
+    from ckptd.errors import NotPermitted
+    from ckptd.local.probe import Finding, failed
+
+    if not missing:
+        text = f"{target.service} may write all that the jobs name"
+        return Finding(what="service", verdict="ok", text=text)
+    msg = f"{target.service} may not write {', '.join(missing)}: {target.drop_in} is older than the jobs"
+    hint = f"`ckptd install-service --run-as {target.user} --now` writes it anew"
+    return failed("service", NotPermitted(msg, hint=hint))
 
 
 def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 STALE_SECONDS = 60.0
 
+_SERVICES = Path("/var/lib/ckptd")
+"""Where systemd keeps the state of `ckptd@USER.service`, by user and job."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -66,7 +69,7 @@ def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
         raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
     found: list[dict[str, Any]] = []
     looked: list[str] = []
-    for place in [state_dir] if state_dir else _places(job):
+    for place in _given(state_dir) if state_dir else _places(job):
         path = place / "status.json"
         looked.append(str(path))
         try:
@@ -87,6 +90,13 @@ def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
     if job is not None and os.path.exists(os.path.join(job, "_ckptd", "remote.json")):
         raise NotFoundError(msg, hint=f"this is a remote: ckptd list {job}")
     raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
+
+
+def _given(state_dir: Path) -> list[Path]:
+    """A job's state directory, or one that holds those of several."""
+    if (state_dir / "status.json").exists() or not state_dir.is_dir():
+        return [state_dir]
+    return sorted(path.parent for path in state_dir.glob("*/status.json")) or [state_dir]
 
 
 def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,7 +147,8 @@ def _state_dirs(save_dir: Path) -> list[Path]:
 
 def _base_dirs(name: str) -> list[Path]:
     bases = [os.environ.get("CKPTD_STATE_DIR"), os.environ.get("STATE_DIRECTORY")]
-    return [Path(base.split(":")[0]) / name for base in bases if base]
+    places = [Path(base.split(":")[0]) / name for base in bases if base]
+    return places + sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())
 
 
 def _all_known() -> list[Path]:
@@ -149,7 +160,8 @@ def _all_known() -> list[Path]:
         if loaded.daemon.state_dir is not None:
             found.append(loaded.daemon.state_dir / config.name)
         found += [*_base_dirs(config.name), *_state_dirs(config.save_dir)]
-    return found
+    # whoever asks: what the node's services publish
+    return found or sorted(path.parent for path in _SERVICES.glob("*/*/status.json"))
 
 
 def _is_meant(status: dict[str, Any], job: str) -> bool:

@@ -35,10 +35,16 @@ mount -o remount,bind,ro $root/proc/sys
 mount -t sysfs -o ro sysfs $root/sys
 mount -t tmpfs -o mode=755 tmpfs $root/dev
 mkdir $root/dev/pts $root/dev/shm
-for node in null zero full random urandom tty; do touch $root/dev/$node; mount --bind /dev/$node $root/dev/$node; done
+for node in null zero full random urandom tty; do
+  touch $root/dev/$node
+  mount --bind /dev/$node $root/dev/$node
+done
 mount -t devpts -o newinstance,ptmxmode=0666 devpts $root/dev/pts
 ln -s pts/ptmx $root/dev/ptmx
-for place in run tmp opt mnt dev/shm var/lib/ckptd; do mkdir -p $root/$place; mount -t tmpfs tmpfs $root/$place; done
+for place in run tmp opt mnt dev/shm var/lib/ckptd; do
+  mkdir -p $root/$place
+  mount -t tmpfs tmpfs $root/$place
+done
 chmod 1777 $root/tmp $root/dev/shm
 cd $root/opt; mkdir {names}
 {binds}
@@ -133,7 +139,17 @@ def booted(work: Path) -> Iterator[Booted]:
     for group in groups:
         group.mkdir()
     enter = "".join(f"echo $$ > {group}/cgroup.procs; " for group in groups)
-    names = ["--pid", "--mount", "--uts", "--ipc", "--net", "--cgroup", "--fork", "--mount-proc", "--kill-child"]
+    names = [
+        "--pid",
+        "--mount",
+        "--uts",
+        "--ipc",
+        "--net",
+        "--cgroup",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+    ]
     with (work / "console").open("wb") as console:
         holder = subprocess.Popen(
             ["sh", "-c", f'{enter}exec unshare "$@" sh {script}', "sh", *names],

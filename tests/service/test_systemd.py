@@ -1,4 +1,4 @@
-"""`ckptd install-service` and the daemon under a real systemd: start, reload, watchdog, memory, stop, removal."""
+"""`ckptd install-service`, and the daemon under a real systemd: start, reload, watchdog, memory, stop."""
 
 from __future__ import annotations
 
@@ -80,9 +80,11 @@ def test_started_it_ships_converts_and_answers(machine: Booted) -> None:
     save(machine, "one")
     machine.wait("both forms", lambda: committed(machine, "one", 1, "universal"))
     assert committed(machine, "one", 1, "zero")
-    said = machine.run("ckptd", "status", "--state-dir", f"/var/lib/ckptd/{USER}")
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "step 1 committed" in said.stdout
+    machine.wait("status", lambda: status(machine, "one")["state"] == "ok")
+    for where in ((), ("--state-dir", f"/var/lib/ckptd/{USER}")):
+        said = machine.run("ckptd", "status", *where)
+        assert said.returncode == 0, said.stdout + said.stderr
+        assert "SAFE: step 1" in said.stdout
     limit = int(machine.show(SERVICE, "MemoryMax"))
     group = machine.memory / "ckptd.slice" / f"ckptd@{USER}.service"
     group = next(machine.memory.rglob(SERVICE), group)
@@ -115,7 +117,7 @@ def test_reload_with_a_good_and_a_bad_file(machine: Booted) -> None:
     machine.wait("the second job", lambda: committed(machine, "two", 1, "zero"))
     compared = machine.run("ckptd", "check", "--config-dir", f"/etc/ckptd/{USER}", "--no-probe")
     assert compared.returncode == 0, compared.stdout
-    bad = job(machine, "three", JOB + 'save_totl_limit = 3\n')
+    bad = job(machine, "three", JOB + "save_totl_limit = 3\n")
     refused = machine.run("systemctl", "reload", SERVICE)
     assert refused.returncode != 0
     assert "save_totl_limit" in machine.log()
@@ -161,7 +163,7 @@ def test_stopped_it_ends_in_time_and_uninstalled_it_is_gone(machine: Booted) -> 
     assert done.returncode == 0, done.stderr
     assert machine.show(SERVICE, "LoadState") in ("not-found", "masked")
     units = machine.inside("/etc/systemd/system")
-    assert not [p for p in units.rglob("*ckptd*")]
+    assert not list(units.rglob("*ckptd*"))
     assert machine.inside("/mnt/nvme/one/global_step2").is_dir()
     assert committed(machine, "one", 1, "zero")
     again = machine.run("ckptd", "uninstall-service", "--run-as", USER)

@@ -1,0 +1,159 @@
+"""`ckptd install-service`: what it would write, judged by systemd itself; what is not ours stays."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import load_all
+from ckptd.errors import CkptdError, NotFoundError, RefusedError, TargetExists
+from ckptd.install import units
+from ckptd.install.paths import uncovered, writable_paths
+from ckptd.install.plan import Command, Remove, Target, Write, install_steps, uninstall_steps
+from ckptd.install.service import carry_out
+from ckptd.install.units import DropIn
+
+JOB = 'save_dir = "{save_dir}"\n[[remote]]\nname = "nas"\nurl = "{url}"\nsame_filesystem = true\n'
+
+
+def ckptd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckptd", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def target(folder: Path, user: str | None = "alice") -> Target:
+    return Target(folder=folder / "etc/systemd/system", user=user, root=folder)
+
+
+def write_files(folder: Path, at: Target, drop_in: DropIn) -> None:
+    steps = install_steps(at, drop_in, ("/opt/ckptd/bin/ckptd",), folder / "etc/ckptd/alice", starts=False)
+    carry_out([step for step in steps if not isinstance(step, Command)], lambda _: None)
+
+
+DROP_IN = DropIn(paths=("/nvme/a", "/mnt/my nas/50%"), memory_budget_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("user", ["alice", None])
+def test_systemd_takes_every_unit(tmp_path: Path, user: str | None) -> None:
+    """It exits with 0 whatever it finds, so every word of it counts."""
+    at = target(tmp_path, user)
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "ckptd"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    steps = install_steps(at, DROP_IN, (str(program),), tmp_path / "etc/ckptd/alice", starts=False)
+    carry_out([step for step in steps if not isinstance(step, Command)], lambda _: None)
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("no systemd-analyze here (make system-packages)")
+    manager = ["--user"] if user is None else []
+    unit = at.unit if user is None else at.folder / "ckptd@root.service"
+    if user is not None:
+        shutil.copy(at.unit, unit)
+        shutil.copytree(at.drop_in.parent, at.folder / "ckptd@root.service.d")
+    for path in (unit, at.folder / "ckptd.slice"):
+        done = subprocess.run(
+            [tool, *manager, "--man=no", "verify", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"XDG_RUNTIME_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        )
+        assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_paths_come_back_as_they_were_written() -> None:
+    assert units.paths_of(DROP_IN.text) == DROP_IN.paths
+    assert units.memory_max_of(DROP_IN.text) == DROP_IN.memory_max_bytes == 5 << 28
+    with pytest.raises(RefusedError, match="cannot stand in a unit"):
+        DropIn(paths=("/a\nExecStart=/bin/sh",), memory_budget_bytes=1).text  # noqa: B018
+
+
+def test_what_the_jobs_write(tmp_path: Path) -> None:
+    (tmp_path / "jobs.d").mkdir()
+    for folder in ("nvme/a", "nvme/runs/x/ckpt", "nas"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "jobs.d/a.toml").write_text(JOB.format(save_dir=tmp_path / "nvme/a", url=tmp_path / "nas/a"))
+    (tmp_path / "jobs.d/later.toml").write_text(
+        JOB.format(save_dir=tmp_path / "nvme/later", url="s3://bucket/later").replace(
+            "same_filesystem = true", ""
+        )
+    )
+    (tmp_path / "jobs.d/many.toml").write_text(
+        JOB.format(save_dir=tmp_path / "nvme/runs/*/ckpt", url=f"{tmp_path}/nas/{{dir}}")
+    )
+    loaded = load_all(tmp_path)
+    assert not loaded.problems
+    # a directory that is not there yet stands for its parent, which holds the others
+    assert writable_paths(loaded) == (str(tmp_path / "nas"), str(tmp_path / "nvme"))
+    assert uncovered(writable_paths(loaded), (str(tmp_path / "nvme"), f"{tmp_path}/na")) == (
+        str(tmp_path / "nas"),
+    )
+    (tmp_path / "nvme/later").mkdir()
+    paths = writable_paths(load_all(tmp_path))
+    assert str(tmp_path / "nvme/runs") in paths
+    assert str(tmp_path / "nvme") not in paths
+
+
+def test_twice_is_once_and_two_users_share_a_slice(tmp_path: Path) -> None:
+    alice, bob = target(tmp_path), target(tmp_path, "bob")
+    for at in (alice, alice, bob):
+        write_files(tmp_path, at, DROP_IN)
+    assert units.memory_max_of((alice.folder / "ckptd.slice").read_text()) == 2 * DROP_IN.memory_max_bytes
+    doomed = {s.path for s in uninstall_steps(bob) if isinstance(s, Remove)}
+    assert doomed == {bob.drop_in}
+    carry_out([s for s in uninstall_steps(bob) if not isinstance(s, Command)], lambda _: None)
+    assert units.memory_max_of((alice.folder / "ckptd.slice").read_text()) == DROP_IN.memory_max_bytes
+    carry_out([s for s in uninstall_steps(alice) if not isinstance(s, Command)], lambda _: None)
+    assert list(alice.folder.iterdir()) == []
+    with pytest.raises(NotFoundError, match="not installed"):
+        uninstall_steps(alice)
+
+
+def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
+    at = target(tmp_path)
+    at.folder.mkdir(parents=True)
+    at.unit.write_text("[Service]\nExecStart=/usr/local/bin/mine\n")
+    with pytest.raises(TargetExists, match="was not written by ckptd"):
+        write_files(tmp_path, at, DROP_IN)
+    at.drop_in.parent.mkdir()
+    at.drop_in.write_text(DROP_IN.text)
+    (at.drop_in.parent / "20-mine.conf").write_text("[Service]\n")
+    steps = uninstall_steps(at)
+    assert [s.path for s in steps if isinstance(s, Remove)] == [at.drop_in]
+    carry_out([s for s in steps if not isinstance(s, Command)], lambda _: None)
+    assert (at.drop_in.parent / "20-mine.conf").exists()
+    assert at.unit.exists()
+
+
+def test_a_systemctl_that_refuses_is_quoted(tmp_path: Path) -> None:
+    script = tmp_path / "systemctl"
+    script.write_text("#!/bin/sh\necho 'Unit is masked.' >&2; exit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(CkptdError, match=r"failed: Unit is masked\."):
+        carry_out([Command(argv=(str(script), "enable", "x"))], lambda _: None)
+    carry_out([Command(argv=(str(script), "disable", "x"), may_fail=True)], lambda _: None)
+    with pytest.raises(CkptdError, match="there is no"):
+        carry_out([Command(argv=(str(tmp_path / "none"),))], lambda _: None)
+
+
+def test_the_command_says_before_it_does(tmp_path: Path) -> None:
+    asked = ckptd("install-service", "--run-as", "alice", "--root", str(tmp_path), "--dry-run")
+    assert asked.returncode == 0, asked.stderr
+    assert f"would write {tmp_path}/etc/systemd/system/ckptd@alice.service.d/10-ckptd.conf" in asked.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert any(
+        isinstance(s, Write) for s in install_steps(target(tmp_path), DROP_IN, ("/c",), tmp_path, starts=True)
+    )
+    both = ckptd("install-service", "--run-as", "alice", "--user")
+    assert both.returncode == 2
+    unknown = ckptd("install-service", "--run-as", "nobody-of-that-name")
+    assert unknown.returncode == 66
+    assert "there is no user" in unknown.stderr
+    gone = ckptd("uninstall-service", "--run-as", "alice", "--root", str(tmp_path))
+    assert gone.returncode == 66
