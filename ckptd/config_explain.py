@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_notify import NotifyConfig
 from ckptd.config_section import Section
 from ckptd.config_words import LATER, holds_secret, is_secret, nearest
 from ckptd.errors import ConfigError
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
 
 _SECTIONS: dict[str, type[Section]] = {
     "the top of a job file": JobConfig,
+    "[notify] of ckptd.toml": NotifyConfig,
     "[local]": LocalConfig,
     "[[remote]]": RemoteConfig,
     "ckptd.toml": DaemonConfig,
 }
+
+_UNSHOWN = ("credentials", "webhook", "heartbeat")
+"""What these are set to may be a secret."""
 
 
 def toml_keys(section: type[Section]) -> dict[str, str]:
@@ -50,8 +55,10 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
         message, hint = _maybe_meant(first, message, hint, section, data)
     else:
         reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "model_type":
+            reason = f"it is a table; write [{path}] and its keys below"
         # what was written as credentials, or looks like a key, may be a secret
-        is_shown = key and key != "credentials" and not holds_secret(first["input"])
+        is_shown = key and key not in _UNSHOWN and not holds_secret(first["input"])
         shown = f" = {_shown(first['input'])}" if is_shown else ""
         if len(first["loc"]) == 2 and isinstance(first["input"], dict):
             # a rule of the whole table: its name tells more than its beginning
@@ -98,6 +105,8 @@ def _section_of(loc: tuple[int | str, ...], kind: type[Section]) -> tuple[type[S
     names = [part for part in loc if isinstance(part, str)]
     if kind is JobConfig and len(names) > 1 and names[0] in ("local", "remote"):
         return (LocalConfig if names[0] == "local" else RemoteConfig), names[1]
+    if kind is DaemonConfig and len(names) > 1 and names[0] == "notify":
+        return NotifyConfig, names[1]
     return kind, names[0] if names else ""
 
 

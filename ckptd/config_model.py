@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from ckptd.config_notify import NotifyConfig
 from ckptd.config_quantities import Bytes, BytesPerDay, Seconds, Share, ShareOrBytes
 from ckptd.config_retention import Retention
 from ckptd.config_s3 import S3Keys
@@ -244,6 +245,7 @@ class DaemonConfig(Section):
     )
     state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+    notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     def memory_budget_bytes(self, total_memory_bytes: int) -> int:
         """The budget for a machine with that much memory, never below the minimum."""

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_notify import NotifyConfig
 from ckptd.config_retention import Retention
 from ckptd.config_s3 import S3Keys
 from ckptd.config_section import Section
@@ -37,7 +38,15 @@ def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas"
 def daemon_template() -> str:
     """TOML text of a `ckptd.toml` in which every key is commented out."""
     return "\n".join(
-        ["# The daemon as a whole; jobs stand in jobs.d/*.toml", "", *_lines(DaemonConfig, {}), ""]
+        [
+            "# The daemon as a whole; jobs stand in jobs.d/*.toml",
+            "",
+            *_lines(DaemonConfig, {}),
+            "",
+            "[notify]",
+            *_lines(NotifyConfig, {}),
+            "",
+        ]
     )
 
 

@@ -29,6 +29,7 @@ _NEIGHBOURS = {
     "min_free": "free reserve min_free_space min_free_gb headroom",
     "bandwidth": "bwlimit limit_rate speed rate max_bandwidth bandwidth_limit",
     "memory_budget": "memory ram max_memory memory_limit mem",
+    "notify": "notifications alerts alerting hooks webhooks",
     "state_dir": "state data_dir work_dir journal",
     "remote": "remotes upload storage destinations targets store",
     "trainer": "framework engine backend",
@@ -54,7 +55,6 @@ LATER = {
     "ladder": "form ladders",
     "abort_after": "giving up half uploads by their age (set a lifecycle rule of the bucket)",
     "metrics": "the metrics endpoint",
-    "notify": "notifications",
     "metrics_file": "metrics of the trainer",
     "run_id_env": "run ids from the environment",
 }

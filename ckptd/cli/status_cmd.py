@@ -254,6 +254,8 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
                 console.print(f"    → {escape(problem['next_step'])}")
         if job["checkpoints"]:
             console.print(_table(job, retention))
+    if document["daemon"].get("notify_error"):
+        console.print(f"[yellow]![/yellow] nobody was told: {escape(document['daemon']['notify_error'])}")
 
 
 def _abilities(remote: dict[str, Any]) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import queue
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING
 
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
+from ckptd.daemon.notifier import Notifier
 from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
@@ -58,7 +60,8 @@ class Daemon:
         self._deadline: float | None = None
         self._service = Service(environ)
         self._reloaded = Reloaded()
-        self._publisher = Publisher()
+        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or socket.gethostname())
+        self._publisher = Publisher(self._notifier)
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
@@ -86,6 +89,7 @@ class Daemon:
             self._service.stopping()
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
+            self._notifier.close()
             self._workers.stop()
             for job in self.jobs:
                 job.close()
@@ -161,6 +165,7 @@ class Daemon:
             return None
         self._loaded = loaded
         self._totals.change(loaded.daemon)
+        self._notifier.change(loaded.daemon.notify)
         self.invalid = [Invalid(path.stem, str(path), error, time.time()) for path, error in found.refused]
         for job in [job for job in self.jobs if job.config.save_dir in found.close]:
             log.info("job %s ends, or starts anew with its changed configuration", job.config.name)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.job import Job
+    from ckptd.daemon.notifier import Notifier
     from ckptd.errors import CkptdError
 
 log = logging.getLogger("ckptd")
@@ -74,7 +75,8 @@ class _Part:
 class Publisher:
     """Publishes all jobs of a daemon; called in the deciding thread after its turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, notifier: Notifier) -> None:
+        self._notifier = notifier
         self._started_unix = time.time()
         self._parts: dict[Job, _Part] = {}
         self._header: object = None
@@ -97,7 +99,7 @@ class Publisher:
         now = time.monotonic()
         self._budget_bytes = memory_budget_bytes
         broken = [_invalid_status(one) for one in invalid]
-        header = (tuple(broken), reloaded, alive)
+        header = (tuple(broken), reloaded, alive, self._notifier.failed)
         is_urgent = is_urgent or header != self._header
         self._header = header
         self._parts = {job: part for job in jobs if (part := self._parts.get(job)) is not None}
@@ -110,6 +112,7 @@ class Publisher:
                 part.published_at_seconds = now
                 daemon = self._daemon(now, reloaded, memory_budget_bytes, alive=alive)
                 self._write(job, _document(daemon, [part.text, *map(_text, broken)]))
+        self._notifier.turn([job.config.name for job in jobs], has_invalid=bool(invalid))
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
     def retract(self, job: Job, why: Invalid | None = None) -> None:
@@ -127,6 +130,7 @@ class Publisher:
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
             status = job_status(job)
+            self._notifier.see(status)
             self._parts[job] = _Part(key, _text(status), status.state, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
@@ -148,6 +152,7 @@ class Publisher:
             memory_budget_bytes=memory_budget_bytes,
             reloaded_at=st.rfc3339(at) if at else None,
             reload_error=reloaded.error,
+            notify_error=self._notifier.failed,
         )
 
     def _write(self, job: Job, document: bytes) -> None:

@@ -44,7 +44,12 @@ def job_status(job: Job) -> st.JobStatus:
         "remotes": tuple(_remote(link) for link in job.links.values()),
         "problems": tuple(
             st.ProblemStatus(
-                code=p.code, severity=p.severity, since=rfc3339(p.since), text=p.text, next_step=p.next_step
+                code=p.code,
+                severity=p.severity,
+                since=rfc3339(p.since),
+                text=p.text,
+                next_step=p.next_step,
+                about=p.about,
             )
             for p in problems
         ),

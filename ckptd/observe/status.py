@@ -26,6 +26,8 @@ class DaemonStatus:
     reloaded_at: str | None = None
     reload_error: str | None = None
     """What the last reload refused, and kept as it was."""
+    notify_error: str | None = None
+    """Why the last notification was not delivered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +54,14 @@ class DiskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemStatus:
-    """Something stuck: code, age, text, next step."""
+    """Something stuck: code, age, text, next step; `about`: what it concerns (a tag, a remote)."""
 
     code: str
     severity: str
     since: str
     text: str
     next_step: str
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,7 +252,8 @@ def test_state_dir_inside_a_save_dir(tmp_path: Path, base: dict[str, Any]) -> No
         ('bandwidth = "8"', "bandwidth"),
         ('state_dir = "state"', "absolute"),
         ('save_dir = "/x"', "a job file"),
-        ('notify = "mail"', "not in this version"),
+        ('notify = "mail"', "write [notify]"),
+        ('[notify]\nbandwidth = "1GB/s"', "ckptd.toml"),
         ("max_uploads = 0", "max_uploads"),
     ],
 )

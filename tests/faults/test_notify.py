@@ -1,0 +1,148 @@
+"""Notifications of a real daemon to a real HTTP server and real programs; what fails costs nothing here."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_daemon_service import House, house, real_saves
+
+__all__ = ["house", "real_saves"]
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+
+
+@dataclass
+class Receiver:
+    """An HTTP server that remembers what it was sent; `answer` may change, `hangs` never answers."""
+
+    port: int = 0
+    posts: list[dict[str, Any]] = field(default_factory=list)
+    beats: int = 0
+    answer: int = 200
+    hangs: bool = False
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    got = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if got.hangs:
+                time.sleep(60)
+            if got.answer == 200:
+                got.posts.append(json.loads(body))
+            self.send_response(got.answer)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            got.beats += 1
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    got.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield got
+    server.shutdown()
+    server.server_close()
+
+
+def told(receiver: Receiver, kind: str) -> list[dict[str, Any]]:
+    return [post["event"] for post in receiver.posts if post["event"]["kind"] == kind]
+
+
+def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
+    secret = house.root / "hook.url"
+    secret.write_text(f"http://127.0.0.1:{receiver.port}/SECRET-PATH\n")
+    script = house.root / "hook"
+    script.write_text(
+        f"#!/bin/sh\ncat >> {house.root}/seen; echo >> {house.root}/seen; env >> {house.root}/env\n"
+    )
+    script.chmod(0o755)
+    (house.config / "ckptd.toml").write_text(
+        f'state_dir = "{house.root}/state"\n[notify]\nwebhook = "file:{secret}"\n'
+        f'heartbeat = "http://127.0.0.1:{receiver.port}/beat"\n'
+        f'on_complete = ["{script}"]\non_committed = ["{script}"]\non_problem = ["{script}"]\n'
+    )
+    house.job("one")
+    house.start(AWS_SECRET_ACCESS_KEY="planted-secret")
+    house.save("one")
+    house.wait("the commit", lambda: house.committed("one"))
+    seen = house.root / "seen"
+    house.wait("two hooks", lambda: '"committed"' in seen.read_text())
+    hooked = [json.loads(line) for line in seen.read_text().splitlines()]
+    first, second = (event for event in hooked if event["kind"] != "problem")
+    assert (first["kind"], first["tag"], first["step"]) == ("complete", "global_step1", 1)
+    assert (second["kind"], second["form"], second["remote"]) == ("committed", "zero", "nas")
+    assert "planted-secret" not in (house.root / "env").read_text()
+    house.wait("a beat", lambda: receiver.beats == 1)
+    assert receiver.posts == []
+
+    # a torn save: somebody is needed
+    (house.root / "nas/one/_ckptd/remote.json").rename(house.root / "elsewhere")
+    house.save("one", 2)
+    house.wait("a message", lambda: told(receiver, "problem"), 60)
+    (message,) = told(receiver, "problem")[:1]
+    assert message["severity"] == "attention"
+    assert message["next_step"]
+    assert receiver.posts[0]["text"].startswith("🔴 ckptd: one on ")
+    (house.root / "elsewhere").rename(house.root / "nas/one/_ckptd/remote.json")
+    house.wait("that it is over", lambda: told(receiver, "solved"), 60)
+    house.wait("the second commit", lambda: house.committed("one", 2), 60)
+    assert "SECRET-PATH" not in house.log.read_text()
+    assert "SECRET-PATH" not in json.dumps(house.status())
+
+
+def test_notifiers_that_fail_hang_or_are_gone_cost_nothing(house: House, receiver: Receiver) -> None:
+    receiver.hangs = True
+    slow = house.root / "slow"
+    slow.write_text("#!/bin/sh\nsleep 300\n")
+    slow.chmod(0o755)
+    (house.config / "ckptd.toml").write_text(
+        f'state_dir = "{house.root}/state"\n[notify]\nwebhook = "http://127.0.0.1:{receiver.port}/x"\n'
+        f'severity = "note"\nheartbeat = "http://127.0.0.1:1/nobody"\non_complete = ["{slow}"]\n'
+        'on_committed = ["/no/such/program"]\n'
+    )
+    house.job("one")
+    process = house.start()
+    for step in (1, 2):
+        house.save("one", step)
+        house.wait("the commit", lambda step=step: house.committed("one", step))  # type: ignore[misc]
+    process.terminate()
+    started = time.monotonic()
+    assert process.wait(20) == 0
+    assert time.monotonic() - started < 15
+
+
+def test_a_secret_url_is_refused(tmp_path: Path) -> None:
+    from ckptd.config import load_daemon
+    from ckptd.errors import ConfigError
+
+    place = tmp_path / "ckptd.toml"
+    for text, word in (
+        ('webhook = "https://hooks.slack.com/services/T0/B0/XXXX"', "is a secret"),
+        ('webhook = "https://user:pass@host/x"', "is a secret"),
+        ('heartbeat = "hc-ping"', "it is a URL"),
+        ('command = ["page"]', "absolute path"),
+        ('severty = "note"', "severity"),
+    ):
+        place.write_text(f"[notify]\n{text}\n")
+        with pytest.raises(ConfigError, match=word) as caught:
+            load_daemon(place, {})
+        assert "XXXX" not in str(caught.value)
+        assert "user:pass" not in str(caught.value)

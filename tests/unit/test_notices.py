@@ -1,0 +1,150 @@
+"""Events between two statuses, and which of them are told: once, again when they last, never a flood."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.config_notify import NotifyConfig
+from ckptd.daemon.notifier import Notifier
+from ckptd.observe.events import Event, events_between
+from ckptd.observe.notices import MOST_IN_AN_HOUR, Desk, Rules
+from ckptd.observe.status import CheckpointStatus, FormStatus, JobStatus, LocalStatus, ProblemStatus
+
+RULES = Rules(severity="attention", repeat_seconds=3600.0, not_safe_after_seconds=600.0)
+
+
+def checkpoint(
+    tag: str = "global_step1", *, zero: str = "waiting", universal: str = "none", state: str = "complete"
+) -> CheckpointStatus:
+    return CheckpointStatus(
+        tag=tag,
+        generation=1,
+        branch=0,
+        step=1,
+        state=state,
+        bytes=1,
+        local=LocalStatus(present=True, universal=universal, held=False, complete_at="2026-01-01T00:00:00Z"),
+        remotes={"nas": {"zero": FormStatus(state=zero)}},
+    )
+
+
+def job(
+    *checkpoints: CheckpointStatus, problems: tuple[ProblemStatus, ...] = (), **more: object
+) -> JobStatus:
+    return JobStatus(
+        name="llama",
+        job_id="1",
+        save_dir="/n",
+        state="ok",
+        checkpoints=checkpoints,
+        problems=problems,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def problem(code: str = "no-rights", about: str = "", severity: str = "attention") -> ProblemStatus:
+    return ProblemStatus(
+        code=code, severity=severity, since="2026", text=f"{code} {about}", next_step="do", about=about
+    )
+
+
+def kinds(events: tuple[Event, ...]) -> list[str]:
+    return [event.kind for event in events]
+
+
+def test_a_life_in_events() -> None:
+    steps = [
+        job(),
+        job(checkpoint()),
+        job(checkpoint(zero="committed")),
+        job(checkpoint(zero="committed", universal="ready")),
+        job(checkpoint(zero="committed", universal="ready", state="pruned")),
+    ]
+    told = [kinds(events_between(a, b)) for a, b in itertools.pairwise(steps)]
+    assert told == [["complete"], ["committed"], ["converted"], ["pruned"]]
+    assert kinds(events_between(None, steps[-1])) == []
+    # all at once, when nobody looked in between
+    assert kinds(events_between(steps[0], steps[3])) == ["complete", "committed", "converted"]
+
+
+def test_a_second_save_of_the_same_tag_is_another() -> None:
+    again = checkpoint()
+    again = replace(again, local=replace(again.local, complete_at="2026-01-02T00:00:00Z"))
+    assert kinds(events_between(job(checkpoint()), job(again, checkpoint()))) == ["complete"]
+
+
+def test_a_problem_that_flaps_is_told_once_and_one_that_lasts_again() -> None:
+    desk = Desk(RULES)
+    told = [kinds(desk.see(job(problems=p), at).messages) for at, p in ((0.0, (problem(),)), (1.0, ()))]
+    assert told == [["problem"], ["solved"]]
+    assert kinds(desk.see(job(problems=(problem(),)), 2.0).messages) == []
+    assert kinds(desk.see(job(problems=(problem(),)), 3599.0).messages) == []
+    assert kinds(desk.see(job(problems=(problem(),)), 3601.0).messages) == ["problem"]
+    # another remote's is another
+    assert kinds(desk.see(job(problems=(problem(), problem(about="s3"))), 3602.0).messages) == ["problem"]
+    # what nobody was told of is not told to be over
+    quiet = Desk(RULES)
+    quiet.see(job(problems=(problem("link-slow", severity="note"),)), 0.0)
+    told_of = quiet.see(job(), 1.0)
+    assert kinds(told_of.events) == ["solved"]
+    assert told_of.messages == ()
+
+
+def test_not_safe_is_told_once_and_that_it_is_over() -> None:
+    desk = Desk(RULES)
+    assert desk.see(job(seconds_at_risk=599.0), 0.0).messages == ()
+    assert desk.is_well()
+    (message,) = desk.see(job(seconds_at_risk=601.0), 1.0).messages
+    assert message.kind == "not-safe"
+    assert message.text == "10 min of training would be lost with this node; nothing is safe"
+    assert not desk.is_well()
+    assert desk.see(job(seconds_at_risk=900.0), 2.0).messages == ()
+    assert kinds(desk.see(job(seconds_at_risk=4600.0), 3700.0).messages) == ["not-safe"]
+    assert kinds(desk.see(job(seconds_at_risk=5.0), 3701.0).messages) == ["safe-again"]
+    assert desk.see(job(seconds_at_risk=5.0), 3702.0).messages == ()
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 900), st.sets(st.sampled_from([str(n) for n in range(30)]))), max_size=40)
+)
+def test_never_a_flood_and_nothing_forgotten(turns: list[tuple[float, set[str]]]) -> None:
+    desk, now, times = Desk(RULES), 0.0, []
+    for pause, names in turns:
+        now += pause
+        messages = desk.see(job(problems=tuple(problem(about=n) for n in sorted(names))), now).messages
+        times += [now] * len([m for m in messages if "held back" not in m.text])
+    for at in times:
+        assert len([t for t in times if at - 3600.0 <= t <= at]) <= MOST_IN_AN_HOUR
+
+
+def test_what_was_not_delivered_is_said_until_the_next_one_is(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    config = NotifyConfig.model_validate({"on_complete": [str(program)], "on_committed": ["/bin/true"]})
+    notifier = Notifier(config, "node-0")
+    notifier.see(job())
+    notifier.see(job(checkpoint()))
+    wait_for(lambda: f"starting {program}" in (notifier.failed or ""))
+    notifier.see(job(checkpoint(zero="committed")))
+    wait_for(lambda: notifier.failed is None)
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    notifier.see(job())
+    notifier.see(job(checkpoint(zero="committed")))
+    wait_for(lambda: notifier.failed is None)
+    notifier.see(job(checkpoint(), checkpoint("global_step2")))
+    wait_for(lambda: notifier.failed == f"{program} ended with 3")
+    notifier.close()
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
