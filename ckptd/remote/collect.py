@@ -14,10 +14,12 @@ from ckptd.core.manifest import ROOT, Commit, folder_name, parse
 from ckptd.errors import RefusedError
 from ckptd.remote.commit import Ground
 from ckptd.remote.documents import (
+    LEASES,
     generations_with_manifests,
     read_commits,
     read_generation,
     stem_of,
+    stem_of_key,
 )
 from ckptd.remote.messages import Retire
 from ckptd.remote.observe import still_ours
@@ -99,10 +101,16 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
                 objects[key] = _garbage(key, sizes[key], "retired; sent again by a straggler", where)
     documents = [_garbage(k.key, 0, "a replaced revision of a manifest", stem_of(k.manifest)) for k in dead]
     spares = [_garbage(i.key, i.bytes, "left by a repair", None) for i in store.list(SPARE)]
+    over = _stems(found) | stones.keys()
+    leases = [
+        _garbage(info.key, 0, "a lease of a generation that is over", stem_of_key(info.key))
+        for info in store.list(LEASES)
+        if stem_of_key(info.key) in over
+    ]
     listed = set(objects_of(k.manifest for known in manifests.values() for k in known))
     unlisted = sizes.keys() - listed - objects.keys()
     return Collected(
-        objects=(*objects.values(), *documents, *spares),
+        objects=(*objects.values(), *documents, *leases, *spares),
         retiring=tuple((stone, _freed(where, manifests, sizes)) for where, stone in open_stones.items()),
         unlisted_objects=len(unlisted),
         unlisted_bytes=sum(sizes[key] for key in unlisted),

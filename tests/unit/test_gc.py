@@ -126,6 +126,16 @@ def test_a_replaced_revision_and_its_objects_go(scene: RepairScene) -> None:
     assert exit_code([Verifier(sight(scene), read=Slice()).run()]) == 0
 
 
+def test_leases_of_generations_that_are_over(scene: RepairScene) -> None:
+    for where in (f"{TAG}~g1~zero", f"{TAG}~g2~zero"):
+        (scene.nas / "_ckptd" / "leases" / where).mkdir(parents=True)
+        (scene.nas / "_ckptd" / "leases" / where / "n1~x.json").write_text("{}")
+    one = collector(scene)
+    one.remote(sight(scene), None)
+    assert [row.what for row in one.removed] == [f"_ckptd/leases/{TAG}~g1~zero/n1~x.json"]
+    assert (scene.nas / "_ckptd" / "leases" / f"{TAG}~g2~zero" / "n1~x.json").exists()
+
+
 def test_nothing_goes_where_a_document_cannot_be_read(scene: RepairScene) -> None:
     stone(scene, "global_step5", 5)
     (path,) = (scene.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()
