@@ -104,6 +104,20 @@ class StoreSource:
         """Nothing is cached."""
 
 
+def holds(store: Store, key: str, file: ManifestFile) -> bool:
+    """Whether the bytes that a manifest lists lie under this key: all of them are read."""
+    info = store.stat(key)
+    if info is None or info.bytes != file.bytes:
+        return False
+    source = StoreSource(store, file.model_copy(update={"key": key}))
+    crc = done = 0
+    view = memoryview(bytearray(1 << 20))
+    while count := source.read_into(done, view):
+        crc = crc64(view[:count], crc)
+        done += count
+    return done == file.bytes and to_hex(crc) == file.checksums.crc64nvme
+
+
 def spare_key(file: ManifestFile) -> str:
     """Where the good bytes of an object lie while the bad ones make way."""
     name = hashlib.sha256(f"{file.key}\0{file.checksums.crc64nvme}".encode()).hexdigest()
@@ -151,9 +165,9 @@ class Resender:
         store, spare = self._store, spare_key(file)
         if store.stat(file.key) is not None:
             # one reading found it bad, perhaps hours ago: a flip on the way, or sent by another repair since
-            if self._holds(file.key, file):
+            if holds(store, file.key, file):
                 return False
-            if not self._holds(spare, file):
+            if not holds(store, spare, file):
                 store.delete(spare)
                 self._send(spare, file, open_source())
             self._still_counts(view)
@@ -186,19 +200,6 @@ class Resender:
         if len(self._contents.get(file.key, ())) > 1:
             msg = f"{file.key} is listed with two contents"
             raise RefusedError(msg, hint="one of the manifests was changed; nothing was sent")
-
-    def _holds(self, key: str, file: ManifestFile) -> bool:
-        """Whether the committed bytes lie under another key."""
-        info = self._store.stat(key)
-        if info is None or info.bytes != file.bytes:
-            return False
-        source = StoreSource(self._store, file.model_copy(update={"key": key}))
-        crc = done = 0
-        view = memoryview(bytearray(1 << 20))
-        while count := source.read_into(done, view):
-            crc = crc64(view[:count], crc)
-            done += count
-        return done == file.bytes and to_hex(crc) == file.checksums.crc64nvme
 
     def _send(self, key: str, file: ManifestFile, source: Source) -> None:
         done = 0
