@@ -197,11 +197,17 @@ def peek(source: Source) -> Callable[[int, memoryview], int]:
 
 
 def crc64_of(
-    source: Source, offset: int, length: int, *, is_read_again: bool = False, drops: bool = False
+    source: Source,
+    offset: int,
+    length: int,
+    *,
+    is_read_again: bool = False,
+    drops: bool = False,
+    also: Callable[[memoryview], None] | None = None,
 ) -> int:
     """CRC64NVME of a range that is not sent, or later; of less where the source ends early.
 
-    `is_read_again`: it will be sent, and its records' CRCs compared then.
+    `is_read_again`: it will be sent, and its records' CRCs compared then. `also` gets the bytes too.
     """
     read = peek(source) if is_read_again else source.read_into
     if not is_read_again and isinstance(source, PacedSource):
@@ -210,6 +216,8 @@ def crc64_of(
     end, crc = offset + length, 0
     while offset < end and (count := read(offset, view[: min(len(view), end - offset)])):
         crc = crc64(view[:count], crc)
+        if also is not None:
+            also(view[:count])
         if drops:
             source.drop(offset, count)
         offset += count
