@@ -78,15 +78,17 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None) -> i
     sights, failures = look(where)
     codes = [error.exit_code for error in failures.values()]
     good: list[RemoteSight] = []
-    for sight in sights:
-        try:
-            collector.remote(sight, Unfinished(state_dir) if state_dir is not None else None)
-            good.append(sight)
-        except CkptdError as error:
-            say(f"{sight.name}: {error}")
-            codes.append(error.exit_code)
-    if where.job is not None:
-        collector.node(where.job, good, state_dir)
+    unfinished = Unfinished(state_dir)
+    with unfinished.alone():
+        for sight in sights:
+            try:
+                collector.remote(sight, unfinished)
+                good.append(sight)
+            except CkptdError as error:
+                say(f"{sight.name}: {error}")
+                codes.append(error.exit_code)
+        if where.job is not None:
+            collector.node(where.job, good, state_dir)
     return codes[0] if codes else 0
 
 

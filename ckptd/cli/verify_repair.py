@@ -45,7 +45,7 @@ def run_repair(
     sights, failures = look(where)
     state_dir = state_of(config, directory, make=not dry_run)
     unfinished = Unfinished(state_dir)
-    with progress_bar() as tell:
+    with unfinished.alone(), progress_bar() as tell:
         repair = Repair(
             config,
             sights,

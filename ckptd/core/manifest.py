@@ -203,6 +203,17 @@ class Dispute(Document):
     """RFC 3339, UTC."""
 
 
+class Lease(Document):
+    """`_ckptd/leases/…`: a node replaces objects of this generation that no manifest listed; until its own
+    manifest does, nobody else commits the generation (adr/0083)."""
+
+    tag: str
+    generation: int
+    form: str
+    node: str
+    node_id: str
+
+
 class Decision(Document):
     """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
 
@@ -315,6 +326,13 @@ def manifest_key(manifest: NodeManifest, sha256: str) -> str:
     return f"{ROOT}/nodes/{place}/{encode_name(manifest.node)}~{sha256[:12]}.json"
 
 
-def side_key(kind: Literal["retired", "disputes", "pins", "decisions", "leases"], name: str) -> str:
-    """Key of a tombstone, dispute, pin, decision or lease."""
+def lease_key(manifest: NodeManifest) -> str:
+    """Key of a node's lease of the generation that its manifest is made for."""
+    place = stem(manifest.tag, manifest.generation, manifest.form)
+    name = f"{encode_name(manifest.node)}~{encode_name(manifest.node_id)}"
+    return f"{ROOT}/leases/{place}/{name}.json"
+
+
+def side_key(kind: Literal["retired", "disputes", "pins", "decisions"], name: str) -> str:
+    """Key of a tombstone, dispute, pin or decision."""
     return f"{ROOT}/{kind}/{name}.json"

@@ -24,6 +24,7 @@ Code = Literal[
     "remote-left-alone",
     "transfer-stalled",
     "remote-object-damaged",
+    "remote-object-unreadable",
     "upload-failed",
     "source-damaged",
     "commit-waiting",

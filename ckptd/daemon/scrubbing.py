@@ -1,7 +1,7 @@
 """The slow scrub: committed objects are read again, those longest unproven first, while all is quiet.
 
-What is found damaged is a problem that names the repair, and as long as it lasts its checkpoint is treated as
-pinned: the copy on this node may be the last good one. Where it was lies in the journal.
+What is found damaged, or cannot be read, is a problem that names what to do, and as long as it lasts its
+checkpoint is treated as pinned: this node's copy may be the last good one. Where it was lies in the journal.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ AGAIN_SECONDS = 86400.0
 """No COMMIT is read twice in so short a time."""
 RECHECK_SECONDS = 30.0
 """Between looks at what is known to be bad: repaired, it is no problem any more."""
+MOST_UNREAD = 64
+"""Keys of one COMMIT that are remembered as unreadable; with more of them the reading of it ends there."""
 
 
 class Progress(Model):
@@ -45,6 +47,19 @@ class Progress(Model):
     current: str = ""
     after: str = ""
     bad: dict[str, tuple[BadCopy, ...]] = Field(default_factory=dict)
+    unread: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Keys that I/O or rights kept from being read: neither good nor bad."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Of those in `bad` and `unread`: known also while the remote is away."""
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """COMMITs that some object is bad or unreadable of."""
+        return tuple(dict.fromkeys((*self.bad, *self.unread)))
+
+    def keys_of(self, sha: str) -> tuple[str, ...]:
+        """Those objects."""
+        return (*(copy.key for copy in self.bad.get(sha, ())), *self.unread.get(sha, ()))
 
 
 class Scrubber:
@@ -62,18 +77,18 @@ class Scrubber:
         self._credit = dict.fromkeys(self._rates, 0.0)
         self._filled_at = time.monotonic()
         self._rechecked_at: dict[str, float] = {}
+        self._rechecks = 0
         self._damaged: frozenset[str] = frozenset()
         self._progress = {name: self._read(name) for name in self._rates}
 
     @property
     def damaged_tags(self) -> frozenset[str]:
-        """Checkpoints that some remote is known to hold damaged: no other copy of them may go."""
+        """Checkpoints that some remote holds damaged or unreadable, as far as known: no other copy may go."""
         return frozenset(
-            view.commit.tag
-            for name, progress in self._progress.items()
-            if progress.bad
-            for view in self._views(name)
-            if view.sha256 in progress.bad
+            progress.tags[sha]
+            for progress in self._progress.values()
+            for sha in progress.suspects
+            if sha in progress.tags
         )
 
     def turn(self) -> bool:
@@ -112,10 +127,12 @@ class Scrubber:
         old = self._progress[name]
         kept = old.model_copy(
             update={
-                "proven_at": {k: v for k, v in old.proven_at.items() if k in known},
-                "bad": {k: v for k, v in old.bad.items() if k in known},
+                what: {sha: value for sha, value in getattr(old, what).items() if sha in known}
+                for what in ("proven_at", "bad", "unread")
             }
         )
+        tags = {v.sha256: v.commit.tag for v in self._views(name) if v.sha256 in kept.suspects}
+        kept = kept.model_copy(update={"tags": tags})
         if kept != old:
             self._keep(name, kept)
         self._say(name)
@@ -123,16 +140,22 @@ class Scrubber:
     def _go_on(self, name: str, link: RemoteLink, now: float) -> None:
         progress = self._progress[name]
         views = {view.sha256: view for view in self._views(name)}
-        bad = next((sha for sha in progress.bad if sha in views), None)
+        suspects = [sha for sha in progress.suspects if sha in views]
         is_due = now - self._rechecked_at.get(name, -RECHECK_SECONDS) >= RECHECK_SECONDS
-        if bad is not None and is_due and self._credit[name] > 0:
+        if suspects and is_due and self._credit[name] > 0:
             self._rechecked_at[name] = now
-            keys = tuple(copy.key for copy in progress.bad[bad])
+            self._rechecks += 1
+            bad = suspects[self._rechecks % len(suspects)]
             self._order(
                 name,
                 link,
                 views[bad],
-                Scrub(commit_key=views[bad].key, commit_sha256=bad, limit_bytes=1 << 62, only=keys),
+                Scrub(
+                    commit_key=views[bad].key,
+                    commit_sha256=bad,
+                    limit_bytes=1 << 62,
+                    only=progress.keys_of(bad),
+                ),
             )
             return
         if self._credit[name] < min(LEAST_BYTES, self._rates[name] * MOST_SECONDS):
@@ -153,9 +176,11 @@ class Scrubber:
             )
 
     def _next(self, name: str, views: Mapping[str, m.CommitView]) -> m.CommitView | None:
-        """The one longest unproven; None: each was read lately."""
-        proven = self._progress[name].proven_at
-        due = [v for v in views.values() if time.time() - proven.get(v.sha256, 0.0) >= AGAIN_SECONDS]
+        """The one longest unproven; None: each was read lately, or is looked at for what it hides."""
+        progress = self._progress[name]
+        proven = progress.proven_at
+        readable = [v for v in views.values() if v.sha256 not in progress.unread]
+        due = [v for v in readable if time.time() - proven.get(v.sha256, 0.0) >= AGAIN_SECONDS]
         return min(due, key=lambda v: (proven.get(v.sha256, 0.0), order_of(v.commit)), default=None)
 
     def _order(self, name: str, link: RemoteLink, view: m.CommitView, order: Scrub) -> None:
@@ -170,29 +195,42 @@ class Scrubber:
 
     def _scrubbed(self, name: str, view: m.CommitView, order: Scrub, answer: Scrubbed) -> None:
         self._credit[name] -= answer.read_bytes
-        old, sha = self._progress[name], view.sha256
+        old = self._progress[name]
         if answer.is_gone:
             update: dict[str, object] = {"current": "", "after": ""}
         else:
-            keys = {copy.key for copy in answer.bad}
-            # a disk that fails answers with errors: what it could not read was not found good
-            stay = set(answer.unread)
-            before = [
-                c for c in old.bad.get(sha, ()) if c.key not in keys and (not order.only or c.key in stay)
-            ]
-            found = (*before, *answer.bad)
-            bad = {k: v for k, v in old.bad.items() if k != sha} | ({sha: found} if found else {})
-            update = {"bad": bad}
-            if not order.only:
-                is_whole = answer.next_after is None
-                update |= {"current": "" if is_whole else sha, "after": answer.next_after or ""}
-                if is_whole:
-                    update["proven_at"] = old.proven_at | {sha: time.time()}
+            update = self._found(old, view, order, answer)
         self._keep(name, old.model_copy(update=update))
         self._say(name)
 
+    def _found(self, old: Progress, view: m.CommitView, order: Scrub, answer: Scrubbed) -> dict[str, object]:
+        """What changes in the progress by one answer."""
+        sha, keys = view.sha256, {copy.key for copy in answer.bad}
+        # a disk that fails answers with errors: what it could not read was not found good
+        stay = set(answer.unread)
+        before = [c for c in old.bad.get(sha, ()) if c.key not in keys and (not order.only or c.key in stay)]
+        bad = (*before, *answer.bad)
+        # the keys of one pass add up; those that were asked for alone are all that is left
+        hidden = [] if order.only or not order.after else list(old.unread.get(sha, ()))
+        known = {copy.key for copy in bad}
+        unread = tuple(dict.fromkeys(k for k in (*hidden, *answer.unread) if k not in known))
+        update: dict[str, object] = {
+            "bad": {k: v for k, v in old.bad.items() if k != sha} | ({sha: bad} if bad else {}),
+            "unread": {k: v for k, v in old.unread.items() if k != sha}
+            | ({sha: unread[:MOST_UNREAD]} if unread else {}),
+            "tags": old.tags | {sha: view.commit.tag},
+        }
+        if not order.only:
+            is_whole = answer.next_after is None
+            ends = is_whole or len(unread) > MOST_UNREAD
+            update |= {"current": "" if ends else sha, "after": "" if ends else answer.next_after or ""}
+            if is_whole and not unread:
+                update["proven_at"] = old.proven_at | {sha: time.time()}
+        return update
+
     def _say(self, name: str) -> None:
-        """One problem a remote, naming the first bad object."""
+        """At most two problems a remote, naming the first bad and the first unreadable object."""
+        self._say_unread(name)
         see = self._state.problems
         views = {view.sha256: view for view in self._views(name)}
         rows = [
@@ -209,6 +247,19 @@ class Scrubber:
         text = f"{name}: {copy.key} is {copy.found}, committed was {copy.expected}{more}"
         job, tag = self._config.name, view.commit.tag
         see.put("remote-object-damaged", name, text, f"ckptd verify {job} {tag} --repair --read-data")
+
+    def _say_unread(self, name: str) -> None:
+        see = self._state.problems
+        unread = self._progress[name].unread
+        rows = [(view, key) for view in self._views(name) for key in unread.get(view.sha256, ())]
+        if not rows:
+            see.clear("remote-object-unreadable", name)
+            return
+        view, key = rows[0]
+        more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+        text = f"{name}: {key} cannot be read, so nobody knows whether it is as it was committed{more}"
+        step = f"ckptd verify {self._config.name} {view.commit.tag} --read-data says why"
+        see.put("remote-object-unreadable", name, text, step)
 
     # --- journal ---------------------------------------------------------------------------------------
 

@@ -84,6 +84,11 @@ class Collector:
             if not self._dry_run and unfinished is not None:
                 store.discard(key, token)
                 unfinished.note(sight.name, key, "")
+        if found.spares:
+            self._say(
+                f"{sight.name}: {found.spares} spare objects stay, what they stand for is not right: a "
+                "repair is at work or was killed; `ckptd verify --repair` goes on"
+            )
         if found.unlisted_objects:
             self._say(
                 f"{sight.name}: {found.unlisted_objects} objects ({found.unlisted_bytes} bytes) are in no "

@@ -1,17 +1,21 @@
 """Uploads that a killed `verify --repair` leaves on a server: their ids, kept until they are over.
 
-Only what is noted here is ever aborted by the next repair or `ckptd gc`.
+Only what is noted here is ever aborted by the next repair or `ckptd gc`, of which one is at work at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.errors import LockHeld
+from ckptd.recover.lock import lock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from ckptd.remote.store import Store
@@ -25,6 +29,25 @@ class Unfinished:
     def __init__(self, state_dir: Path | None) -> None:
         self._dir = state_dir
         self._open = {(remote, key): token for remote, key, token in self._read()}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While no other repair or `gc` of this job is at work on this node: flock on the state directory.
+
+        Raises:
+            LockHeld: one is; what it has under way must not be taken for what it left.
+        """
+        if self._dir is None:
+            yield
+            return
+        with files.opened_dir(self._dir) as fd:
+            try:
+                lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                msg = f"a repair or `ckptd gc` is at work with {self._dir}"
+                raise LockHeld(msg, hint="call it again when that is done") from error
+            self._open = {(remote, key): token for remote, key, token in self._read()}
+            yield
 
     def of(self, remote: str) -> list[tuple[str, str]]:
         """(key, token) of uploads to a remote that nobody goes on with."""

@@ -14,14 +14,16 @@ from ckptd.core.manifest import ROOT, Commit, folder_name, parse
 from ckptd.errors import RefusedError
 from ckptd.remote.commit import Ground
 from ckptd.remote.documents import (
+    LEASES,
     generations_with_manifests,
     read_commits,
     read_generation,
     stem_of,
+    stem_of_key,
 )
 from ckptd.remote.messages import Retire
 from ckptd.remote.observe import still_ours
-from ckptd.remote.resend import SPARE
+from ckptd.remote.resend import SPARE, holds, spare_key
 from ckptd.remote.retire import retire
 from ckptd.remote.store import Abilities
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
+_AT_A_TIME = 100
+"""Objects that go before manifests are looked at again."""
 _POINTERS = ("latest", "latest_universal")
 _HINT = "see `ckptd verify`; what a document that cannot be read lists is not known"
 
@@ -58,6 +62,10 @@ class Collected:
     """(tombstone, bytes that finishing it frees)."""
     unlisted_objects: int
     unlisted_bytes: int
+    spares: int = 0
+    """Good bytes that a repair needs: their object is not right yet."""
+    manifests: frozenset[str] = frozenset()
+    """Keys of all manifests that this rests on."""
 
 
 def find(store: Store, identity: RemoteIdentity) -> Collected:
@@ -69,6 +77,7 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
     """
     still_ours(store, identity)
     found = read_commits(store)
+    keys = _manifest_keys(store)
     manifests = _manifests(store)
     if found.damaged:
         raise RefusedError(f"nothing in {store.url} is removed: {found.damaged[0]}", hint=_HINT)
@@ -80,32 +89,30 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
     stones = {stem_of(stone): stone for stone in found.retired}
     open_stones = {where: s for where, s in stones.items() if where in manifests or where in _stems(found)}
     dead = _dead(store, found, manifests, open_stones)
-    kept = [k.manifest for known in manifests.values() for k in known if k.key not in {d.key for d in dead}]
-    needed = set(objects_of(kept))
-    objects: dict[str, Garbage] = {}
-    for known in dead:
-        m = known.manifest
-        for key in objects_of([m]).keys() - needed:
-            if key in sizes:
-                why = f"of revision {m.revision} of {m.node}, which a newer one replaced"
-                objects[key] = _garbage(key, sizes[key], why, stem_of(m))
-    for where, stone in stones.items():
-        if where in open_stones or where in manifests:
-            continue
-        folder = folder_name(*where)
-        for path, _ in stone.fingerprints:
-            key = f"{folder}/{path}"
-            if key in sizes and key not in needed:
-                objects[key] = _garbage(key, sizes[key], "retired; sent again by a straggler", where)
+    objects = _objects(manifests, dead, {w: t for w, t in stones.items() if w not in open_stones}, sizes)
     documents = [_garbage(k.key, 0, "a replaced revision of a manifest", stem_of(k.manifest)) for k in dead]
-    spares = [_garbage(i.key, i.bytes, "left by a repair", None) for i in store.list(SPARE)]
+    spares = {info.key: info.bytes for info in store.list(SPARE)}
+    needed_spares = _needed(store, spares, manifests) if spares else set()
+    over = _stems(found) | stones.keys()
+    leases = [
+        _garbage(info.key, 0, "a lease of a generation that is over", stem_of_key(info.key))
+        for info in store.list(LEASES)
+        if stem_of_key(info.key) in over
+    ]
     listed = set(objects_of(k.manifest for known in manifests.values() for k in known))
     unlisted = sizes.keys() - listed - objects.keys()
     return Collected(
-        objects=(*objects.values(), *documents, *spares),
+        objects=(
+            *objects.values(),
+            *documents,
+            *leases,
+            *(_garbage(k, n, "left by a repair", None) for k, n in spares.items() if k not in needed_spares),
+        ),
         retiring=tuple((stone, _freed(where, manifests, sizes)) for where, stone in open_stones.items()),
         unlisted_objects=len(unlisted),
         unlisted_bytes=sum(sizes[key] for key in unlisted),
+        spares=len(needed_spares),
+        manifests=keys,
     )
 
 
@@ -130,10 +137,56 @@ def carry_out(
         )
         retire(ground, order, lambda: None)
         on_done(_garbage(folder_name(*stem_of(stone)), size, f"retired: {stone.reason}", stem_of(stone)))
-    still_ours(store, identity)
-    for one in found.objects:
-        store.delete(one.key)
-        on_done(one)
+    seen, garbage = found.manifests, {one.key for one in found.objects}
+    for begin in range(0, len(found.objects), _AT_A_TIME):
+        still_ours(store, identity)
+        if _manifest_keys(store) != seen:
+            # something was listed, or retired, since: only what is garbage now too may go
+            now = find(store, identity)
+            seen, garbage = now.manifests, {one.key for one in now.objects}
+        for one in found.objects[begin : begin + _AT_A_TIME]:
+            if one.key in garbage:
+                store.delete(one.key)
+                seen -= {one.key}
+                on_done(one)
+
+
+def _objects(
+    manifests: dict[Stem, tuple[KnownManifest, ...]],
+    dead: list[KnownManifest],
+    stones: dict[Stem, Tombstone],
+    sizes: dict[str, int],
+) -> dict[str, Garbage]:
+    """What only replaced revisions list, and what came back after its generation was retired."""
+    gone = {known.key for known in dead}
+    needed = set(objects_of(k.manifest for known in manifests.values() for k in known if k.key not in gone))
+    objects: dict[str, Garbage] = {}
+    for known in dead:
+        m = known.manifest
+        for key in objects_of([m]).keys() - needed:
+            if key in sizes:
+                why = f"of revision {m.revision} of {m.node}, which a newer one replaced"
+                objects[key] = _garbage(key, sizes[key], why, stem_of(m))
+    for where, stone in stones.items():
+        folder = folder_name(*where)
+        for path, _ in stone.fingerprints:
+            key = f"{folder}/{path}"
+            if key in sizes and key not in needed:
+                objects[key] = _garbage(key, sizes[key], "retired; sent again by a straggler", where)
+    return objects
+
+
+def _manifest_keys(store: Store) -> frozenset[str]:
+    return frozenset(info.key for info in store.list(f"{ROOT}/nodes/"))
+
+
+def _needed(
+    store: Store, spares: Iterable[str], manifests: dict[Stem, tuple[KnownManifest, ...]]
+) -> set[str]:
+    """Spares whose object is listed and not what it should be: a repair is at work, or was killed."""
+    files = (file for known in manifests.values() for k in known for file in k.manifest.files)
+    of = {key: file for file in files if (key := spare_key(file)) in spares}
+    return {key for key, file in of.items() if not holds(store, file.key, file)}
 
 
 def _manifests(store: Store) -> dict[Stem, tuple[KnownManifest, ...]]:

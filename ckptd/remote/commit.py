@@ -30,6 +30,7 @@ from ckptd.core.manifest import (
 )
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.remote.documents import read_commit, read_generation, stem_of
+from ckptd.remote.listed import in_the_way, withdraw
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.transfer import Transfer, changed
@@ -240,6 +241,7 @@ class _Shipping:
         return KnownManifest(key=key, sha256=sha256, manifest=manifest)
 
     def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
+        withdraw(self._store, ours.manifest)
         listed = read_generation(self._store, self._where)
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
@@ -247,10 +249,11 @@ class _Shipping:
             return ShipResult(outcome="conflict", reason=reason)
         missing = coverage.missing(members, self._where[2])
         existing = read_commit(self._store, self._where)
-        if missing and existing is None:
+        waits = _missing_words(missing) if missing else in_the_way(self._store, ours.manifest, listed)
+        if waits is not None and existing is None:
             return ShipResult(
                 outcome="waiting",
-                reason=_missing_words(missing),
+                reason=waits,
                 manifest_key=ours.key,
                 manifest_sha256=ours.sha256,
                 bytes_sent=carried.bytes_sent,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckptd.remote.store import ObjectInfo, Store
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
+LEASES = f"{ROOT}/leases/"
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""
 
@@ -183,6 +184,11 @@ def _collect(
 def manifest_folder(where: Stem) -> str:
     """Where the manifests of one generation of one form lie; ends with `/`."""
     return f"{ROOT}/nodes/{stem(*where)}/"
+
+
+def lease_folder(where: Stem) -> str:
+    """Where nodes say that they replace objects of one generation of one form; ends with `/`."""
+    return f"{LEASES}{stem(*where)}/"
 
 
 def read_manifest(store: Store, key: str, sha256: str | None = None) -> KnownManifest | None:

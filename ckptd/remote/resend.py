@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.manifest import ROOT
 from ckptd.errors import CkptdError, DamagedError, RefusedError
-from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.checksums import crc64, crc64_combined, to_hex
 from ckptd.remote.documents import generations_with_manifests, read_generation
 from ckptd.remote.observe import confirm
+from ckptd.remote.stretches import Stretches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,21 +30,23 @@ _AHEAD_BYTES = 8 << 20
 
 
 class ExactSource:
-    """A source that ends in an error, not in an object, unless its bytes are those of the manifest."""
+    """A source that ends in an error, not in an object, unless its bytes are those of the manifest.
+
+    Several parts may be in flight: no order is asked for, and what is read again counts once.
+    """
 
     def __init__(self, inner: Source, file: ManifestFile, on_bytes: Callable[[int], None]) -> None:
         self._inner = inner
         self._file = file
         self._on_bytes = on_bytes
-        self._at = 0
-        self._crc = 0
+        self._passed = Stretches(crc64, crc64_combined, threading.Lock())
         self.size_bytes = file.bytes
         self.mode = file.mode & 0o777
         self.folder_mode = inner.folder_mode
         self.gid = inner.gid
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Read, and compare with the manifest when the last byte passes.
+        """Read, and compare with the manifest when no byte is left that did not pass.
 
         Raises:
             DamagedError: other bytes; what was sent of them never gets a name.
@@ -51,14 +54,11 @@ class ExactSource:
         if self._inner.size_bytes != self.size_bytes:
             raise self._other()
         count = self._inner.read_into(offset, buffer)
-        if offset == 0:
-            self._at = self._crc = 0
-        if offset == self._at:
-            self._crc = crc64(buffer[:count], self._crc)
-            self._at += count
-            self._on_bytes(count)
-            if self._at == self.size_bytes and to_hex(self._crc) != self._file.checksums.crc64nvme:
-                raise self._other()
+        if news := self._passed.feed(offset, buffer[:count]):
+            self._on_bytes(news)
+        crc = self._passed.crc_of(0, self.size_bytes)
+        if crc is not None and to_hex(crc) != self._file.checksums.crc64nvme:
+            raise self._other()
         return count
 
     def drop(self, offset: int, length: int) -> None:
@@ -102,6 +102,20 @@ class StoreSource:
 
     def drop(self, offset: int, length: int) -> None:
         """Nothing is cached."""
+
+
+def holds(store: Store, key: str, file: ManifestFile) -> bool:
+    """Whether the bytes that a manifest lists lie under this key: all of them are read."""
+    info = store.stat(key)
+    if info is None or info.bytes != file.bytes:
+        return False
+    source = StoreSource(store, file.model_copy(update={"key": key}))
+    crc = done = 0
+    view = memoryview(bytearray(1 << 20))
+    while count := source.read_into(done, view):
+        crc = crc64(view[:count], crc)
+        done += count
+    return done == file.bytes and to_hex(crc) == file.checksums.crc64nvme
 
 
 def spare_key(file: ManifestFile) -> str:
@@ -151,9 +165,9 @@ class Resender:
         store, spare = self._store, spare_key(file)
         if store.stat(file.key) is not None:
             # one reading found it bad, perhaps hours ago: a flip on the way, or sent by another repair since
-            if self._holds(file.key, file):
+            if holds(store, file.key, file):
                 return False
-            if not self._holds(spare, file):
+            if not holds(store, spare, file):
                 store.delete(spare)
                 self._send(spare, file, open_source())
             self._still_counts(view)
@@ -186,19 +200,6 @@ class Resender:
         if len(self._contents.get(file.key, ())) > 1:
             msg = f"{file.key} is listed with two contents"
             raise RefusedError(msg, hint="one of the manifests was changed; nothing was sent")
-
-    def _holds(self, key: str, file: ManifestFile) -> bool:
-        """Whether the committed bytes lie under another key."""
-        info = self._store.stat(key)
-        if info is None or info.bytes != file.bytes:
-            return False
-        source = StoreSource(self._store, file.model_copy(update={"key": key}))
-        crc = done = 0
-        view = memoryview(bytearray(1 << 20))
-        while count := source.read_into(done, view):
-            crc = crc64(view[:count], crc)
-            done += count
-        return done == file.bytes and to_hex(crc) == file.checksums.crc64nvme
 
     def _send(self, key: str, file: ManifestFile, source: Source) -> None:
         done = 0

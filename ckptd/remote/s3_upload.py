@@ -6,11 +6,12 @@ upload travels with its progress into the journal, so that a restart sends again
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from ckptd.errors import RefusedError
+from ckptd.errors import CkptdError, RefusedError, VerifyError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.s3_body import STEP_BYTES
 from ckptd.remote.s3_etags import bare, joined
@@ -77,7 +78,13 @@ class S3Uploads:
             upload = self._begin(key, source.size_bytes, chosen)
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
-        Sending(self._store, key, source, upload, self._room, on_progress).run()
+        try:
+            Sending(self._store, key, source, upload, self._room, on_progress).run()
+        except VerifyError:
+            # the server holds a part that arrived changed: nobody may go on with this upload
+            with suppress(CkptdError):
+                self.discard(key)
+            raise
         self._join(key, source.size_bytes, upload)
         if len(upload.md5s) == len(upload.etags):
             self._expected[key] = upload.crc, joined(upload.md5s[n] for n in sorted(upload.md5s))
@@ -153,10 +160,20 @@ class S3Uploads:
             found.done_parts, found.done_bytes = noted, resume.flushed_bytes if noted else 0
             found.crc = resume.crc64 if noted else 0
         for number in sorted(found.etags):
-            if number > found.done_parts and number not in found.crcs:
-                found.crcs[number] = crc64_of(source, *found.range_of(number), drops=True)
-                found.close_gap()
+            if number > found.done_parts:
+                self._take_over(number, source, found)
         return found
+
+    def _take_over(self, number: int, source: Source, found: Upload) -> None:
+        """A part that nobody noted as good: one whose ETag shows that it arrived changed is sent again."""
+        md5 = hashlib.md5(usedforsecurity=False) if self._store.abilities.part_etags else None
+        also = None if md5 is None else md5.update
+        crc = crc64_of(source, *found.range_of(number), drops=True, also=also)
+        if md5 is not None and bare(found.etags[number]) != md5.hexdigest():
+            del found.etags[number]
+            return
+        found.crcs[number] = crc
+        found.close_gap()
 
     def _list_parts(self, key: str, found: Upload) -> bool:
         """Fill in the whole parts that the server holds; False when it does not know the upload."""

@@ -28,7 +28,7 @@ _STEP_BYTES = 4 << 20
 def scrub(ground: Ground, order: Scrub, pacer: Pacer, check: Callable[[], None]) -> Scrubbed:
     """Compare the next objects; `check` may raise between two steps.
 
-    What rights or I/O keep from being read is neither good nor bad and is passed over.
+    What rights or I/O keep from being read is neither good nor bad: it is named, and the rest is compared.
 
     Raises:
         RemoteUnreachable, RemoteNotOurs: the remote is not there, or another one.
@@ -48,6 +48,9 @@ def scrub(ground: Ground, order: Scrub, pacer: Pacer, check: Callable[[], None])
         objects = objects_of(known.manifest for known in manifests_of_commit(store, view.commit))
     except (DamagedError, RefusedError) as error:
         bad.append(BadCopy(key=view.key, expected="its manifests", found=error.message))
+        objects = {}
+    except (NotPermitted, StorageError):
+        unread.append(view.key)
         objects = {}
     for key in sorted(objects):
         if key <= order.after or (order.only and key not in order.only):

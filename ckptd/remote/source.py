@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.errors import DamagedError, RefusedError, TornArchiveError, from_os_error
 from ckptd.remote.checksums import crc32_combined, crc64
+from ckptd.remote.stretches import Stretches
 from ckptd.torchfile.archive import Framing, frame, read_directory
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from ckptd.torchfile.archive import Record
 
 _REREAD_BYTES = 1 << 20
-_Piece = tuple[int, int, int]
-"""A stretch of a record that was read: begin, end, CRC32."""
 
 
 class FileSource:
@@ -93,8 +92,8 @@ class CheckedSource:
         self._inner = inner
         self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
         self._name = name
-        self._pieces: list[list[_Piece]] = [[] for _ in self._records]
-        self._lock = threading.Lock()
+        lock = threading.Lock()
+        self._passed = [Stretches(zlib.crc32, crc32_combined, lock) for _ in self._records]
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode
@@ -136,37 +135,17 @@ class CheckedSource:
         end = offset + len(data)
         index = bisect.bisect_right(self._records, offset, key=_end)
         while index < len(self._records) and self._records[index].offset < end:
-            record = self._records[index]
+            record, passed = self._records[index], self._passed[index]
             first, last = max(record.offset, offset), min(_end(record), end)
-            for begin, stop in self._unread(index, first, last):
-                crc = zlib.crc32(data[begin - offset : stop - offset])
-                self._add(index, (begin, stop, crc))
+            passed.feed(first, data[first - offset : last - offset])
+            crc = passed.crc_of(record.offset, _end(record))
+            if crc is not None and crc != record.crc:
+                msg = (
+                    f"{self._name}: record {record.name} has CRC {crc:08x}, torch.save wrote {record.crc:08x}"
+                )
+                hint = "bits flipped on the local disk since the save; nothing was shipped"
+                raise DamagedError(msg, hint=hint)
             index += 1
-
-    def _unread(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
-        """What of a range was not hashed yet."""
-        gaps = []
-        with self._lock:
-            for begin, end, _ in self._pieces[index]:
-                if first < begin and first < last:
-                    gaps.append((first, min(begin, last)))
-                first = max(first, end)
-        return [*gaps, (first, last)] if first < last else gaps
-
-    def _add(self, index: int, piece: _Piece) -> None:
-        """Join a piece to its neighbours; a record that is whole is compared."""
-        with self._lock:
-            pieces = self._pieces[index]
-            at = bisect.bisect_left(pieces, piece)
-            pieces.insert(at, piece)
-            for left in (at, at - 1):
-                if 0 <= left < len(pieces) - 1 and pieces[left][1] == pieces[left + 1][0]:
-                    (begin, _, crc), (second, end, more) = pieces[left : left + 2]
-                    pieces[left : left + 2] = [(begin, end, crc32_combined(crc, more, end - second))]
-            (begin, end, crc), record = pieces[0], self._records[index]
-        if (begin, end) == (record.offset, _end(record)) and crc != record.crc:
-            msg = f"{self._name}: record {record.name} has CRC {crc:08x}, torch.save wrote {record.crc:08x}"
-            raise DamagedError(msg, hint="bits flipped on the local disk since the save; nothing was shipped")
 
 
 def _end(record: Record) -> int:
@@ -218,11 +197,17 @@ def peek(source: Source) -> Callable[[int, memoryview], int]:
 
 
 def crc64_of(
-    source: Source, offset: int, length: int, *, is_read_again: bool = False, drops: bool = False
+    source: Source,
+    offset: int,
+    length: int,
+    *,
+    is_read_again: bool = False,
+    drops: bool = False,
+    also: Callable[[memoryview], None] | None = None,
 ) -> int:
     """CRC64NVME of a range that is not sent, or later; of less where the source ends early.
 
-    `is_read_again`: it will be sent, and its records' CRCs compared then.
+    `is_read_again`: it will be sent, and its records' CRCs compared then. `also` gets the bytes too.
     """
     read = peek(source) if is_read_again else source.read_into
     if not is_read_again and isinstance(source, PacedSource):
@@ -231,6 +216,8 @@ def crc64_of(
     end, crc = offset + length, 0
     while offset < end and (count := read(offset, view[: min(len(view), end - offset)])):
         crc = crc64(view[:count], crc)
+        if also is not None:
+            also(view[:count])
         if drops:
             source.drop(offset, count)
         offset += count

@@ -18,8 +18,8 @@ from ckptd.core.layouts import Role
 from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
-from ckptd.remote.documents import read_generation, stem_of
 from ckptd.remote.extras import folder_mode, inline, read_whole
+from ckptd.remote.listed import Listed
 from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.ranges import Lanes
@@ -85,7 +85,7 @@ class Transfer:
         self._control = control
         self._shipped = {entry.key: entry for entry in order.shipped}
         self._partly: dict[str, PartlyShipped] = {entry.key: entry for entry in order.partly}
-        self._listed = _by_key(listed)
+        self._listed = Listed(store, order.manifest, listed)
         self._results: dict[str, ManifestFile] = {}
         self._held: dict[str, int] | None = None
         self._lanes = Lanes()
@@ -229,13 +229,14 @@ class Transfer:
         Raises:
             CommitConflict: a manifest lists that object and it is neither.
         """
-        known, entry = self._listed.get(file.key) or self._listed_since(file.key)
+        listed = self._listed.find(file.key)
         crc: int | None = None
         if held_bytes == source.size_bytes:
             paced = PacedSource(source, self._control.pacer, self._check)
             crc = crc64_of(paced, 0, source.size_bytes, drops=True)
-        if known is None or entry is None:
+        if listed is None:
             return crc is not None and self._verified_in_place(file, source, crc, fingerprint)
+        known, entry = listed
         if crc is not None and to_hex(crc) == entry.checksums.crc64nvme:
             self._keep(file, entry.bytes, entry.checksums.crc64nvme, entry.proof, fingerprint)
         elif file.role in _BESIDE or file.tensor_fingerprint in {entry.tensor_fingerprint} - {None}:
@@ -248,11 +249,6 @@ class Transfer:
             raise CommitConflict(msg, hint="the next attempt takes the next generation")
         self._skip(held_bytes)
         return True
-
-    def _listed_since(self, key: str) -> tuple[KnownManifest | None, ManifestFile | None]:
-        """Who listed an object since the order began: bad for us, it may be another node's."""
-        self._listed = _by_key(read_generation(self._store, stem_of(self._order.manifest)))
-        return self._listed.get(key, (None, None))
 
     def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
         try:
@@ -344,7 +340,3 @@ def _is_small(file: ShipFile) -> bool:
     if file.identity is None and file.inline is None:
         return file.bytes <= _SMALL_EXTRA_BYTES
     return file.bytes <= SMALL_BYTES
-
-
-def _by_key(listed: Iterable[KnownManifest]) -> dict[str, tuple[KnownManifest, ManifestFile]]:
-    return {f.key: (known, f) for known in listed for f in known.manifest.files}

@@ -153,6 +153,8 @@ class Actor:
         contents = {OPTIM.format(d=rank): f"save {number} rank {rank} ".encode() * 5 for rank in self.ranks}
         if self.has_model:
             contents[MODEL] = f"save {number} model ".encode() * 5
+        # every node has one of its own, of one size
+        contents["notes.json"] = f"save {number} notes of {self.node.name} ".encode() * 5
         self.node.write(contents)
         for name in contents:
             at = number * APART_SECONDS * 10**9
@@ -225,7 +227,7 @@ def check_commits(shared: MemoryStore) -> set[int]:
         numbers = set()
         for manifest in manifests_of(shared, view):
             for file in manifest.files:
-                data = shared.objects[file.key]
+                data = shared.objects.get(file.key, b"")
                 assert to_hex(crc64(data)) == file.checksums.crc64nvme, (
                     f"{file.key} is not what was committed"
                 )
@@ -242,9 +244,10 @@ def run(
     chooser: Callable[[SealedSave, TagView], GenerationChoice] = choose,
     *,
     are_replicas: bool = True,
+    are_whole: bool = False,
 ) -> None:
     shared = MemoryStore()
-    ranks = [(0, 1)] if node_count == 1 else [(0,), (1,)]
+    ranks = [(0, 1)] * node_count if node_count == 1 or are_whole else [(0,), (1,)]
     actors = [
         Actor(Node(folder / f"n{i}", f"n{i}"), ranks[i], shared, chooser, are_replicas or i == 0)
         for i in range(node_count)
@@ -299,14 +302,17 @@ def flatten(steps: list[tuple[str, int] | tuple[str, int, int]]) -> list[tuple[s
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(node_count=st.integers(1, 2), are_replicas=st.booleans(), steps=STEPS)
+@given(node_count=st.integers(1, 2), are_replicas=st.booleans(), are_whole=st.booleans(), steps=STEPS)
 def test_no_commit_over_two_saves_and_no_whole_save_left(
     tmp_path_factory: pytest.TempPathFactory,
     node_count: int,
     are_replicas: bool,
+    are_whole: bool,
     steps: list[tuple[str, int] | tuple[str, int, int]],
 ) -> None:
-    run(tmp_path_factory.mktemp("model"), node_count, flatten(steps), are_replicas=are_replicas)
+    """`are_whole`: every node holds every rank and may commit alone; else all are needed."""
+    folder = tmp_path_factory.mktemp("model")
+    run(folder, node_count, flatten(steps), are_replicas=are_replicas or are_whole, are_whole=are_whole)
 
 
 # node 0 ships and lists save 1, both nodes are saved again, node 1 ships only then
@@ -327,3 +333,24 @@ def test_the_model_sees_saves_that_are_not_compared(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ckptd.core.generation.differs", lambda a, b, save_spread_seconds: None)
     with pytest.raises(AssertionError, match="mixes saves"):
         run(tmp_path, 2, [("step", 0)] * 200 + [("save", 1)] + [("step", 1)] * 200, are_replicas=False)
+
+
+def replaced_half_way(folder: Path) -> None:
+    """Node 0 has sent all and listed nothing; node 1, with files of its own under those names, dies among
+    them; node 0 goes on and could commit alone."""
+    for first in (30, 31):
+        for second in range(18, 28):
+            steps = [("step", 0)] * first + [("step", 1)] * second + [("crash", 1)] + [("step", 0)] * 100
+            run(folder / f"{first}-{second}", 2, steps, are_whole=True)
+
+
+def test_nothing_is_committed_over_what_another_node_replaces(tmp_path: Path) -> None:
+    replaced_half_way(tmp_path)
+
+
+def test_the_model_sees_commits_over_what_is_being_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.remote.commit.in_the_way", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"notes\.json"):
+        replaced_half_way(tmp_path)

@@ -15,12 +15,14 @@ from ckptd.remote import s3, s3_client
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import open_store
+from ckptd.remote.resend import ExactSource
 from ckptd.remote.s3 import S3Store
 from ckptd.remote.s3_parts import PARTS_AT_ONCE
 from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
 from tests.stores.proxy import answer, proxy
+from tests.unit.test_remote_resend import entry
 
 if TYPE_CHECKING:
     pass
@@ -212,3 +214,31 @@ def test_a_huge_object_is_no_document(moto: servers.Server, monkeypatch: pytest.
         store.get("latest")
     store.put("latest", bytes(100))
     assert store.get("latest") == bytes(100)
+
+
+def test_what_is_not_as_committed_never_gets_a_name(moto: servers.Server) -> None:
+    """P2: a repair sends parts beside each other; a source that is not what a manifest lists ends before the
+    parts are joined, and one that is, does not."""
+    store = store_at(moto)
+    client, place = moto.client(), store.place("t/x")
+    joined: list[object] = []
+    store.client.meta.events.register("before-call.s3.CompleteMultipartUpload", lambda **_: joined.append(1))
+    file = entry("t/x", BIG)
+    moved: list[int] = []
+    for at in (0, len(BIG) // 2, len(BIG) - 1):
+        bad = BIG[:at] + bytes([BIG[at] ^ 1]) + BIG[at + 1 :]
+        with pytest.raises(DamagedError, match="not what was committed"):
+            store.upload(
+                "t/x",
+                ExactSource(source_of(bad), file, moved.append),
+                resume=None,
+                on_progress=lambda _: None,
+            )
+        store.discard("t/x")
+    assert not joined
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=place["Bucket"], Prefix=place["Key"])
+    moved.clear()
+    good = ExactSource(source_of(BIG), file, moved.append)
+    store.upload("t/x", good, resume=None, on_progress=lambda _: None)
+    assert sum(moved) == len(BIG)
+    assert store.get("t/x") == BIG

@@ -118,6 +118,44 @@ def test_a_line_that_always_changes_bytes_is_named(between: Proxy, monkeypatch: 
     assert store.stat("t/x") is None
 
 
+def test_nothing_is_left_of_an_upload_whose_line_changes_bytes(
+    between: Proxy, moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part that arrived changed is listed by the server: nobody may go on with it, but others' stay."""
+    store = store_at(between.endpoint)
+    place = store.place("t/x")
+    stranger = moto.client().create_multipart_upload(**place)["UploadId"]
+    real = store.client.upload_part
+
+    def flip(**request: Any) -> Any:
+        between.flip_in = f"partNumber={request['PartNumber']}"
+        return real(**request)
+
+    monkeypatch.setattr(store.client, "upload_part", flip)
+    with pytest.raises(VerifyError, match="arrived changed 3 times"):
+        send(store, "t/x", BIG)
+    left = moto.client().list_multipart_uploads(Bucket=place["Bucket"], Prefix=place["Key"])["Uploads"]
+    assert [one["UploadId"] for one in left] == [stranger]
+
+
+def test_a_listed_part_that_arrived_changed_is_sent_again(between: Proxy, moto: servers.Server) -> None:
+    """It could not be given up: the line broke, the process died. Who goes on looks at the ETags."""
+    store = store_at(between.endpoint)
+    place, client = store.place("t/x"), moto.client()
+    upload_id = client.create_multipart_upload(**place)["UploadId"]
+    for number in (1, 2):
+        part = BIG[(number - 1) * PART_BYTES : number * PART_BYTES]
+        part = part if number == 1 else part[:-1] + b"!"
+        client.upload_part(**place, UploadId=upload_id, PartNumber=number, Body=part)
+    between.requests.clear()
+    resume = Resume(token=f"{PART_BYTES}:{upload_id}")
+    store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None)
+    sent = between.parts()
+    path = f"/{servers.BUCKET}/{place['Key']}"
+    assert {number: sent[path, number] for number in (1, 2, 3)} == {1: 0, 2: 1, 3: 1}
+    assert store.get("t/x") == BIG
+
+
 def test_an_upload_that_was_continued_is_read_back(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compared the parts of the process that died with what this one reads."""
     monkeypatch.setattr(s3_parts, "PARTS_AT_ONCE", 1)

@@ -17,6 +17,8 @@ from ckptd.recover.sight import RemoteSight, look_at_remote
 from ckptd.recover.unfinished import Unfinished
 from ckptd.recover.verified import Slice, exit_code
 from ckptd.recover.verify import Verifier
+from ckptd.remote import collect
+from ckptd.remote.resend import spare_key
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, run_here, scene
 from tests.unit.restore_scene import TAG
 
@@ -108,14 +110,7 @@ def test_what_was_retired_and_sent_again_goes(scene: RepairScene) -> None:
 def test_a_replaced_revision_and_its_objects_go(scene: RepairScene) -> None:
     """Only of generations that are committed and not the newest; what any other manifest lists stays."""
     for tag in ("global_step5", TAG):
-        folder = scene.nas / "_ckptd" / "nodes" / f"{tag}~g1~zero"
-        (path,) = folder.iterdir()
-        good = NodeManifest.model_validate_json(path.read_bytes())
-        lost = good.files[0].model_copy(update={"key": f"{tag}/lost", "path": "lost"})
-        old = good.model_copy(update={"revision": 0, "files": (*good.files, lost)})
-        key = manifest_key(old, sha256_of(to_bytes(old)))
-        (scene.nas / key).write_bytes(to_bytes(old))
-        (scene.nas / tag / "lost").write_bytes(b"123")
+        lost_revision(scene, tag, "lost")
     before = tree(scene.nas)
     one = collector(scene)
     one.remote(sight(scene), None)
@@ -124,6 +119,113 @@ def test_a_replaced_revision_and_its_objects_go(scene: RepairScene) -> None:
     assert "global_step5/lost" in gone
     assert all("global_step5" in name for name in gone)
     assert exit_code([Verifier(sight(scene), read=Slice()).run()]) == 0
+
+
+def lost_revision(scene: RepairScene, tag: str, *paths: str) -> None:
+    """A replaced revision of the node's manifest, and objects that it alone lists."""
+    folder = scene.nas / "_ckptd" / "nodes" / f"{tag}~g1~zero"
+    (path,) = folder.iterdir()
+    good = NodeManifest.model_validate_json(path.read_bytes())
+    lost = [good.files[0].model_copy(update={"key": f"{tag}/{name}", "path": name}) for name in paths]
+    old = good.model_copy(update={"revision": 0, "files": (*good.files, *lost)})
+    (scene.nas / manifest_key(old, sha256_of(to_bytes(old)))).write_bytes(to_bytes(old))
+    for name in paths:
+        (scene.nas / tag / name).write_bytes(b"123")
+
+
+def list_it(scene: RepairScene, key: str) -> None:
+    """Another node lists an object: in a generation of its own that nobody has committed."""
+    (path,) = (scene.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()
+    good = NodeManifest.model_validate_json(path.read_bytes())
+    entry = good.files[0].model_copy(update={"key": key, "path": key.rpartition("/")[2]})
+    new = good.model_copy(update={"generation": 2, "node": "n9", "node_id": "i9", "files": (entry,)})
+    target = scene.nas / manifest_key(new, sha256_of(to_bytes(new)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(to_bytes(new))
+
+
+@pytest.mark.parametrize("when", ["before the first", "between two"])
+def test_what_is_listed_meanwhile_stays(
+    scene: RepairScene, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """P3: between looking and removing, and between two removals, another node may list an object."""
+    monkeypatch.setattr(collect, "_AT_A_TIME", 1)
+    lost_revision(scene, "global_step5", "lost", "other", "third")
+    here = sight(scene)
+    found = collect.find(here.store, here.observation.identity)
+    gone: list[str] = []
+    last = found.objects[2].key
+    if when == "before the first":
+        list_it(scene, last)
+
+    def removed(one: collect.Garbage) -> None:
+        gone.append(one.key)
+        if when == "between two" and len(gone) == 1:
+            list_it(scene, last)
+
+    collect.carry_out(here.store, here.observation.identity, found, removed)
+    assert last in {"global_step5/lost", "global_step5/other", "global_step5/third"}
+    assert (scene.nas / last).exists()
+    assert last not in gone
+    assert len(gone) == len(found.objects) - 1
+    assert not [key for key in gone if (scene.nas / key).exists()]
+
+
+def test_a_spare_stays_until_its_object_is_right(scene: RepairScene) -> None:
+    """A repair on another node may be between removing the bad object and sending the good one."""
+    shard = scene.shard(1, root=scene.nas)
+    here = sight(scene)
+    view = next(v for v in here.observation.commits if v.commit.tag == TAG)
+    manifest = next(iter(here.manifests(view.commit)))
+    file = next(f for f in manifest.files if f.key.endswith(shard.name))
+    spare = scene.nas / spare_key(file)
+    spare.parent.mkdir()
+    spare.write_bytes(shard.read_bytes())
+    (spare.parent / "nobodys").write_bytes(b"1")
+    for is_flipped in (True, False):
+        if is_flipped:
+            scene.flip(shard)
+        else:
+            shard.unlink()
+        one = collector(scene)
+        one.remote(sight(scene), None)
+        assert spare.exists()
+        assert any("1 spare objects stay" in line for line in scene.said)
+    assert not (spare.parent / "nobodys").exists()
+    shard.write_bytes(spare.read_bytes())
+    one = collector(scene)
+    one.remote(sight(scene), None)
+    assert not spare.exists()
+
+
+def test_not_while_a_repair_is_at_work(scene: RepairScene, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its uploads are noted in the state directory, and look like those of a killed one."""
+    job = scene.root / "run.toml"
+    job.write_text(
+        f'save_dir = "{scene.save_dir}"\n[[remote]]\nname = "nas"\nurl = "{scene.nas}"\n'
+        "same_filesystem = true\n"
+    )
+    state = scene.save_dir / "_ckptd" / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    notes = Unfinished(state)
+    notes.note("nas", f"{TAG}/x", "1:id")
+    for command in (["gc", job], ["verify", job, "--repair"]):
+        with notes.alone():
+            done = run_here(capsys, *command)
+        assert (done.returncode, "is at work" in done.stderr) == (75, True), done.stderr
+        assert Unfinished(state).of("nas") != []
+    assert run_here(capsys, "gc", job).returncode == 0
+    assert Unfinished(state).of("nas") == []
+
+
+def test_leases_of_generations_that_are_over(scene: RepairScene) -> None:
+    for where in (f"{TAG}~g1~zero", f"{TAG}~g2~zero"):
+        (scene.nas / "_ckptd" / "leases" / where).mkdir(parents=True)
+        (scene.nas / "_ckptd" / "leases" / where / "n1~x.json").write_text("{}")
+    one = collector(scene)
+    one.remote(sight(scene), None)
+    assert [row.what for row in one.removed] == [f"_ckptd/leases/{TAG}~g1~zero/n1~x.json"]
+    assert (scene.nas / "_ckptd" / "leases" / f"{TAG}~g2~zero" / "n1~x.json").exists()
 
 
 def test_nothing_goes_where_a_document_cannot_be_read(scene: RepairScene) -> None:

@@ -12,9 +12,12 @@ import pytest
 
 from ckptd.core.manifest import NodeManifest, parse
 from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
+from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.commit import ship
 from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.observe import observe
 from ckptd.remote.pacing import Cancelled
+from ckptd.remote.reader import live_commits, manifests_of
 from ckptd.remote.takeover import take_over
 from ckptd.remote.transfer import SMALL_BYTES
 from tests.stores.conformance import source_of
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.remote.messages import ShipResult
+    from ckptd.remote.messages import Shipped, ShipResult
     from ckptd.remote.store import ObjectInfo, Progress, Resume, Source
 
 LANES = 6
@@ -246,6 +249,49 @@ def test_what_another_node_committed_meanwhile_is_not_taken_for_nobodys(tmp_path
     again = ship(ground, second.order(second.sealed()), second.control())
     assert again.outcome == "committed"
     assert store.objects[key] == b"1" * 40
+
+
+def test_nothing_is_committed_over_what_another_node_is_replacing(tmp_path: Path) -> None:
+    """P2: both have a file of one name that differs; the second replaces the first's before that is listed,
+    and dies."""
+    first, second = Node(tmp_path / "a"), Node(tmp_path / "b", name="n1")
+    for node, mark in ((first, b"1"), (second, b"2")):
+        node.write_all()
+        node.write({"notes.json": mark * 40})
+    store = MemoryStore()
+    ground = second.attached(store)
+    key = f"{first.tag}/notes.json"
+    done: list[str] = []
+
+    def dies(event: Shipped) -> None:
+        if event.key == key:
+            msg = "enough"
+            raise Cancelled(msg)
+
+    def replaced(event: Shipped) -> None:
+        done.append(event.key)
+        if event.key == key and done.count(key) == 1:
+            with pytest.raises(Cancelled):
+                ship(ground, second.order(second.sealed()), replace(second.control(), on_done=dies))
+            assert store.objects[key] == b"2" * 40
+
+    outcome = ship(ground, first.order(first.sealed()), replace(first.control(), on_done=replaced))
+    assert_true(store)
+    assert outcome.outcome == "waiting"
+    assert "n1" in (outcome.reason or "")
+    for node in (second, first):
+        outcome = ship(ground, node.order(node.sealed()), node.control())
+        assert_true(store)
+    assert outcome.outcome == "committed"
+    assert not [name for name in store.objects if "/leases/" in name]
+
+
+def assert_true(store: MemoryStore) -> None:
+    """Every COMMIT's objects are those that its manifests list."""
+    for view in live_commits(observe(store)):
+        for manifest in manifests_of(store, view.commit):
+            for file in manifest.files:
+                assert to_hex(crc64(store.objects[file.key])) == file.checksums.crc64nvme, file.key
 
 
 def test_a_remote_that_is_taken_over_while_files_are_sent_gets_no_commit(node: Node) -> None:

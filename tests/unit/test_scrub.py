@@ -216,6 +216,105 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
     assert thread.problems
 
 
+def failing(
+    scene: RepairScene, thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> list[Callable[[str], bool]]:
+    """The remote's disk answers with EIO where the function in the list says so."""
+    fails: list[Callable[[str], bool]] = [lambda _: False]
+
+    class Failing(DirectoryStore):
+        def read_at(self, key: str, offset: int, length: int) -> bytes:
+            if fails[0](key):
+                raise StorageError(key)
+            return super().read_at(key, offset, length)
+
+        def get(self, key: str) -> bytes | None:
+            if fails[0](key):
+                raise StorageError(key)
+            return super().get(key)
+
+    def order(order: Scrub, on_answer: Callable[[Answer], None]) -> int:
+        answer = scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, Pacer(), nothing)
+
+        def answered() -> None:
+            thread.link.scrub_order = None
+            on_answer(answer)
+
+        thread.calls.put(answered)
+        return 1
+
+    thread.until(lambda: thread.link.observation is not None)
+    monkeypatch.setattr(thread.link, "order", order)
+    return fails
+
+
+@pytest.mark.parametrize("what", ["object", "manifest"])
+def test_what_cannot_be_read_is_not_proven(
+    thread: Thread, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """P17: EIO of one object of a COMMIT is a problem, and its tag is kept, until it was read as a whole."""
+    scene = thread.scene
+    shard = scene.shard(1, root=scene.nas)
+    fails = failing(scene, thread, monkeypatch)
+    if what == "object":
+        fails[0] = lambda key: key == f"{TAG}/{shard.name}"
+    else:
+        fails[0] = lambda key: key.startswith(f"_ckptd/nodes/{TAG}~")
+    thread.until(lambda: thread.proven == 1 and thread.problems)
+    end = time.monotonic() + 1
+    thread.until(lambda: time.monotonic() > end)
+    assert thread.proven == 1
+    (text,) = thread.problems
+    key = f"{TAG}/{shard.name}" if what == "object" else f"_ckptd/commits/{TAG}~g1~zero.json"
+    assert text.startswith(f"remote-object-unreadable: nas: {key} cannot be read")
+    assert f"ckptd verify run {TAG} --read-data" in text
+    assert thread.scrubber.damaged_tags == {TAG}
+    thread.restart()
+    assert thread.scrubber.damaged_tags == {TAG}
+    fails[0] = lambda _: False
+    thread.until(lambda: thread.proven == 2)
+    assert thread.problems == []
+    assert thread.scrubber.damaged_tags == frozenset()
+
+
+def test_many_that_cannot_be_read(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are remembered: none counts as read because the remembered ones are readable again."""
+    monkeypatch.setattr(scrubbing, "MOST_UNREAD", 1)
+    fails = failing(thread.scene, thread, monkeypatch)
+    fails[0] = lambda key: key.startswith(f"{TAG}/")
+    thread.until(lambda: thread.proven == 1 and thread.problems)
+    keys = thread.scrubber._progress["nas"].unread
+    assert [len(found) for found in keys.values()] == [1]
+    (hidden,) = next(iter(keys.values()))
+    fails[0] = lambda key: key.startswith(f"{TAG}/") and key != hidden
+    thread.until(lambda: next(iter(thread.scrubber._progress["nas"].unread.values()), (hidden,)) != (hidden,))
+    assert thread.proven == 1
+
+
+def test_what_is_known_damaged_is_kept_while_its_remote_is_away(thread: Thread) -> None:
+    """A daemon that starts without the network must not let the good copy go."""
+    thread.scene.flip(thread.scene.shard(1, root=thread.scene.nas))
+    thread.until(lambda: thread.problems)
+    thread.link.observation = None
+    thread.restart()
+    assert thread.scrubber.damaged_tags == {TAG}
+
+
+def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
+    """Not only the first, as long as that is bad."""
+    scene = thread.scene
+    good = {}
+    for tag in ("global_step5", TAG):
+        path = scene.shard(1, tag, scene.nas)
+        good[tag] = path.read_bytes()
+        scene.flip(path)
+    thread.until(lambda: len(thread.scrubber.damaged_tags) == 2)
+    progress = thread.scrubber._progress["nas"]
+    first, last = (progress.tags[sha] for sha in progress.bad)
+    scene.shard(1, last, scene.nas).write_bytes(good[last])
+    thread.until(lambda: thread.scrubber.damaged_tags == {first}, 5)
+
+
 def test_anything_else_comes_first(thread: Thread) -> None:
     """No reading while something moves, and what is under way makes way."""
     thread.until(lambda: thread.link.is_ready)

@@ -1,0 +1,121 @@
+"""What manifests say of the objects of a generation, and the announcement before one that none lists goes.
+
+Between verifying an object and listing it hours may pass, and nobody else can tell it from what a killed
+attempt left. So who is about to replace such an object says so first and looks for a listing afterwards; who
+commits looks for such words after the listings it rests on. One of the two sees the other (adr/0083).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from ckptd.core.manifest import Lease, lease_key, to_bytes
+from ckptd.errors import DamagedError
+from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.documents import lease_folder, manifest_folder, read_generation, read_manifest, stem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptd.core.coverage import KnownManifest
+    from ckptd.core.manifest import ManifestFile, NodeManifest
+    from ckptd.remote.store import Store
+
+    Row = tuple[KnownManifest, ManifestFile]
+
+
+class Listed:
+    """The manifests of the generation that `ours` is made for; may be asked from several threads."""
+
+    def __init__(self, store: Store, ours: NodeManifest, known: Iterable[KnownManifest]) -> None:
+        self._store = store
+        self._ours = ours
+        self._rows = _by_key(known)
+        self._lock = threading.Lock()
+        self._is_announced = False
+        self._is_doubtful: bool | None = None
+
+    def find(self, key: str) -> Row | None:
+        """Who lists the object as it is; None: nobody, and after this call it may be removed."""
+        found = self._pick(key)
+        if found is None:
+            with self._lock:
+                if not self._is_announced:
+                    self._store.put_if_absent(lease_key(self._ours), to_bytes(_lease(self._ours)))
+                    self._is_announced = True
+            self._rows = _by_key(read_generation(self._store, stem_of(self._ours)))
+            found = self._pick(key)
+        return found
+
+    def _pick(self, key: str) -> Row | None:
+        rows = self._rows.get(key, [])
+        if self._was_replaced() or len({file.checksums.crc64nvme for _, file in rows}) > 1:
+            held = _crc_of(self._store, key) if rows else None
+            rows = [row for row in rows if row[1].checksums.crc64nvme == held]
+        return rows[-1] if rows else None
+
+    def _was_replaced(self) -> bool:
+        """Somebody replaced objects before this attempt, and the manifests may speak of those before."""
+        with self._lock:
+            if self._is_doubtful is None:
+                folder = lease_folder(stem_of(self._ours))
+                self._is_doubtful = any(True for _ in self._store.list(folder))
+            return self._is_doubtful
+
+
+def withdraw(store: Store, ours: NodeManifest) -> None:
+    """Our manifest lists now what we replaced."""
+    key = lease_key(ours)
+    if any(info.key == key for info in store.list(lease_folder(stem_of(ours)))):
+        store.delete(key)
+
+
+def in_the_way(store: Store, ours: NodeManifest, members: Iterable[KnownManifest]) -> str | None:
+    """Why nothing is committed over these manifests now, read a moment ago: a node replaces objects."""
+    where = stem_of(ours)
+    mine = lease_key(ours)
+    for info in store.list(lease_folder(where)):
+        if info.key != mine:
+            return f"a node replaces what it found there and is not done ({info.key})"
+    # who was done between the two readings has listed what it replaced
+    seen = {known.key for known in members}
+    for info in store.list(manifest_folder(where)):
+        if info.key not in seen and _is_readable(store, info.key):
+            return f"a node has just listed its files ({info.key})"
+    return None
+
+
+def _is_readable(store: Store, key: str) -> bool:
+    try:
+        return read_manifest(store, key) is not None
+    except DamagedError:
+        return False
+
+
+def _lease(ours: NodeManifest) -> Lease:
+    return Lease(
+        tag=ours.tag,
+        generation=ours.generation,
+        form=ours.form,
+        node=ours.node,
+        node_id=ours.node_id,
+    )
+
+
+def _by_key(known: Iterable[KnownManifest]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for one in known:
+        for file in one.manifest.files:
+            found.setdefault(file.key, []).append((one, file))
+    return found
+
+
+def _crc_of(store: Store, key: str) -> str | None:
+    info = store.stat(key)
+    if info is None:
+        return None
+    crc = 0
+    for chunk in store.stream(key, 0, info.bytes):
+        crc = crc64(chunk, crc)
+    return to_hex(crc)
