@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
 S = TypeVar("S")
-Op = tuple[str, ...]
 
 
 class _Asked(BaseException):
     """The program asked for something whose answer is not known yet; no handler of it may catch this."""
 
-    def __init__(self, op: Hashable) -> None:
+    def __init__(self, op: tuple[Hashable, ...]) -> None:
         super().__init__()
         self.op = op
 
@@ -156,9 +155,7 @@ class Search(Generic[S]):
                     queue.append(after)
                 if is_fair and self._is_good is not None:
                     fair.append((number, self._numbers[after]))
-        explored = Explored[S](
-            states=len(self._numbers), transitions=transitions, is_complete=not queue
-        )
+        explored = Explored[S](states=len(self._numbers), transitions=transitions, is_complete=not queue)
         if self._is_good is not None and explored.is_complete:
             self._reach_good(self._is_good, fair)
         return explored
