@@ -76,6 +76,8 @@ class Rules:
     """Saves that all nodes shipped, one after the other, before the story begins."""
     listed: tuple[int, ...] = ()
     """Slots that have shipped the save at hand."""
+    asleep: tuple[int, ...] = ()
+    """Slots whose daemon does not run."""
     saves: int = 2
     """The last save that trainers make."""
     crashes: tuple[int, ...] = (0, 0)
@@ -172,9 +174,11 @@ class World:
         return "retired", generation
 
     def _read(self, io: Io) -> tuple[Hashable, ...]:
-        """As a restore: the newest COMMIT whose every byte is right, else the one before."""
+        """As a restore: the newest COMMIT whose every byte is right, else the one before; what went meanwhile
+        is looked for again."""
         store = StepStore(io)
-        for view in reversed(live_commits(read_remote(store, IDENTITY))):  # type: ignore[arg-type]
+        found = live_commits(read_remote(store, IDENTITY))  # type: ignore[arg-type]
+        for view in reversed(found):
             try:
                 files = [f for manifest in manifests_of(store, view) for f in manifest.files]  # type: ignore[arg-type]
             except CkptdError:
@@ -183,7 +187,7 @@ class World:
             if all(to_hex(crc64(d)) == f.checksums.crc64nvme for d, f in zip(data, files, strict=True)):
                 numbers = {int(d.split()[1]) for d in data}
                 return "restored", min(numbers) if len(numbers) == 1 else MIXED
-        return "restored", NOTHING
+        return ("gone", 0) if found else ("restored", NOTHING)
 
     def _ground(self, io: Io) -> commit.Ground:
         abilities = Abilities(create_only=self.rules.is_create_only, checksum=None, resumable=True)
@@ -192,7 +196,7 @@ class World:
     def _next(self, index: int, actor: Actor) -> tuple[Hashable, ...] | None:
         """What an idle slot begins."""
         task = self.rules.slots[index].task
-        if actor.is_done or (task == "ship" and actor.saved == 0):
+        if actor.is_done or index in self.rules.asleep or (task == "ship" and actor.saved == 0):
             return None
         return {
             "ship": ("describe", index, actor.saved),
@@ -259,7 +263,7 @@ class World:
             key = self._next(index, actor)
             if key is not None:
                 actor = actor._replace(at=self.programs.begin(key))
-            elif self.rules.slots[index].task == "ship" and self._has_lost(store, actor):
+            elif self._has_lost(store, index, actor):
                 yield f"{name}: finds its COMMIT gone", actor._replace(is_done=False), store, True
                 return
             else:
@@ -270,9 +274,9 @@ class World:
         after = actor._replace(at=self.programs.go_on(actor.at, answer))
         yield f"{name}: {_words(op)} → {_short(answer)}", self._settled(then, index, after), then, True
 
-    def _has_lost(self, store: int, actor: Actor) -> bool:
-        committed = self._judge(store).committed
-        return actor.is_done and actor.saved not in committed
+    def _has_lost(self, store: int, index: int, actor: Actor) -> bool:
+        is_shipping = self.rules.slots[index].task == "ship" and index not in self.rules.asleep
+        return is_shipping and actor.is_done and actor.saved not in self._judge(store).committed
 
     def _crashes(self, store: int, actor: Actor, name: str) -> Iterator[Move]:
         """Before its request left, with the request under way, or when its last answer was lost."""
