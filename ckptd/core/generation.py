@@ -1,8 +1,9 @@
 """Which generation of its tag a save belongs to (docs/design.md §3 *Generations*; H1, H3, H16, H49).
 
-A generation is bound to one save: "a node takes the highest g known in the remote, or g+1 if g is committed
-without its bytes or holds a manifest of another save". Pure, and decided anew before each attempt, so that a
-lost journal costs one listing and not one byte.
+A generation is bound to one save: a node takes the highest open one that holds manifests of no other save, or
+the next after all that are known. Not the highest of all: two nodes with two saves would pass each other for
+ever, each opening one more (ADR 0098). Pure, and decided anew before each attempt, so that a lost journal
+costs one listing and not one byte.
 """
 
 from __future__ import annotations
@@ -93,11 +94,17 @@ def choose_generation(
     known = taken | {seen.generation for seen in manifests}
     if not known:
         return Use(generation=1)
-    newest = max(known)
-    held = [seen.manifest for seen in manifests if seen.generation == newest]
-    if newest in taken or _holds_another(save, job_id, held, save_spread_seconds):
-        return Use(generation=newest + 1)
-    return Use(generation=newest)
+    fitting = [
+        generation
+        for generation in known - taken
+        if not _holds_another(
+            save,
+            job_id,
+            [seen.manifest for seen in manifests if seen.generation == generation],
+            save_spread_seconds,
+        )
+    ]
+    return Use(generation=max(fitting, default=max(known) + 1))
 
 
 def _already(

@@ -35,6 +35,7 @@ log = logging.getLogger("ckptd.knowledge")
 
 DECISIONS = "decisions"
 _BESIDE = (Role.SIDE, Role.EXTRA)
+_OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 _SETTLED_NS = 2_000_000_000
 """A folder that changed later than this before it was read may change again under the same time."""
 
@@ -231,13 +232,15 @@ class Knowledge(Recogniser):
     def choose_generations(self) -> None:
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         state = self._state
+        for name, link in self._links.items():
+            self._hear_of_commits(name, link)
         for row in list(state.rows.values()):
             if row.state != "present" and not row.held:
                 continue
             for name, link in self._links.items():
                 record = state.ship(row.id, name, ZERO)
                 key = (row.id, name, ZERO)
-                if record.state not in (ShipState.NEW, ShipState.FAILED) or key in state.generations:
+                if record.state not in _OPEN or key in state.generations:
                     continue
                 match self._choose(row.save, link):
                     case Use(generation=g):
@@ -257,6 +260,35 @@ class Knowledge(Recogniser):
                         state.put_ship(row.id, record.model_copy(update=update))
                     case None:
                         pass
+
+    def _hear_of_commits(self, name: str, link: RemoteLink) -> None:
+        """What other nodes did: the COMMIT that a part waits for, or the end of one that counted (H1)."""
+        state, seen = self._state, link.observation
+        commits = seen.commits if seen is not None else ()
+        made = {(v.commit.tag, v.commit.generation) for v in commits if v.commit.form == ZERO}
+        disputed = {v.sha256: v.key for v in commits if v.disputed}
+        update: dict[str, object]
+        for row in state.rows.values():
+            if row.state != "present" and not row.held:
+                continue
+            record = state.ship(row.id, name, ZERO)
+            if record.state is ShipState.COMMITTED and record.commit_sha256 in disputed:
+                reason = f"{disputed[record.commit_sha256]} is disputed"
+                log.error("%s: %s; it is shipped again", row.save.tag, reason)
+                update = {
+                    "state": ShipState.NEW,
+                    "commit_key": None,
+                    "commit_sha256": None,
+                    "reason": reason,
+                }
+            elif record.state is ShipState.WAITING and record.retry_at_seconds:
+                if (row.save.tag, record.generation) not in made:
+                    continue
+                update = {"retry_at_seconds": 0.0}
+            else:
+                continue
+            state.put_ship(row.id, record.model_copy(update=update))
+            link.tag_views.pop(row.save.tag, None)
 
     def _choose(self, save: SealedSave, link: RemoteLink) -> GenerationChoice | None:
         """`choose_generation` on what the link was told of the tag; None while it was not asked."""

@@ -109,6 +109,11 @@ class _Shipping:
         transfer.recheck()
         # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
         still_ours(self._store, self._identity)
+        # another save may have been listed meanwhile: beside it our manifest would spoil the generation for both
+        listed = read_generation(self._store, self._where)
+        reason = self._conflict(listed)
+        if reason is not None:
+            return ShipResult(outcome="conflict", reason=reason)
         ours = self._put_manifest(carried.files, listed)
         return self._commit(ours, carried)
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
 LEASES = f"{ROOT}/leases/"
+_TRIES = 3
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""
 
@@ -131,7 +132,23 @@ def read_commits(
 ) -> Documents:
     """Every COMMIT and tombstone (of one tag); what fails with one of `skip` is named and left out."""
     cache = DocumentCache() if cache is None else cache
-    found = Documents(skip=skip)
+    for _ in range(_TRIES):
+        found = Documents(skip=skip)
+        # what is gone when it is read was retired, and what came instead of it may not have been listed
+        if not _read_commits(store, found, only_tag, cache):
+            break
+    found.commits.sort(key=lambda view: view.key)
+    return found
+
+
+def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: DocumentCache) -> bool:
+    """One pass; True when something that was listed is gone."""
+    is_gone = False
+    # tombstones first: read after the COMMITs, they could name all of those, and not what came instead of them
+    for info in store.list(f"{ROOT}/retired/"):
+        where = stem_of_key(info.key)
+        if where is not None and only_tag in (None, where[0]):
+            _collect(store, info, Tombstone, found.retired, found, cache)
     disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
     for info in store.list(f"{ROOT}/commits/"):
         where = stem_of_key(info.key)
@@ -139,20 +156,16 @@ def read_commits(
             continue
         try:
             read = cache.get(store, info, Commit)
-        except skip as error:
+        except found.skip as error:
             found.damaged.append(error.message)
             continue
+        is_gone = is_gone or read is None
         if read is not None:
             commit, digest = read
             found.commits.append(
                 CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in disputed)
             )
-    for info in store.list(f"{ROOT}/retired/"):
-        where = stem_of_key(info.key)
-        if where is not None and only_tag in (None, where[0]):
-            _collect(store, info, Tombstone, found.retired, found, cache)
-    found.commits.sort(key=lambda view: view.key)
-    return found
+    return is_gone
 
 
 def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:

@@ -1,0 +1,137 @@
+"""A part of a save that waits for other nodes: it is looked at again, and joins what they did (H1, P10)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.core import coverage
+from ckptd.core.coverage import KnownManifest
+from ckptd.core.manifest import NodeManifest, sha256_of, to_bytes
+from ckptd.core.planner import plan
+from ckptd.core.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.knowledge import Knowledge
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import JobState
+from ckptd.journal import Journal
+from ckptd.remote import messages as m
+from tests.model.commit_code import TWO_NODES, order_of, sealed
+from tests.unit.core_views import job_view, save_view
+from tests.unit.test_daemon_links import IDENTITY, Scene
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROW, TAG = 1, sealed(TWO_NODES[0], 1).tag
+
+
+def known(slot: int) -> KnownManifest:
+    """What the slot's node lists of save 1 in generation 1."""
+    order = order_of(TWO_NODES[slot], 0, 1, 1)
+    files = [
+        {**file.model_dump(), "checksums": {"crc64nvme": "0"}, "proof": "read-back"} for file in order.files
+    ]
+    made = NodeManifest.model_validate({**order.manifest.model_dump(), "files": files})
+    digest = sha256_of(to_bytes(made))
+    return KnownManifest(key=f"{made.node}~{digest[:12]}", sha256=digest, manifest=made)
+
+
+def view_of(*, disputed: bool = False) -> m.CommitView:
+    """The COMMIT over both."""
+    commit = coverage.build_commit(
+        [known(0), known(1)], committed_by="n1", committed_at="then", config_digest="c"
+    )
+    return m.CommitView(key="k", sha256=sha256_of(to_bytes(commit)), commit=commit, disputed=disputed)
+
+
+def seen(*, commits: tuple[m.CommitView, ...] = ()) -> m.TagView:
+    return m.TagView(
+        tag=TAG,
+        manifests=tuple(
+            m.ManifestView(key=k.key, sha256=k.sha256, manifest=k.manifest, committed=bool(commits))
+            for k in (known(0), known(1))
+        ),
+        commits=commits,
+        retired=(),
+    )
+
+
+class Life:
+    """A node of two: its part of the save is shipped; `record` is what its journal says."""
+
+    def __init__(self, tmp_path: Path, record: ShipRecord) -> None:
+        self.scene = Scene(tmp_path)
+        self.scene.link.settings = self.scene.link.settings.model_copy(update={"job_id": "j" * 32})
+        self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+        self.state.journal.add_save(sealed(TWO_NODES[0], 1), found_first=False, adopted=True, seen_at=0.0)
+        self.state.load()
+        self.state.put_ship(ROW, record)
+        self.knowledge = Knowledge(
+            self.state, tmp_path, {"nas": self.scene.link}, "n0", frozenset(), 60.0, lambda: None
+        )
+
+    @property
+    def record(self) -> ShipRecord:
+        return self.state.ship(ROW, "nas", ZERO)
+
+    def observes(self, *commits: m.CommitView) -> None:
+        self.scene.link.observation = m.Observation(identity=IDENTITY, commits=commits)
+        self.knowledge.choose_generations()
+
+    def actions(self, now_seconds: float) -> list[str]:
+        """What the planner wants."""
+        save = save_view(ROW, sealed(TWO_NODES[0], 1), ships={("nas", ZERO): self.record})
+        view = job_view([save], generations=self.state.generations, now_seconds=now_seconds)
+        remote = replace(view.remotes[0], known_tags=frozenset({TAG}))
+        view = replace(view, remotes=(remote,), local_forms=())
+        return [type(action).__name__ for action in plan(view).actions]
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Life:
+    record = ShipRecord(remote="nas", form=ZERO, state=ShipState.WAITING, generation=1, retry_at_seconds=1e9)
+    return Life(tmp_path, record)
+
+
+def test_what_waits_is_shipped_again_and_not_only_described(waiting: Life) -> None:
+    """It was described for ever: the answer was not for what waits."""
+    assert "Describe" in waiting.actions(2e9)
+    waiting.scene.link.tag_views[TAG] = seen()
+    waiting.knowledge.choose_generations()
+    assert "Ship" in waiting.actions(2e9)
+
+
+def test_a_commit_that_another_node_made_ends_the_wait(waiting: Life) -> None:
+    waiting.observes()
+    assert waiting.actions(0.0) == [], "nothing new: it waits"
+    waiting.observes(view_of())
+    assert waiting.actions(0.0) == ["Describe"]
+    waiting.scene.link.tag_views[TAG] = seen(commits=(view_of(),))
+    waiting.knowledge.choose_generations()
+    assert (waiting.record.state, waiting.record.commit_sha256) == (ShipState.COMMITTED, view_of().sha256)
+
+
+def test_a_disputed_commit_counts_no_more(tmp_path: Path) -> None:
+    """Another node's dispute left this one sure of a COMMIT that does not exist."""
+    commit = view_of()
+    life = Life(
+        tmp_path,
+        ShipRecord(
+            remote="nas",
+            form=ZERO,
+            state=ShipState.COMMITTED,
+            generation=1,
+            commit_key=commit.key,
+            commit_sha256=commit.sha256,
+        ),
+    )
+    life.observes(commit)
+    assert life.record.state is ShipState.COMMITTED
+    life.observes(view_of(disputed=True))
+    assert (life.record.state, life.record.commit_sha256) == (ShipState.NEW, None)
+    assert life.record.reason == f"{commit.key} is disputed"
+    life.scene.link.tag_views[TAG] = seen(commits=(view_of(disputed=True),))
+    life.knowledge.choose_generations()
+    assert [answer.generation for answer in life.state.generations.values()] == [2]
