@@ -37,6 +37,7 @@ CALLS = (
 SITES = {
     "tag folder": TAG,
     "folder in it": f"{TAG}/inner",
+    "folder in it, empty there": f"{TAG}/inner",
     "deep folder in it": f"{TAG}/inner/deep",
     "shard": f"{TAG}/{SHARD}",
     "latest": "latest",
@@ -53,6 +54,8 @@ SITES = {
     "decisions": "_ckptd/state/decisions",
 }
 """What is swapped for a link to a thing of the same shape outside."""
+ELSEWHERE = {"folder in it, empty there": "inner"}
+"""Where the like of a site lies outside, if not under the same name."""
 _OLD = (1_000_000_000_000_000_000, 1_500_000_000_000_000_000)
 """Access before change: reading such a file moves its access time even with relatime."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,8 +89,8 @@ class SwapScene:
     def __post_init__(self) -> None:
         self.save_dir, self.outside = self.root / "run", self.root / "outside"
         self.spare = self.root / "spare"
-        populate(self.save_dir, "inside")
-        populate(self.outside, "secret")
+        self.fill(self.save_dir, "inside")
+        self.fill(self.outside, "secret")
         # where removing could show: what is empty, and names that a removal of ours would pick
         (self.outside / TAG / "inner" / "empty").mkdir()
         (self.outside / "inner" / "deep").mkdir(parents=True)
@@ -99,6 +102,10 @@ class SwapScene:
         for path in self.paths:
             os.utime(path, ns=_OLD)
         self.before = self.picture()
+
+    def fill(self, root: Path, text: str) -> None:
+        """What lies in save_dir, and its like outside."""
+        populate(root, text)
 
     def permit_of(self) -> DeletePermit:
         """A permit as the planner makes it."""
@@ -123,7 +130,7 @@ class SwapScene:
         real = self.save_dir / SITES[site]
         waits = self.spare / site.replace(" ", "-")
         if not waits.is_symlink():
-            waits.symlink_to(self.outside / SITES[site])
+            waits.symlink_to(self.outside / ELSEWHERE.get(site, SITES[site]))
         return real, waits
 
     def picture(self) -> dict[str, tuple[int, ...]]:
