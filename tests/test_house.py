@@ -54,7 +54,7 @@ CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
 
 REMOVERS = {
     "remove", "unlink", "rmdir", "removedirs", "rename", "renames", "replace", "rmtree", "move", "link",
-    "remove_file", "remove_tree", "rename_noreplace", "rename_new", "rename_exchange",
+    "remove_file", "remove_tree", "remove_empty", "rename_noreplace", "rename_new", "rename_exchange",
 }  # fmt: skip
 
 MAY_REMOVE = {

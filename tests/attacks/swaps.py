@@ -30,6 +30,8 @@ from ckptd.local.scan import scan_folder
 TAG = "global_step1"
 SHARD = "mp_rank_00_model_states.pt"
 NAMES = (SHARD, "b.pt", "inner/c.pt", "inner/deep/d.pt")
+ASIDE = "aside"
+"""What a pruned folder is called in the trash."""
 CALLS = (
     "open", "stat", "lstat", "mkdir", "rename", "rmdir", "unlink", "link", "listdir", "scandir", "readlink",
     "fsync", "replace",
@@ -37,7 +39,7 @@ CALLS = (
 SITES = {
     "tag folder": TAG,
     "folder in it": f"{TAG}/inner",
-    "folder in it, empty there": f"{TAG}/inner",
+    "folder in it, renamed aside": f"_ckptd/trash/{ASIDE}/inner",
     "deep folder in it": f"{TAG}/inner/deep",
     "shard": f"{TAG}/{SHARD}",
     "latest": "latest",
@@ -54,7 +56,7 @@ SITES = {
     "decisions": "_ckptd/state/decisions",
 }
 """What is swapped for a link to a thing of the same shape outside."""
-ELSEWHERE = {"folder in it, empty there": "inner"}
+ELSEWHERE = {"folder in it, renamed aside": "inner"}
 """Where the like of a site lies outside, if not under the same name."""
 _OLD = (1_000_000_000_000_000_000, 1_500_000_000_000_000_000)
 """Access before change: reading such a file moves its access time even with relatime."""

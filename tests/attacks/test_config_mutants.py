@@ -1,4 +1,4 @@
-"""Thousands of configurations that are wrong in one place: refused, nearly always with the key that was meant.
+"""Thousands of configurations that are wrong in one place: refused, with the key that was meant.
 
 Every key with every single edit, values with wrong units and types, directories that overlap, and secrets
 (P16, P15). The hand-picked ones are in tests/unit/test_config_corpus.py.
@@ -122,8 +122,8 @@ NOT_A_SPEED = (
     "25:00,1GB/s",
     "1GB/h",
 )
-NOT_WHOLE = ("3", 0, -1, 2.5, True, False, [], [3], {}, 1e9, "three")
-NEVER = (5, 5.5, True, [], ["5s"], {}, {"value": "5s"})
+NOT_WHOLE: tuple[Any, ...] = ("3", 0, -1, 2.5, True, False, [], [3], {}, 1e9, "three")
+NEVER: tuple[Any, ...] = (5, 5.5, True, [], ["5s"], {}, {"value": "5s"})
 """What no quantity is written as: quantities are strings with units."""
 
 
