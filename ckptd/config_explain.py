@@ -121,7 +121,10 @@ def _shown(value: object) -> str:
     if isinstance(value, str):
         scheme, separator, rest = value.partition("://")
         if separator and "@" in rest:
-            value = f"{scheme}://…@{rest.rpartition('@')[2]}"
+            rest = f"…@{rest.rpartition('@')[2]}"
+        if separator:
+            address, question, _ = rest.partition("?")
+            value = f"{scheme}://{address}{question}{'…' if question else ''}"
         text = f'"{value}"'
     elif isinstance(value, bool):
         text = str(value).lower()

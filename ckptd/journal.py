@@ -2,11 +2,13 @@
 
 Expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the remotes
 (COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding thread.
-A journal of another schema, or one that SQLite cannot read, is set aside and a new one begun.
+A journal of another schema, one that SQLite cannot read, or a link to something else (SQLite opens by name
+and would write there) is set aside and a new one begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -21,12 +23,15 @@ from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
 from ckptd.errors import StorageError
 from ckptd.journal_tables import SCHEMA, TABLES
+from ckptd.place import is_own_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
+
+_TAILS = ("-wal", "-shm", "-journal")
 
 
 def _identity_key(identity: FileIdentity) -> str:
@@ -53,6 +58,10 @@ class Journal:
         """Remotes where uploads lie that no attempt goes on with."""
 
     def _open(self) -> sqlite3.Connection:
+        for tail in ("", *_TAILS):
+            if not is_own_file(self._path.with_name(self._path.name + tail)):
+                msg = "a link, or no file"
+                raise sqlite3.DatabaseError(msg)
         db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode=WAL")
@@ -76,10 +85,11 @@ class Journal:
     def _move_aside(self) -> Path:
         aside = self._path.with_name(f"{self._path.name}.aside-{time.time_ns()}")
         try:
-            os.rename(self._path, aside)
-            for tail in ("-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._path, aside)
+            for tail in _TAILS:
                 other = self._path.with_name(self._path.name + tail)
-                if other.exists():
+                if os.path.lexists(other):
                     os.rename(other, aside.with_name(aside.name + tail))
         except OSError as error:
             msg = f"cannot set the unreadable journal {self._path} aside: {error.strerror}"

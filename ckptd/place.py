@@ -6,11 +6,17 @@ with a `total_limit` it dies of a name without a number (measured). So nothing o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OURS = "_ckptd"
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -57,6 +63,55 @@ def path_of(save_dir: Path, relative: str) -> Path:
     if relative.split("/")[0] == OURS and not (save_dir / OURS).exists() and beside.is_dir():
         return beside / relative.partition("/")[2]
     return save_dir / relative
+
+
+@contextlib.contextmanager
+def opened_ours(path: Path, *, create_mode: int | None = None) -> Iterator[int]:
+    """Open a directory of ours by its path; from the first `_ckptd` in it on no symlink is followed (P15).
+
+    Whoever may write in save_dir could otherwise lead status, audit and decisions elsewhere. With
+    `create_mode` what is missing from there on is made.
+
+    Raises:
+        OSError: as the kernel says; NotADirectoryError for a symlink.
+    """
+    parts = path.parts
+    first = next((i for i, part in enumerate(parts) if _is_ours(part)), len(parts) - 1)
+    fd = os.open(Path(*parts[:first]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[first:]:
+            if create_mode is not None:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, create_mode, dir_fd=fd)
+            child = os.open(part, _DIR_FLAGS, dir_fd=fd)
+            os.close(fd)
+            fd = child
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def lies_in_ours(path: Path) -> bool:
+    """Whether a path leads through a folder of ours."""
+    return any(_is_ours(part) for part in path.parts)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a name in a directory of ours is free, or a regular file that has no other name.
+
+    Raises:
+        OSError: as `opened_ours`.
+    """
+    with opened_ours(path.parent) as fd:
+        try:
+            status = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return True
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def _is_ours(name: str) -> bool:
+    return name == OURS or name.startswith(f"{OURS}.")
 
 
 def _has(fd: int, name: str) -> bool:

@@ -21,12 +21,13 @@ RANK = {
     "errors": 0,
     "core": 1,
     "config": 2,
-    "observe": 2,
     "budget": 2,
     "torchfile": 3,
     "zero": 4,
     "pages": 4,
     "place": 4,
+    "real": 4,
+    "observe": 5,
     "files": 5,
     "convert": 6,
     "local": 6,
@@ -54,7 +55,7 @@ CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
 
 REMOVERS = {
     "remove", "unlink", "rmdir", "removedirs", "rename", "renames", "replace", "rmtree", "move", "link",
-    "remove_file", "remove_tree", "rename_noreplace", "rename_new", "rename_exchange",
+    "remove_file", "remove_tree", "remove_empty", "rename_noreplace", "rename_new", "rename_exchange",
 }  # fmt: skip
 
 MAY_REMOVE = {

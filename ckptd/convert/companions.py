@@ -13,7 +13,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd import files
+from ckptd.real import opened_real
 
 if TYPE_CHECKING:
     from ckptd.convert.workplace import SourceFolder
@@ -57,7 +57,7 @@ def look_around(folder: SourceFolder) -> Origin:
 
 def _companions(folder: str) -> set[str]:
     # a folder above that may be crossed and not listed (mode 0711) has nothing to give
-    with contextlib.suppress(PermissionError), files.opened_dir(folder) as fd:
+    with contextlib.suppress(PermissionError), opened_real(folder) as fd:
         return {
             entry
             for entry in os.listdir(fd)

@@ -28,6 +28,7 @@ from ckptd.convert.ticking import Ticker
 from ckptd.convert.verify import verify_outputs, verify_sources
 from ckptd.convert.writing import Counters, Folders, Settings, own
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
+from ckptd.real import opened_real
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def serve(request: Request, execution: Callable[[Request, int, int, threading.Ev
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-        with files.opened_dir(request.work) as work_fd, files.opened_dir(request.source) as source_fd:
+        with opened_real(request.work) as work_fd, opened_real(request.source) as source_fd:
             execution(request, work_fd, source_fd, stop).run()
     except Stopped:
         return 128 + signal.SIGTERM

@@ -1,8 +1,8 @@
 """`python -m ckptd.convert.inspect_child`: reads a batch of files, prints one JSON line per finding (P14).
 
-Request on stdin: {"folder", "files": [{"path", "expected", "facts"}]}. For each file a line with framing
-and fingerprints, then, for shards, a line with facts: so a pickle that kills this process costs only
-its own facts. Nothing of the checkpoint's code runs; nothing is written.
+Request on stdin: {"folder", "files": [{"path", "expected", "facts", "identity"}]}. For each file a line with
+framing and fingerprints, then, for shards, a line with facts: so a pickle that kills this process costs
+only its own facts. Nothing of the checkpoint's code runs; nothing is written.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
     try:
         with files.reading(dir_fd, path) as fd:
             before = os.fstat(fd)
+            if item.get("identity") not in (None, _identity(before)):
+                return {"final": True, "bytes": 0, "is_another": True}
             if item["expected"] and frame(fd, expected=True) is Framing.LEGACY:
                 # its records are found by running its pickle: first what is known without
                 _emit({"index": index, "bytes": before.st_size, **_unread_legacy(fd)})
@@ -72,6 +74,10 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         reason = f"{path} cannot be read ({error.strerror})"
         return {"final": True, "bytes": 0, "archive": "torn", "reason": reason}
+
+
+def _identity(status: os.stat_result) -> list[int]:
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:

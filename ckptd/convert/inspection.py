@@ -17,11 +17,13 @@ from ckptd.convert import children
 from ckptd.core.facts import Archive, FileFacts, ShardFacts, TrainerFacts
 from ckptd.core.layouts import NamedShard, Role, ShardKey, parse_shard_name
 from ckptd.core.trainers import TRAINER_STATE
-from ckptd.errors import StorageError
+from ckptd.errors import SourceChanged, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from ckptd.core.identity import FileIdentity
 
 BATCH_FILES = 256
 MAX_DEATHS = 4
@@ -29,19 +31,26 @@ MAX_DEATHS = 4
 
 
 def inspect_files(
-    folder: Path, relative_paths: Sequence[str], *, timeout_seconds: float = 120.0
+    folder: Path,
+    relative_paths: Sequence[str],
+    *,
+    identities: Mapping[str, FileIdentity] | None = None,
+    timeout_seconds: float = 120.0,
 ) -> list[FileFacts]:
     """Inspect files below `folder`; one `FileFacts` per path, in the order given.
 
     A child that dies or prints nothing for `timeout_seconds` yields `FileFacts` with a reason for the
     file it was reading; the others are read by a new child. Never raises for what a file contains.
+    `identities`: which files are meant, by path (P4).
 
     Raises:
+        SourceChanged: a path names another file than the one that is meant.
         StorageError: children cannot be started at all.
     """
     found: list[FileFacts] = []
-    for start in range(0, len(relative_paths), BATCH_FILES):
-        batch = list(relative_paths[start : start + BATCH_FILES])
+    asked = [_asked(path, (identities or {}).get(path)) for path in relative_paths]
+    for start in range(0, len(asked), BATCH_FILES):
+        batch = asked[start : start + BATCH_FILES]
         found += _inspect_batch(os.path.abspath(folder), batch, timeout_seconds)
     return found
 
@@ -54,12 +63,13 @@ def probe_restrictions() -> tuple[str, ...]:
     return ()
 
 
-def _inspect_batch(folder: str, paths: list[str], timeout_seconds: float) -> list[FileFacts]:
+def _inspect_batch(folder: str, asked: list[dict[str, Any]], timeout_seconds: float) -> list[FileFacts]:
+    paths: list[str] = [item["path"] for item in asked]
     results: list[FileFacts | None] = [None] * len(paths)
     partial: list[dict[str, Any]] = [{} for _ in paths]
     first, deaths = 0, 0
     while first < len(paths) and deaths < MAX_DEATHS:
-        request = {"folder": folder, "files": [_asked(path) for path in paths[first:]]}
+        request = {"folder": folder, "files": asked[first:]}
         started, ended = False, ""
         for line in _child_lines(request, timeout_seconds):
             started = started or "restrictions" in line
@@ -67,6 +77,11 @@ def _inspect_batch(folder: str, paths: list[str], timeout_seconds: float) -> lis
             if "index" in line:
                 at = first + line["index"]
                 partial[at].update(line)
+                if line.get("is_another"):
+                    raise SourceChanged(
+                        f"{paths[at]} was replaced or written since it was listed",
+                        hint="the next turn looks again",
+                    )
                 if line.get("final"):
                     results[at] = _facts_of(paths[at], partial[at])
         if not started:
@@ -116,7 +131,8 @@ def _named(path: str) -> NamedShard | None:
     return parse_shard_name(path.rpartition("/")[2])
 
 
-def _asked(path: str) -> dict[str, Any]:
+def _asked(path: str, identity: FileIdentity | None) -> dict[str, Any]:
+    i = identity
     shard = _named(path)
     is_state = path.rpartition("/")[2] == TRAINER_STATE
     return {
@@ -124,6 +140,7 @@ def _asked(path: str) -> dict[str, Any]:
         "expected": shard is not None or _is_universal(path),
         "facts": shard is not None,
         "trainer": is_state,
+        "identity": None if i is None else [i.dev, i.ino, i.size_bytes, i.mtime_ns, i.ctime_ns],
     }
 
 

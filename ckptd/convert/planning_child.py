@@ -25,6 +25,7 @@ from ckptd.convert.sources import identity_of
 from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error
+from ckptd.real import opened_real
 from ckptd.torchfile.fingerprint import fingerprint
 from ckptd.torchfile.mirror import MirrorFd
 from ckptd.torchfile.skeleton import BLOCK_BYTES
@@ -78,7 +79,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
     of_mirror = MirrorFd if request["partial"] else int
     prefix, is_weights = request["prefix"], request["form"] == "weights"
-    with files.opened_dir(request["root"]) as dir_fd:
+    with opened_real(request["root"]) as dir_fd:
 
         @contextmanager
         def opening(path: str) -> Iterator[int]:

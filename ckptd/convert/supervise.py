@@ -22,6 +22,7 @@ from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.convert.plan import Header, Trailer
 from ckptd.convert.watch import Watched, watch
 from ckptd.convert.workplace import (
+    OUTPUT,
     PLAN,
     SourceFolder,
     Workplace,
@@ -32,6 +33,7 @@ from ckptd.convert.workplace import (
     remove_workplace,
     was_published,
 )
+from ckptd.real import opened_real, real_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,12 +62,14 @@ def convert(
     should_stop: Callable[[], bool] | None = None,
     should_pause: Callable[[], bool] | None = None,
     work_dir: Path | None = None,
+    beneath: Path | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint folder `source` into the new folder `destination`; blocks until published.
 
     The partial folder lies in `work_dir` (same file system), else beside the destination. It is removed on
     failure and left on a stop or a kill; the next call with the same source finishes it. `should_pause`
-    halts the executor by SIGSTOP for as long as it is true.
+    halts the executor by SIGSTOP for as long as it is true. All three paths may lie in (or beside) `beneath`:
+    then no link in them below it is followed, at no time (P15).
 
     Raises:
         RefusedError, DamagedError, TornArchiveError: the source has no universal form, or is damaged.
@@ -75,22 +79,22 @@ def convert(
     chosen = options or ConvertOptions()
     rounding_from = numpy_for(chosen)
     started = time.monotonic()
-    folder = look_at_source(source)
+    folder = look_at_source(source, beneath)
     parent, name = os.path.split(os.path.abspath(destination))
-    place_parent = os.path.realpath(work_dir if work_dir is not None else parent)
+    place_parent = real_path(work_dir if work_dir is not None else parent, beneath)
     origin = origin_of(folder, chosen)
     conversion = Conversion(folder, origin, chosen, on_progress, should_stop, should_pause)
     conversion.numpy_folder = rounding_from
     try:
-        target = check_destination(folder, destination)
+        target = check_destination(folder, destination, beneath)
     except errors.TargetExists:
-        report = conversion.published_before(place_parent, destination, started)
+        report = conversion.published_before(place_parent, real_path(destination, beneath), started)
         if report is None:
             raise
     else:
         report = _convert(conversion, place_parent, destination, target, started)
     if chosen.write_latest and chosen.form == "universal":
-        with files.opened_dir(os.path.realpath(parent)) as parent_fd:
+        with opened_real(real_path(parent, beneath)) as parent_fd:
             files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
     remove_workplace(place_parent, name)
     return report
@@ -148,16 +152,16 @@ class Conversion:
         place.publish(target)
         return self.report(destination, header, trailer, time.monotonic() - started)
 
-    def published_before(self, place_parent: str, destination: Path, started: float) -> ConvertReport | None:
+    def published_before(self, place_parent: str, destination: str, started: float) -> ConvertReport | None:
         """The report of an attempt that was killed after its result got its name; None: it is not ours."""
-        parent, name = os.path.split(os.path.realpath(destination))
+        parent, name = os.path.split(destination)
         if not os.path.isdir(os.path.join(place_parent, partial_name(name))):
             return None
         with opened_workplace(place_parent, name, parent) as place:
             found = was_published(place, self.folder, os.path.join(parent, name))
             if found is None:
                 return None
-            with files.opened_dir(parent) as fd:
+            with opened_real(parent) as fd:
                 files.fsync_dir(fd)
         self.last = {"resumed": found[1].files}
         return self.report(destination, *found, time.monotonic() - started)
@@ -181,9 +185,9 @@ class Conversion:
     def _check_room(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
         """P13 before the first byte; what an earlier attempt wrote, clones and holes need nothing."""
         have = sum(
-            os.stat(os.path.join(root, file)).st_size
-            for root, _, names in os.walk(os.path.join(place.path, "out"))
-            for file in names
+            os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+            for _, _, names, fd in os.fwalk(OUTPUT, dir_fd=place.fd)
+            for name in names
         )
         needed = trailer.bytes - have
         if clone:

@@ -19,6 +19,7 @@ from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
 from ckptd.convert.sources import identity_of
 from ckptd.core.layouts import NamedShard, parse_shard_name
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, TargetExists, UsageError
+from ckptd.real import opened_real, real_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,13 +53,13 @@ class SourceFolder:
     """The files are mirrors of remote ones: what planning reads is in them, the rest are holes."""
 
 
-def look_at_source(folder: Path) -> SourceFolder:
-    """List a checkpoint folder.
+def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
+    """List a checkpoint folder; below `beneath` no link is followed.
 
     Raises:
         NotFoundError: it is not there or no folder.
     """
-    path = os.path.realpath(folder)
+    path = real_path(folder, beneath)
     if not os.path.isdir(path):
         raise NotFoundError(
             f"{folder} is no folder", hint="give a checkpoint folder or a save_dir with `latest`"
@@ -66,7 +67,7 @@ def look_at_source(folder: Path) -> SourceFolder:
     shards: list[tuple[str, NamedShard]] = []
     folders: list[str] = []
     mode, disk_bytes = 0o666, 0
-    with files.opened_dir(path) as fd:
+    with opened_real(path) as fd:
         own = os.fstat(fd)
         for entry in sorted(os.scandir(fd), key=lambda e: e.name):
             try:
@@ -85,19 +86,19 @@ def look_at_source(folder: Path) -> SourceFolder:
     )
 
 
-def check_destination(source: SourceFolder, destination: Path) -> str:
+def check_destination(source: SourceFolder, destination: Path, beneath: Path | None = None) -> str:
     """The absolute path of the destination, when a conversion may create it.
 
     Raises:
         TargetExists, UsageError, NotFoundError.
     """
-    target = check_place(destination, must_be_new=False)
+    target = check_place(destination, must_be_new=False, beneath=beneath)
     if target == source.path or target.startswith(source.path + os.sep):
         raise UsageError(f"{destination} lies inside the source folder", hint="choose a place beside it")
-    return check_place(destination)
+    return check_place(destination, beneath=beneath)
 
 
-def check_place(destination: Path, *, must_be_new: bool = True) -> str:
+def check_place(destination: Path, *, must_be_new: bool = True, beneath: Path | None = None) -> str:
     """The absolute path of a destination whatever its source is.
 
     Raises:
@@ -111,7 +112,7 @@ def check_place(destination: Path, *, must_be_new: bool = True) -> str:
         raise UsageError(f"{name} is too long a name", hint="choose a shorter one (230 bytes)")
     if not os.path.isdir(parent):
         raise NotFoundError(f"{parent} is no folder", hint="make it first")
-    target = os.path.join(os.path.realpath(parent), name)
+    target = os.path.join(real_path(parent, beneath), name)
     if must_be_new and os.path.lexists(target):
         raise TargetExists(f"{destination} is there already")
     return target
@@ -162,7 +163,7 @@ class Workplace:
 
     def can_clone(self, source: SourceFolder) -> bool:
         """True when extents of the source can be shared with files made here."""
-        with files.opened_dir(source.path) as source_fd:
+        with opened_real(source.path) as source_fd:
             for name, _ in source.shards:
                 with contextlib.suppress(CkptdError, OSError), files.reading(source_fd, name) as fd:
                     if os.fstat(fd).st_size >= 4096:
@@ -188,7 +189,7 @@ class Workplace:
     def publish(self, target: str) -> None:
         """One rename makes the destination."""
         parent, name = os.path.split(target)
-        with files.opened_dir(parent) as parent_fd:
+        with opened_real(parent) as parent_fd:
             try:
                 files.rename_new(self.fd, OUTPUT, parent_fd, name)
             except FileExistsError as error:
@@ -205,7 +206,7 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
         UsageError: it lies on another file system than the destination.
     """
     folder = partial_name(name)
-    with files.opened_dir(parent) as parent_fd:
+    with opened_real(parent) as parent_fd:
         if os.fstat(parent_fd).st_dev != os.stat(target_parent).st_dev:
             raise UsageError(f"{parent} is on another file system than {target_parent}")
         fd = files.open_dir_beneath(parent_fd, folder, create_mode=0o700)
@@ -217,7 +218,7 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
                     f"another conversion into {name} is running",
                     hint="wait for it or choose another destination",
                 ) from error
-            yield Workplace(os.path.join(os.path.realpath(parent), folder), fd)
+            yield Workplace(os.path.join(parent, folder), fd)
         finally:
             os.close(fd)
 
@@ -225,7 +226,7 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
 def remove_workplace(parent: str, name: str) -> None:
     """Remove the partial folder and all in it; the plan last, which tells whose leftovers these are."""
     folder = partial_name(name)
-    with files.opened_dir(parent) as parent_fd:
+    with opened_real(parent) as parent_fd:
         with contextlib.suppress(FileNotFoundError), files.opened_dir(folder, parent_fd) as fd:
             for inner in (OUTPUT, TEMPORARIES):
                 files.remove_tree(fd, inner)
@@ -240,9 +241,9 @@ def was_published(place: Workplace, source: SourceFolder, target: str) -> tuple[
     """
     try:
         reader, trailer = place.plan_reader(PLAN), place.trailer()
-        with files.opened_dir(target) as fd:
+        with opened_real(target) as fd:
             made = json.loads(files.read_beneath(fd, "ckptd.json"))["plan_sha256"]
-        with files.opened_dir(source.path) as fd:
+        with opened_real(source.path) as fd:
             for planned, identity in zip(reader.header.sources, reader.identities, strict=True):
                 status = files.stat_beneath(fd, planned.path)
                 if status is None or identity_of(status) != identity:

@@ -176,20 +176,23 @@ class Chores:
                 alignment=found.alignment,
             )
         fs.remove_ours(fd, place, tag)
+        save_dir = self._config.save_dir
         report = supervise.convert(
-            self._config.save_dir / tag / row.save.roots[0],
-            path_of(self._config.save_dir, f"{place}/{tag}"),
+            save_dir / tag / row.save.roots[0],
+            path_of(save_dir, f"{place}/{tag}"),
             options,
             on_progress=progress,
             should_stop=self._stop.is_set,
             should_pause=self._pause.is_set,
-            work_dir=path_of(self._config.save_dir, fs.STAGING),
+            work_dir=path_of(save_dir, fs.STAGING),
+            beneath=save_dir,
         )
-        if not fs.folder_is_intact(fd, tag, row.save.files):
+        made = describe(fd, f"{place}/{tag}")
+        is_of_this_save = made is not None and made.is_made_from(row.save.shard_fingerprints)
+        if not is_of_this_save or not fs.folder_is_intact(fd, tag, row.save.files):
             fs.remove_ours(fd, place, tag)
             msg = f"{tag} was saved again while it was converted"
             raise SourceChanged(msg)
-        made = describe(fd, f"{place}/{tag}")
         return DerivedRecord(
             state=DerivedState.READY,
             plan_sha256=report.plan_sha256,

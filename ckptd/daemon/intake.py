@@ -203,7 +203,10 @@ class Intake:
             log.warning("inspecting %s: %s", folder.tag, error)
 
         self._workers.submit(
-            f"inspecting {folder.tag}", lambda: supervise.inspect_files(root, paths), then, failed
+            f"inspecting {folder.tag}",
+            lambda: supervise.inspect_files(root, paths, identities=identities),
+            then,
+            failed,
         )
 
     def _flush(self, folder: FolderListing, save_dir_fd: int) -> None:

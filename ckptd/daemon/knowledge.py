@@ -21,6 +21,7 @@ from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.errors import CkptdError
+from ckptd.place import opened_ours
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.knowledge")
 
 DECISIONS = "decisions"
+_DECISION_LIMIT_BYTES = 16 << 20
 _BESIDE = (Role.SIDE, Role.EXTRA)
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 _SETTLED_NS = 2_000_000_000
@@ -43,22 +45,23 @@ _SETTLED_NS = 2_000_000_000
 def read_decisions(state_dir: Path) -> list[Decision]:
     """Decision files of the state directory; an unreadable one is left out (its remote copy counts)."""
     found: list[Decision] = []
-    folder = state_dir / DECISIONS
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(folder)):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened_ours(state_dir / DECISIONS) as fd:
+        for name in sorted(os.listdir(fd)):
             if name.endswith(".json") and not name.startswith("."):
                 with contextlib.suppress(CkptdError, OSError):
-                    found.append(mf.parse(Decision, (folder / name).read_bytes(), name))
+                    data = files.read_beneath(fd, name, limit_bytes=_DECISION_LIMIT_BYTES)
+                    found.append(mf.parse(Decision, data, name))
     return found
 
 
 def write_decision(state_dir: Path, decision: Decision) -> None:
     """Put a decision into the state directory, durable when it returns."""
-    folder = state_dir / DECISIONS
-    folder.mkdir(exist_ok=True)
     name = f"{decision.kind}~{mf.encode_name(decision.tag)}~{decision.serial}.json"
-    with files.opened_dir(folder) as fd:
-        files.write_atomic(fd, name, mf.to_bytes(decision))
+    with opened_ours(state_dir) as state_fd:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(DECISIONS, dir_fd=state_fd)
+        with files.opened_dir(DECISIONS, state_fd) as fd:
+            files.write_atomic(fd, name, mf.to_bytes(decision))
 
 
 def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:

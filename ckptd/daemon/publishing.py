@@ -22,6 +22,7 @@ from ckptd.daemon.report import job_status
 from ckptd.errors import LockHeld
 from ckptd.local.state_dir import prepare_state_dir
 from ckptd.observe import status as st
+from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +164,7 @@ class Publisher:
                 if place.is_relative_to(job.config.save_dir):
                     return
                 prepare_state_dir(place)
-            with files.opened_dir(place) as fd:
+            with opened_ours(place) as fd:
                 files.write_atomic(fd, st.FILE_NAME, document, mode=0o644)
         except OSError as error:
             log.error("cannot publish status in %s: %s", place, error.strerror)

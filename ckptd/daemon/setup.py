@@ -15,7 +15,7 @@ from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
 from ckptd.local import rights
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir
-from ckptd.place import path_of
+from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
 
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
 
+_NODE_ID_LIMIT_BYTES = 256
+
 
 def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
     """Create the state directory; where ours lies is known only when the first checkpoint is there."""
     inside = f"{OURS}/state"
     if state_dir == save_dir / inside:
         os.close(ensure_ours(save_dir_fd, inside))
-        state_dir = path_of(save_dir, inside)
+        return path_of(save_dir, inside)
     prepare_state_dir(state_dir)
     return state_dir
 
 
 def node_id_of(state_dir: Path) -> str:
     """The random id of this node, made once and kept in the state directory."""
-    path = state_dir / "node_id"
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text().strip()
-    node_id = secrets.token_hex(8)
-    with files.opened_dir(state_dir) as fd:
+    with opened_ours(state_dir) as fd:
+        with contextlib.suppress(FileNotFoundError):
+            return files.read_beneath(fd, "node_id", limit_bytes=_NODE_ID_LIMIT_BYTES).decode().strip()
+        node_id = secrets.token_hex(8)
         files.write_atomic(fd, "node_id", node_id.encode())
     return node_id
 

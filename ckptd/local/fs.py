@@ -21,7 +21,7 @@ from ckptd.errors import CkptdError, RefusedError, SourceChanged, from_os_error
 from ckptd.local.scan import scan_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckptd.core.listing import ListedFile
     from ckptd.core.permit import DeletePermit
@@ -128,32 +128,43 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
     try:
         folders: set[str] = set()
         for file in sealed:
-            head, _, base = file.path.rpartition("/")
-            if head:
+            if head := file.path.rpartition("/")[0]:
                 folders.update(_prefixes(head))
             status = files.stat_beneath(folder_fd, file.path)
             if status is None or files.identity_of(status) != file.identity:
                 continue
-            if head:
-                with contextlib.closing(_Fd(files.open_dir_beneath(folder_fd, head))) as parent:
-                    files.remove_file(parent.fd, base)
-            else:
-                files.remove_file(folder_fd, base)
+            with _parent_of(folder_fd, file.path) as (parent, base):
+                files.remove_file(parent, base)
         for inner in sorted(folders, key=len, reverse=True):
-            with contextlib.suppress(OSError):
-                os.rmdir(inner, dir_fd=folder_fd)
+            remove_empty(folder_fd, inner)
     finally:
         os.close(folder_fd)
-    with contextlib.suppress(OSError):
-        os.rmdir(name, dir_fd=trash_fd)
+    remove_empty(trash_fd, name)
 
 
-class _Fd:
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+@contextlib.contextmanager
+def _parent_of(dir_fd: int, relative: str) -> Iterator[tuple[int, str]]:
+    """The folder that holds `relative`, open, and the last component of the name."""
+    head, _, base = relative.rpartition("/")
+    fd = files.open_dir_beneath(dir_fd, head) if head else os.dup(dir_fd)
+    try:
+        yield fd, base
+    finally:
+        os.close(fd)
 
-    def close(self) -> None:
-        os.close(self.fd)
+
+def remove_empty(dir_fd: int, relative: str) -> None:
+    """Remove a folder if it is empty; what is in use, gone or behind a link stays as it is."""
+    with contextlib.suppress(OSError, RefusedError), _parent_of(dir_fd, relative) as (fd, name):
+        os.rmdir(name, dir_fd=fd)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _prefixes(path: str) -> list[str]:
@@ -177,13 +188,10 @@ def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
 def names_in(save_dir_fd: int, folder: str) -> list[str]:
     """What lies in a folder of ours; nothing when it is not there."""
     try:
-        fd = files.open_dir_beneath(save_dir_fd, folder)
+        with _closing(files.open_dir_beneath(save_dir_fd, folder)) as fd:
+            return sorted(os.listdir(fd))
     except FileNotFoundError:
         return []
-    try:
-        return sorted(os.listdir(fd))
-    finally:
-        os.close(fd)
 
 
 def trash_names(save_dir_fd: int) -> list[str]:
@@ -204,10 +212,10 @@ def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) ->
         files.remove_tree(staging_fd, partial)
         target_fd = files.open_dir_beneath(staging_fd, partial, create_mode=0o700)
         try:
-            with contextlib.closing(_Fd(_open_tag(save_dir_fd, tag))) as source:
+            with _closing(_open_tag(save_dir_fd, tag)) as source:
                 for file in sealed:
-                    _clone_one(source.fd, target_fd, file)
-                check_identities(source.fd, sealed, only_listed=False)
+                    _clone_one(source, target_fd, file)
+                check_identities(source, sealed, only_listed=False)
             files.fsync_dir(target_fd)
         finally:
             os.close(target_fd)
@@ -272,8 +280,8 @@ def empty_our_trash(save_dir_fd: int) -> None:
     """Finish what a crash left of `remove_ours`."""
     for name in trash_names(save_dir_fd):
         if name.startswith("ours."):
-            with contextlib.closing(_Fd(ensure_ours(save_dir_fd, TRASH))) as trash:
-                files.remove_tree(trash.fd, name)
+            with _closing(ensure_ours(save_dir_fd, TRASH)) as trash:
+                files.remove_tree(trash, name)
 
 
 def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFile]) -> None:
@@ -287,11 +295,11 @@ def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFil
     name = trash_name(tag)
     trash_fd = ensure_ours(save_dir_fd, TRASH)
     try:
-        with contextlib.closing(_Fd(_open_tag(save_dir_fd, tag))) as folder:
-            _check_listed(folder.fd, tag, files_seen)
+        with _closing(_open_tag(save_dir_fd, tag)) as folder:
+            _check_listed(folder, tag, files_seen)
             files.rename_noreplace(save_dir_fd, tag, trash_fd, name)
             try:
-                _check_listed(folder.fd, tag, files_seen)
+                _check_listed(folder, tag, files_seen)
             except (CkptdError, OSError):
                 files.rename_noreplace(trash_fd, name, save_dir_fd, tag)
                 raise
@@ -325,11 +333,11 @@ def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
 
 def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:
     """Make a complete save durable: fdatasync every file and the folder (trainers never do, H38)."""
-    with contextlib.closing(_Fd(_open_tag(save_dir_fd, tag))) as folder:
+    with _closing(_open_tag(save_dir_fd, tag)) as folder:
         for path in paths:
-            with files.reading(folder.fd, path) as fd:
+            with files.reading(folder, path) as fd:
                 os.fdatasync(fd)
-        files.fsync_dir(folder.fd)
+        files.fsync_dir(folder)
     files.fsync_dir(save_dir_fd)
 
 

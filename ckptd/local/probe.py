@@ -18,7 +18,7 @@ from ckptd import files
 from ckptd.config_quantities import show_bytes
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, from_os_error
-from ckptd.local.fs import STAGING, TRASH
+from ckptd.local.fs import STAGING, TRASH, remove_empty
 from ckptd.local.rights import can_clone, prove_rights
 from ckptd.local.scan import scan
 from ckptd.local.state_dir import filesystem_type, is_network
@@ -203,5 +203,4 @@ def _traceless(fd: int) -> Iterator[None]:
     finally:
         for name, existed in was_there.items():
             if not existed:
-                with contextlib.suppress(OSError):
-                    os.rmdir(name, dir_fd=fd)
+                remove_empty(fd, name)

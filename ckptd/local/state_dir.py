@@ -6,6 +6,7 @@ to /var/tmp, into a directory that only its owner can enter.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -16,10 +17,10 @@ import psutil
 
 from ckptd.core.listing import OURS
 from ckptd.errors import ConfigError, NotPermitted
-from ckptd.place import path_of
+from ckptd.place import lies_in_ours, opened_ours, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _NETWORK = (
     "nfs",
@@ -82,18 +83,33 @@ def prepare_state_dir(path: Path) -> None:
     Raises:
         NotPermitted: somebody else owns it, or it is a symlink.
     """
+    if lies_in_ours(path):
+        with _explained(path), opened_ours(path, create_mode=0o755):
+            return
     private = [p for p in (path, *path.parents) if p.parent == Path("/var/tmp") or p == path]  # noqa: S108
     is_shared_place = Path("/var/tmp") in path.parents  # noqa: S108
     for level in reversed(private if is_shared_place else [path]):
         level.mkdir(mode=0o700 if is_shared_place else 0o755, parents=not is_shared_place, exist_ok=True)
         status = os.lstat(level)
         if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
-            msg = f"state directory {level} is not a directory of ours"
-            raise NotPermitted(msg, hint="move it away, or set state_dir in ckptd.toml")
+            raise _no_directory(level)
         mode = stat.S_IMODE(status.st_mode)
         if is_shared_place and (status.st_uid != os.getuid() or mode & 0o077):
             msg = f"state directory {level} belongs to uid {status.st_uid}, mode {mode:o}"
             raise NotPermitted(msg, hint=f"it must be ours alone (0700); we run as uid {os.getuid()}")
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except NotADirectoryError as error:
+        raise _no_directory(path) from error
+
+
+def _no_directory(path: Path) -> NotPermitted:
+    msg = f"state directory {path} is not a directory of ours"
+    return NotPermitted(msg, hint="move it away, or set state_dir in ckptd.toml")
 
 
 def _paths(text: str) -> list[Path]:

@@ -11,6 +11,8 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
+from ckptd.place import opened_ours
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -46,7 +48,9 @@ class Audit:
             "commits": [list(row) for row in commits],
             "files": [list(row) for row in files],
         }
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with opened_ours(self._path.parent) as folder:
+            fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
         try:
             os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
             os.fsync(fd)

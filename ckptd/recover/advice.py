@@ -6,8 +6,10 @@ and neither restores frozen parameters or buffers (docs/formats.md §5.1).
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from ckptd import files
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role, parse_shard_name
 from ckptd.core.trainers import Trainer
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 def model_facts(folder: Path) -> ShardFacts | None:
     """Facts of the first model-states file of a folder; None when there is none or it cannot be read."""
     try:
-        names = sorted(entry.name for entry in folder.iterdir())
+        with files.opened_dir(folder) as fd:
+            names = sorted(os.listdir(fd))
     except OSError:
         return None
     models = [n for n in names if (s := parse_shard_name(n)) is not None and s.role is Role.MODEL]

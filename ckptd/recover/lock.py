@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.errors import NothingCommitted
-from ckptd.local.fs import STAGING, ensure_ours
+from ckptd.local.fs import STAGING, ensure_ours, remove_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +44,7 @@ def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
         yield
     except NothingCommitted:
         for name in () if was_there else (STAGING, OURS):
-            with contextlib.suppress(OSError):
-                os.rmdir(name, dir_fd=save_dir_fd)
+            remove_empty(save_dir_fd, name)
         raise
     finally:
         os.close(staging)

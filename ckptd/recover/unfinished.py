@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.errors import LockHeld
 from ckptd.recover.lock import lock
+from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,5 +81,5 @@ class Unfinished:
         if self._dir is None:
             return
         rows = [[remote, key, token] for (remote, key), token in sorted(self._open.items())]
-        with files.opened_dir(self._dir) as fd:
+        with opened_ours(self._dir) as fd:
             files.write_atomic(fd, NAME, json.dumps(rows).encode())

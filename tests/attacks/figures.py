@@ -1,0 +1,27 @@
+"""What a run of attacks came to, kept in `.build/figures` for docs/faults.md."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / ".build" / "figures"
+
+
+def note(name: str, fault: str, *, runs: int, violations: int, seconds: float = 0.0) -> None:
+    """With CKPTD_FULL=1: how many runs a fault had, and in how many of them a promise was broken."""
+    if not os.environ.get("CKPTD_FULL"):
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    row = {
+        "name": name,
+        "fault": fault,
+        "command": f"CKPTD_FULL=1 pytest {os.environ.get('PYTEST_CURRENT_TEST', '').split(' ')[0]}",
+        "runs": runs,
+        "violations": violations,
+        "seconds": round(seconds, 1),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    (FOLDER / f"{name}.json").write_text(json.dumps(row) + "\n")
