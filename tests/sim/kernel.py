@@ -161,6 +161,8 @@ class Kernel:
     def _place(self, path: object, dir_fd: int | None) -> tuple[Disk, Inode, str, str]:
         """(disk, folder, last name, whole path); the name is "." for a root."""
         text = str(os.fspath(path))  # type: ignore[call-overload]
+        if not text:
+            raise _error(errno.ENOENT, text)
         if text.startswith("/"):
             parts = text.split("/")[2:]
             if not parts or parts[0] not in self.disks:

@@ -6,6 +6,7 @@ thread's next turn. A kill ends all of ckptd's processes at one call; a power cu
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections import deque
@@ -106,7 +107,7 @@ class World:
     def __init__(self, seed: int, config: JobConfig) -> None:
         self.config = config
         self.kernel = Kernel()
-        self.crashes = 0
+        self.crashes = self.starts = 0
         self.is_power_cut = False
         self.is_deaf = False
         self.hint: Callable[[], None] | None = None
@@ -202,6 +203,9 @@ class World:
             workers = Workers(self.posts.append)
             links = lambda: list(self.job.links.values()) if self.job else []  # noqa: E731
             self.totals = Totals(DaemonConfig(), links, lambda: 0)
+            if self.starts == 0 and self.config.backfill != "all":
+                self.judge.protected = {save.number for save in self.trainer.saves}
+            self.starts += 1
             self.kernel.history.append("daemon starts")
             self.job = Job(self.config, DaemonConfig(), STATE_DIR, self.totals, workers, self.posts.append)
             self.job.open()
@@ -450,12 +454,23 @@ class World:
             say("liveness", f"the daemon does not come to rest: {self._words()}")
         here = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and self.is_intact(s)]
         required = [remote.name for remote in self.config.remotes if remote.required]
+        found_first = self._found_first() if self.config.backfill != "all" else frozenset()
         for save in here:
-            if save.number in self.judge.protected:
+            if save.tag in found_first:
                 continue
             for name in required:
                 if not self.judge.holds(name, save):
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
+
+    def _found_first(self) -> frozenset[str]:
+        """Tags that ckptd noted as older than itself: not shipped without being asked."""
+        kernel, folder = self.kernel, f"{STATE_DIR}/decisions"
+        try:
+            names = kernel.listdir(folder)
+        except OSError:
+            return frozenset()
+        notes = [json.loads(kernel.content_of(f"{folder}/{n}")) for n in names if n.startswith("first-start")]
+        return frozenset(tag for note in notes for tag in note["tags"])
 
     def _words(self) -> str:
         job = self.job
