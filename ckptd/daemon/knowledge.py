@@ -54,7 +54,8 @@ def read_decisions(state_dir: Path) -> list[Decision]:
 def write_decision(state_dir: Path, decision: Decision) -> None:
     """Put a decision into the state directory, durable when it returns."""
     folder = state_dir / DECISIONS
-    folder.mkdir(exist_ok=True)
+    with files.opened_dir(state_dir) as state_fd:
+        os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
     name = f"{decision.kind}~{mf.encode_name(decision.tag)}~{decision.serial}.json"
     with files.opened_dir(folder) as fd:
         files.write_atomic(fd, name, mf.to_bytes(decision))

@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
+from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 state.journal.end_save(deletion.save_id, "pruned")
     fs.empty_our_trash(save_dir_fd)
     for name in names:
-        if not name.startswith("ours."):
+        if not name.startswith(("ours.", TEMPORARY_PREFIX)):
             tag = name.rsplit(".", 1)[0]
             if fs.return_from_trash(save_dir_fd, name, tag):
                 audit.write(

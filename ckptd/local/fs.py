@@ -35,10 +35,13 @@ ASIDE = f"{OURS}/aside"
 
 
 def ensure_ours(save_dir_fd: int, relative: str) -> int:
-    """Open a folder of ours below save_dir, made with save_dir's own mode (never wider); caller closes it."""
+    """Open a folder of ours below save_dir, made with save_dir's own mode (never wider); caller closes it.
+
+    A new one is there after a power cut too: what is renamed into it must not go with it.
+    """
     mode = stat.S_IMODE(os.fstat(save_dir_fd).st_mode) & 0o777
     place.make_beside(save_dir_fd, mode)
-    return files.open_dir_beneath(save_dir_fd, relative, create_mode=mode)
+    return files.open_dir_beneath(save_dir_fd, relative, create_mode=mode, is_durable=True)
 
 
 def trash_name(tag: str) -> str:
@@ -269,11 +272,16 @@ def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:
 
 
 def empty_our_trash(save_dir_fd: int) -> None:
-    """Finish what a crash left of `remove_ours`."""
-    for name in trash_names(save_dir_fd):
-        if name.startswith("ours."):
-            with contextlib.closing(_Fd(ensure_ours(save_dir_fd, TRASH))) as trash:
-                files.remove_tree(trash.fd, name)
+    """Finish what a crash left of `remove_ours`, and what it left of proving our rights."""
+    for folder, begins in ((TRASH, ("ours.", files.TEMPORARY_PREFIX)), (STAGING, (files.TEMPORARY_PREFIX,))):
+        for name in names_in(save_dir_fd, folder):
+            if not name.startswith(begins):
+                continue
+            with contextlib.closing(_Fd(files.open_dir_beneath(save_dir_fd, folder))) as place:
+                try:
+                    files.remove_file(place.fd, name)
+                except OSError:  # a folder
+                    files.remove_tree(place.fd, name)
 
 
 def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFile]) -> None:

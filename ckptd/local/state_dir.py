@@ -6,6 +6,7 @@ to /var/tmp, into a directory that only its owner can enter.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.place import path_of
@@ -94,6 +96,14 @@ def prepare_state_dir(path: Path) -> None:
         if is_shared_place and (status.st_uid != os.getuid() or mode & 0o077):
             msg = f"state directory {level} belongs to uid {status.st_uid}, mode {mode:o}"
             raise NotPermitted(msg, hint=f"it must be ours alone (0700); we run as uid {os.getuid()}")
+    _flush_names(path)
+
+
+def _flush_names(path: Path) -> None:
+    """The directory is there after a power cut: else decisions and node id went with it (P8)."""
+    for folder in (path.parent.parent, path.parent):
+        with contextlib.suppress(OSError), files.opened_dir(folder) as fd:
+            files.fsync_dir(fd)
 
 
 def _paths(text: str) -> list[Path]:

@@ -46,9 +46,21 @@ class Audit:
             "commits": [list(row) for row in commits],
             "files": [list(row) for row in files],
         }
+        is_new = not self._path.exists()
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
             os.fsync(fd)
         finally:
             os.close(fd)
+        if is_new:
+            _flush_names(self._path.parent)
+
+
+def _flush_names(folder: Path) -> None:
+    """A file that nobody finds after a power cut says nothing."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -35,6 +35,7 @@ class Opened:
     inode: Inode
     flags: int
     path: str
+    owner: str
     at: int = 0
 
 
@@ -231,7 +232,7 @@ class Kernel:
             self._effect("truncate", shown)
             self._touch(inode, shown)
             del inode.data[:]
-        return self._new_fd(Opened(inode, flags, shown))
+        return self._new_fd(Opened(inode, flags, shown, self.actor))
 
     def _new_fd(self, opened: Opened) -> int:
         fd, self.next_fd = self.next_fd, self.next_fd + 1
@@ -242,7 +243,7 @@ class Kernel:
         if fd < FIRST_FD:
             return os.dup(fd)
         opened = self._fd(fd)
-        return self._new_fd(Opened(opened.inode, opened.flags, opened.path))
+        return self._new_fd(Opened(opened.inode, opened.flags, opened.path, self.actor))
 
     def close(self, fd: int) -> None:
         if fd < FIRST_FD:
@@ -516,9 +517,8 @@ class Kernel:
 
     def forget_processes(self) -> None:
         """All of the daemon's processes are gone: their descriptors and locks with them."""
-        for opened in self.fds.values():
-            opened.inode.lock = None
-        self.fds.clear()
+        for fd in [fd for fd, opened in self.fds.items() if opened.owner == "ckptd"]:
+            self.fds.pop(fd).inode.lock = None
         self.is_dead = False
         self.ends_at = None
         self.hooks.clear()
