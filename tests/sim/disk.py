@@ -68,6 +68,10 @@ class Disk:
     def __post_init__(self) -> None:
         self.root = Inode(self.dev, 1, stat.S_IFDIR | 0o755, self.now_ns)
 
+    def mount_at(self, dev: int) -> None:
+        """Another device number, before anything lies here."""
+        self.dev = self.root.dev = dev
+
     def make(self, mode: int, now_ns: int) -> Inode:
         """A new inode without a name."""
         made = Inode(self.dev, self.next_ino, mode, now_ns)

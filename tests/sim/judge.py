@@ -55,6 +55,8 @@ class Judge:
         """Saves that were there before ckptd first ran and are not adopted."""
         self.pinned: set[str] = set()
         self.first_ever: dict[str, dict[str, str]] = {name: {} for name in remotes}
+        self.ever: dict[str, set[int]] = {name: set() for name in remotes}
+        """Saves that were committed there at some time."""
         self.highest: dict[str, tuple[int, int, int]] = {}
         self.spoiled: set[str] = set()
         """Remotes that lost a COMMIT by somebody else's hand: what is claimed of them is out of date."""
@@ -80,6 +82,7 @@ class Judge:
             if "~x" in stem or f"{OURS}/retired/{stem}" in held or f"{OURS}/disputes/{stem}" in held:
                 continue
             found.append(self._proved(name, key, held))
+            self.ever[name].add(found[-1].save)
         return found
 
     def _json(self, data: bytes, key: str) -> Any:

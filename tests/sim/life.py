@@ -31,6 +31,7 @@ SOMETIMES = (
 )  # fmt: skip
 HEALED_SECONDS = 400.0
 HEALED_ROUNDS = 12
+APART_SECONDS = 90.0
 
 
 class Step(NamedTuple):
@@ -149,12 +150,19 @@ def _resave(world: World, rng: random.Random) -> None:
     trainer = world.trainer
     if trainer.saves:
         newest = trainer.saves[-1]
+        _apart(world)
         trainer.begin(newest.step, rng, tag=newest.tag)
         trainer.go_on(rng.choice((2, 5, 100)))
 
 
+def _apart(world: World) -> None:
+    """Two saves of one tag that nobody saw lie further apart than `save_spread`, or nothing tells them apart."""
+    world.kernel.now_seconds += APART_SECONDS
+
+
 def _rewind(world: World, rng: random.Random) -> None:
     trainer = world.trainer
+    _apart(world)
     trainer.begin(max(1, trainer.step - rng.randint(1, 5)), rng)
     trainer.end()
 
@@ -221,6 +229,7 @@ def _meanwhile(world: World, rng: random.Random) -> None:
         if begins and not trainer.is_writing:
             newest = trainer.saves[-1] if trainer.saves else None
             if newest is not None and own.random() < 0.5:
+                _apart(world)
                 trainer.begin(newest.step, own, tag=newest.tag)
             else:
                 trainer.begin(trainer.step + 1, own)
@@ -262,7 +271,7 @@ def _heal(world: World, _: random.Random) -> None:
 
 
 def _clock(world: World, rng: random.Random) -> None:
-    world.kernel.wall_offset_seconds += rng.choice((-86400.0, -3600.0, -10.0, 10.0, 3600.0, 1e7))
+    world.kernel.wall_offset_seconds += rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 1e7))
 
 
 def _forget(world: World, rng: random.Random) -> None:

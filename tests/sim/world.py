@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from collections import deque
 from functools import cache
@@ -423,7 +424,8 @@ class World:
         if name == NAS:
             mounted = self._mounted["nas"]
             if mood == "empty":
-                self.kernel.add_disk("nas")
+                # what lies under a mount point is the root file system
+                self.kernel.add_disk("nas").mount_at(os.stat("/").st_dev)
             else:
                 self.kernel.disks["nas"] = mounted
 
@@ -454,12 +456,14 @@ class World:
             say("liveness", f"the daemon does not come to rest: {self._words()}")
         here = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and self.is_intact(s)]
         required = [remote.name for remote in self.config.remotes if remote.required]
+        limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
         for save in here:
             if save.tag in found_first:
                 continue
             for name in required:
-                if not self.judge.holds(name, save):
+                is_retired = limits[name] is not None and save.number in self.judge.ever[name]
+                if not self.judge.holds(name, save) and not is_retired:
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
 
     def _found_first(self) -> frozenset[str]:
