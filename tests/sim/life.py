@@ -29,8 +29,9 @@ SOMETIMES = (
     "kill", "power", "twice", "meanwhile", "journal-lost", "journal-garbage", "clock", "forget", "child",
     "deaf", "kill-late",
 )  # fmt: skip
-HEALED_SECONDS = 400.0
-HEALED_ROUNDS = 12
+SETTLED_SECONDS = 20.0
+HEALED_SECONDS = 900.0
+"""Backoffs of a remote that was away last a minute at most, a save in flight holds things up for another."""
 APART_SECONDS = 90.0
 
 
@@ -328,10 +329,8 @@ def finish(world: World, rng: random.Random) -> None:
     world.kernel.history.append("--- healed")
     world.trainer.begin(max([world.trainer.step, *(s.step for s in world.trainer.saves)]) + 1, rng)
     world.trainer.end()
-    for _ in range(HEALED_ROUNDS):
-        world.live_on(HEALED_SECONDS / HEALED_ROUNDS * 2, rng)
-        if world.is_at_rest():
-            break
+    world.live_on(SETTLED_SECONDS, rng)
+    world.live_on(HEALED_SECONDS, rng, world.is_at_rest)
     world.look()
     world.judge_rest()
 

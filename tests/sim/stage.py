@@ -25,7 +25,7 @@ from ckptd.convert import inspect_child, inspection, supervise
 from ckptd.core.facts import FileFacts
 from ckptd.daemon import backoff, intake, job, links, loop, totals, workers
 from ckptd.local import rights
-from ckptd.remote import directory, pacing, service, transfer, watched
+from ckptd.remote import directory, folders, pacing, service, transfer, watched
 from ckptd.remote import store as _store
 from tests.sim.kernel import Kernel, Killed
 
@@ -228,7 +228,8 @@ class Stage:
         self._plan(workers, "ThreadPoolExecutor", lambda *_, **__: Queued(tasks))
         self._plan(transfer, "ThreadPoolExecutor", Inline)
         self._plan(transfer, "SMALL_BYTES", SMALL_BYTES)
-        self._plan(directory, "buffer_of", lambda size: memoryview(bytearray(size)))
+        for module in (directory, folders):
+            self._plan(module, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
         for module in (files, pages, rights):
             if hasattr(module, "clone_file"):

@@ -267,11 +267,13 @@ class World:
 
         return self.guarded(one)
 
-    def live_on(self, seconds: float, rng: random.Random) -> None:
+    def live_on(
+        self, seconds: float, rng: random.Random, until: Callable[[], bool] = lambda: False
+    ) -> None:
         """Time passes with a daemon that runs, or is started again when it was killed."""
         end = self.kernel.now_seconds + seconds
         moves = 0
-        while self.kernel.now_seconds < end:
+        while self.kernel.now_seconds < end and not until():
             moves += 1
             if moves > MOST_MOVES:
                 self.judge.say("liveness", f"{MOST_MOVES} moves in {seconds} s")
@@ -410,7 +412,10 @@ class World:
 
     def is_at_rest(self) -> bool:
         """Nothing is left to do."""
-        return self.job is not None and not self.tasks and not self.posts and is_idle(self.job)
+        job = self.job
+        if job is None or self.tasks or self.posts or not all(link.is_ready for link in job.links.values()):
+            return False
+        return is_idle(job)
 
     def exit_code(self) -> int:
         """What `--once` would end with."""
