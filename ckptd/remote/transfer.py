@@ -257,9 +257,9 @@ class Transfer:
     def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
         try:
             proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
+            settled(self._store, file.key)
         except VerifyError:
             return False
-        settled(self._store, file.key)
         self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)
         self._skip(source.size_bytes)
         return True

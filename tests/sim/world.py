@@ -413,7 +413,9 @@ class World:
     def is_at_rest(self) -> bool:
         """Nothing is left to do."""
         job = self.job
-        if job is None or self.tasks or self.posts or not all(link.is_ready for link in job.links.values()):
+        if job is None or self.tasks or self.posts:
+            return False
+        if not all(link.is_ready and not link.seconds_to_move for link in job.links.values()):
             return False
         return is_idle(job)
 
