@@ -21,12 +21,13 @@ class Inode:
     """A file or a folder; `saved` names the trainer's file that it is: (save, path), None: not the trainer's."""
 
     __slots__ = (
-        "changed_ns", "data", "dev", "durable", "entries", "flushed", "ino", "is_dirty", "lock", "mode",
+        "changed_ns", "data", "dev", "disk", "durable", "entries", "flushed", "ino", "is_dirty", "lock", "mode",
         "parent", "saved", "written_ns",
     )  # fmt: skip
 
-    def __init__(self, dev: int, ino: int, mode: int, now_ns: int) -> None:
-        self.dev = dev
+    def __init__(self, disk: Disk, ino: int, mode: int, now_ns: int) -> None:
+        self.disk = disk
+        self.dev = disk.dev
         self.ino = ino
         self.mode = mode
         self.written_ns = self.changed_ns = now_ns
@@ -66,7 +67,7 @@ class Disk:
     root: Inode = field(init=False)
 
     def __post_init__(self) -> None:
-        self.root = Inode(self.dev, 1, stat.S_IFDIR | 0o755, self.now_ns)
+        self.root = Inode(self, 1, stat.S_IFDIR | 0o755, self.now_ns)
 
     def mount_at(self, dev: int) -> None:
         """Another device number, before anything lies here."""
@@ -74,7 +75,7 @@ class Disk:
 
     def make(self, mode: int, now_ns: int) -> Inode:
         """A new inode without a name."""
-        made = Inode(self.dev, self.next_ino, mode, now_ns)
+        made = Inode(self, self.next_ino, mode, now_ns)
         self.next_ino += 1
         return made
 

@@ -154,16 +154,19 @@ class Kernel:
         """Whether a call belongs to the simulation."""
         if isinstance(path, int):
             return path >= FIRST_FD
-        text = os.fspath(path)  # type: ignore[call-overload]
-        if dir_fd is not None and not text.startswith("/"):
+        text = path if type(path) is str else os.fspath(path)  # type: ignore[call-overload]
+        if dir_fd is not None and text[:1] != "/":
             return dir_fd >= FIRST_FD
         return bool(text == ROOT or text.startswith(ROOT + "/"))
 
     def _place(self, path: object, dir_fd: int | None) -> tuple[Disk, Inode, str, str]:
         """(disk, folder, last name, whole path); the name is "." for a root."""
-        text = str(os.fspath(path))  # type: ignore[call-overload]
+        text = path if type(path) is str else str(os.fspath(path))  # type: ignore[call-overload]
         if not text:
             raise _error(errno.ENOENT, text)
+        if dir_fd is not None and "/" not in text and text not in (".", ".."):
+            opened = self._fd(dir_fd)
+            return opened.inode.disk, opened.inode, text, f"{opened.path}/{text}"
         if text.startswith("/"):
             parts = text.split("/")[2:]
             if not parts or parts[0] not in self.disks:
@@ -173,7 +176,7 @@ class Kernel:
         else:
             assert dir_fd is not None
             opened = self._fd(dir_fd)
-            disk = self._disk_of(opened.inode)
+            disk = opened.inode.disk
             here, shown = opened.inode, opened.path
             parts = [p for p in text.split("/") if p]
         for part in parts[:-1]:
@@ -197,9 +200,6 @@ class Kernel:
         if inode is None:
             raise _error(errno.ENOENT, shown)
         return inode, shown
-
-    def _disk_of(self, inode: Inode) -> Disk:
-        return next(disk for disk in self.disks.values() if disk.dev == inode.dev)
 
     def _fd(self, fd: int) -> Opened:
         opened = self.fds.get(fd)
@@ -322,9 +322,9 @@ class Kernel:
         opened = self._fd(fd)
         self._effect("fsync", opened.path)
         if opened.inode.is_folder:
-            self._disk_of(opened.inode).flush_folder(opened.inode)
+            opened.inode.disk.flush_folder(opened.inode)
         else:
-            self._disk_of(opened.inode).flush_file(opened.inode)
+            opened.inode.disk.flush_file(opened.inode)
 
     fdatasync = fsync
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.sim.kernel import Kernel
 
-MOODS = ("ok", "slow", "before", "after", "down", "full", "hang", "stale", "empty")
+MOODS = ("ok", "slow", "before", "after", "down", "full", "hang", "stale", "empty", "flips")
 _WRITES = ("create", "write", "mkdir", "put", "upload")
 _ODDS = 0.25
 
@@ -49,6 +49,10 @@ class Faults:
         if self.mood in ("before", "after"):
             return after == (self.mood == "after") and self._rng.random() < _ODDS
         return False
+
+    def flips(self) -> bool:
+        """A bit of what was sent just now arrives as another."""
+        return self.mood == "flips" and self._rng.random() < _ODDS
 
     def on_disk(self, call: str, path: str, after: bool) -> None:
         """Raise what a share says."""
@@ -127,6 +131,8 @@ class Cloud(MemoryStore):
             on_progress(progress)
 
         crc = super().upload(key, source, resume=resume, on_progress=moved)
+        if self.faults.flips():
+            self.objects[key] = bytes([self.objects[key][0] ^ 1]) + self.objects[key][1:]
         self.faults.in_store("upload", key, after=True)
         return crc
 
