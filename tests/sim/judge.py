@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OURS = "_ckptd"
 
 
-class Broken(AssertionError):
+class Broken(BaseException):
     """A promise was broken; the text begins with its name."""
 
 

@@ -330,7 +330,7 @@ def finish(world: World, rng: random.Random) -> None:
     world.trainer.begin(max([world.trainer.step, *(s.step for s in world.trainer.saves)]) + 1, rng)
     world.trainer.end()
     world.live_on(SETTLED_SECONDS, rng)
-    world.live_on(HEALED_SECONDS, rng, world.is_at_rest)
+    world.live_on(HEALED_SECONDS, rng, world.has_rested)
     world.look()
     world.judge_rest()
 

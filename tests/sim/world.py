@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 NAS, S3 = "nas", "s3"
 NAS_URL = "/sim/nas/run"
 STATE_DIR = Path(f"{SAVE_DIR}/{'_ckptd'}/state")
+REST_SECONDS = 25.0
 MOST_MOVES = 4000
 """In one stretch of time: more is a daemon that turns in circles."""
 
@@ -109,6 +110,7 @@ class World:
         self.config = config
         self.kernel = Kernel()
         self.crashes = self.starts = 0
+        self._rests_since: float | None = None
         self.is_power_cut = False
         self.is_deaf = False
         self.hint: Callable[[], None] | None = None
@@ -418,6 +420,14 @@ class World:
         if not all(link.is_ready and not link.seconds_to_move for link in job.links.values()):
             return False
         return is_idle(job)
+
+    def has_rested(self) -> bool:
+        """At rest for a while: a backoff that ends has not reached the next plan yet."""
+        if not self.is_at_rest():
+            self._rests_since = None
+        elif self._rests_since is None:
+            self._rests_since = self.kernel.now_seconds
+        return self._rests_since is not None and self.kernel.now_seconds - self._rests_since > REST_SECONDS
 
     def exit_code(self) -> int:
         """What `--once` would end with."""
