@@ -85,11 +85,13 @@ def opened_dir(path: str | os.PathLike[str], dir_fd: int | None = None) -> Itera
         os.close(fd)
 
 
-def open_dir_beneath(dir_fd: int, relative: str, *, create_mode: int | None = None) -> int:
+def open_dir_beneath(
+    dir_fd: int, relative: str, *, create_mode: int | None = None, is_durable: bool = False
+) -> int:
     """Open the directory `relative` below `dir_fd`, component by component, on the same device.
 
-    With `create_mode` missing components are made. `_ckptd` may lie beside `dir_fd` (ckptd/place.py). The
-    caller closes the result.
+    With `create_mode` missing components are made; `is_durable`: their names are flushed before anything is
+    put into them. `_ckptd` may lie beside `dir_fd` (ckptd/place.py). The caller closes the result.
 
     Raises:
         RefusedError: a component is a symlink or lies on another device.
@@ -107,6 +109,8 @@ def open_dir_beneath(dir_fd: int, relative: str, *, create_mode: int | None = No
             if create_mode is not None:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, create_mode, dir_fd=current)
+                    if is_durable:
+                        fsync_dir(current)
             child = _open_no_symlink(part, DIR_FLAGS, current, relative)
             os.close(current)
             current = child

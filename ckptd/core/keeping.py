@@ -138,7 +138,8 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
             by_policy |= keep_reasons(items, remote.retention)
         for commit in commits:
             kept = by_policy[commit.key]
-            if (commit.tag, commit.order) in here and remote.retention.deletes:
+            is_here = (commit.tag, commit.order) in here or commit.tag in view.unsealed_tags
+            if is_here and remote.retention.deletes:
                 kept += ("still on this node",)
             if commit.tag == best:
                 kept += ("best_model_checkpoint",)

@@ -65,7 +65,11 @@ def _holds(view: JobView) -> list[Action]:
     return done + [
         Hold(save_id=s.id)
         for s in view.saves
-        if s.is_intact and not s.is_held and not s.is_busy and not is_committed(view, s) and _to_ship(view, s)
+        if s.is_intact
+        and not s.is_held
+        and not s.is_busy
+        and not _was_committed(view, s)
+        and _to_ship(view, s)
     ]
 
 

@@ -221,3 +221,5 @@ class JobView:
     is_higher_better: bool = False
     retirements_left: int = 3
     """The seat belt for remotes."""
+    unsealed_tags: frozenset[str] = frozenset()
+    """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

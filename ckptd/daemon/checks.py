@@ -183,10 +183,12 @@ def is_idle(job: Job) -> bool:
         or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
         for tag, v in state.verdicts.items()
     )
+    # of a save that went meanwhile nothing is tried again
+    here = [row.id for row in state.rows.values() if row.state == "present" or row.held]
     waits = any(
         record.retry_at_seconds
-        for records in state.ships.values()
-        for record in records.values()
+        for save_id in here
+        for record in state.ships.get(save_id, {}).values()
         if record.state is ShipState.FAILED and record.tries < 3 and record.remote in ready
     )
     actions = [x for x in state.plan.actions if not isinstance(x, a.Describe)]

@@ -58,8 +58,7 @@ def write_decision(state_dir: Path, decision: Decision) -> None:
     """Put a decision into the state directory, durable when it returns."""
     name = f"{decision.kind}~{mf.encode_name(decision.tag)}~{decision.serial}.json"
     with opened_ours(state_dir) as state_fd:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(DECISIONS, dir_fd=state_fd)
+        os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
         with files.opened_dir(DECISIONS, state_fd) as fd:
             files.write_atomic(fd, name, mf.to_bytes(decision))
 

@@ -10,6 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
+from ckptd.daemon.orders import hold_name
+from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 state.journal.end_save(deletion.save_id, "pruned")
     fs.empty_our_trash(save_dir_fd)
     for name in names:
-        if not name.startswith("ours."):
+        if not name.startswith(("ours.", TEMPORARY_PREFIX)):
             tag = name.rsplit(".", 1)[0]
             if fs.return_from_trash(save_dir_fd, name, tag):
                 audit.write(
@@ -57,6 +59,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 log.warning("%s was in the trash without a permit on record; moved back", tag)
     _take_up_again(state)
     _sweep_partials(state, save_dir_fd)
+    _sweep_holds(state, save_dir_fd)
     state.load()
 
 
@@ -72,6 +75,14 @@ def _take_up_again(state: JobState) -> None:
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
                 state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
+
+
+def _sweep_holds(state: JobState, save_dir_fd: int) -> None:
+    """Holds that were let go and came back with a power cut; what the journal does not know stays."""
+    let_go = {hold_name(row) for row in state.rows.values() if not row.held}
+    for name in fs.names_in(save_dir_fd, fs.HOLD):
+        if name.removesuffix(".partial") in let_go:
+            fs.remove_ours(save_dir_fd, fs.HOLD, name)
 
 
 def _sweep_partials(state: JobState, save_dir_fd: int) -> None:

@@ -78,6 +78,7 @@ def build_view(
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
+        unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.generations,
         confirmations=state.confirmations,

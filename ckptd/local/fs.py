@@ -35,10 +35,10 @@ ASIDE = f"{OURS}/aside"
 
 
 def ensure_ours(save_dir_fd: int, relative: str) -> int:
-    """Open a folder of ours below save_dir, made with save_dir's own mode (never wider); caller closes it."""
+    """Open a folder of ours, durably made with save_dir's own mode (never wider); caller closes it."""
     mode = stat.S_IMODE(os.fstat(save_dir_fd).st_mode) & 0o777
     place.make_beside(save_dir_fd, mode)
-    return files.open_dir_beneath(save_dir_fd, relative, create_mode=mode)
+    return files.open_dir_beneath(save_dir_fd, relative, create_mode=mode, is_durable=True)
 
 
 def trash_name(tag: str) -> str:
@@ -123,7 +123,10 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
 
 
 def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
-    """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there."""
+    """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
+
+    Durable when it returns: what a power cut gave back would look like a folder that nobody meant to remove.
+    """
     folder_fd = files.open_dir_beneath(trash_fd, name)
     try:
         folders: set[str] = set()
@@ -137,9 +140,11 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
                 files.remove_file(parent, base)
         for inner in sorted(folders, key=len, reverse=True):
             remove_empty(folder_fd, inner)
+        files.fsync_dir(folder_fd)
     finally:
         os.close(folder_fd)
     remove_empty(trash_fd, name)
+    files.fsync_dir(trash_fd)
 
 
 @contextlib.contextmanager
@@ -264,8 +269,7 @@ def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:
         parent = files.open_dir_beneath(save_dir_fd, folder)
     except FileNotFoundError:
         return
-    trash_fd = ensure_ours(save_dir_fd, TRASH)
-    aside = f"ours.{secrets.token_hex(6)}"
+    trash_fd, aside = ensure_ours(save_dir_fd, TRASH), f"ours.{secrets.token_hex(6)}"
     try:
         os.rename(name, aside, src_dir_fd=parent, dst_dir_fd=trash_fd)
         files.remove_tree(trash_fd, aside)
@@ -277,11 +281,15 @@ def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:
 
 
 def empty_our_trash(save_dir_fd: int) -> None:
-    """Finish what a crash left of `remove_ours`."""
-    for name in trash_names(save_dir_fd):
-        if name.startswith("ours."):
-            with _closing(ensure_ours(save_dir_fd, TRASH)) as trash:
-                files.remove_tree(trash, name)
+    """Finish what a crash left of `remove_ours`, and what it left of proving our rights."""
+    for folder in (TRASH, STAGING):
+        for name in names_in(save_dir_fd, folder):
+            if name.startswith(("ours.", files.TEMPORARY_PREFIX)):
+                with _closing(ensure_ours(save_dir_fd, folder)) as place:
+                    try:
+                        files.remove_file(place, name)
+                    except IsADirectoryError:
+                        files.remove_tree(place, name)
 
 
 def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFile]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.place import lies_in_ours, opened_ours, path_of
@@ -97,6 +98,14 @@ def prepare_state_dir(path: Path) -> None:
         if is_shared_place and (status.st_uid != os.getuid() or mode & 0o077):
             msg = f"state directory {level} belongs to uid {status.st_uid}, mode {mode:o}"
             raise NotPermitted(msg, hint=f"it must be ours alone (0700); we run as uid {os.getuid()}")
+    _flush_names(path)
+
+
+def _flush_names(path: Path) -> None:
+    """The directory is there after a power cut: else decisions and node id went with it (P8)."""
+    for folder in (path.parent.parent, path.parent):
+        with contextlib.suppress(OSError), files.opened_dir(folder) as fd:
+            files.fsync_dir(fd)
 
 
 @contextlib.contextmanager

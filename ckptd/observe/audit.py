@@ -50,9 +50,13 @@ class Audit:
         }
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with opened_ours(self._path.parent) as folder:
+            is_new = files.stat_beneath(folder, self._path.name) is None
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
-        try:
-            os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            try:
+                os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            if is_new:
+                # a file that nobody finds after a power cut says nothing
+                os.fsync(folder)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.errors import LockHeld
-from ckptd.recover.lock import lock
 from ckptd.place import opened_ours
+from ckptd.recover.lock import lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

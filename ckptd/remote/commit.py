@@ -33,6 +33,7 @@ from ckptd.remote.documents import read_commit, read_generation, stem_of
 from ckptd.remote.listed import in_the_way, withdraw
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
+from ckptd.remote.store import settled
 from ckptd.remote.transfer import Transfer, changed
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class _Shipping:
 
     def _beside(self, commit: CommitView, listed: tuple[KnownManifest, ...]) -> ShipResult:
         """The generation is committed: with our manifest, without it, or disputed."""
+        settled(self._store, commit.key)
         ours = self._own(listed)
         refs = {ref.sha256 for ref in commit.commit.manifests}
         mine = next((known for known in ours if known.sha256 in refs), None)
@@ -235,6 +237,7 @@ class _Shipping:
             last = own[-1]
             same = {"revision": last.manifest.revision, "attempt": last.manifest.attempt}
             if manifest.model_copy(update=same) == last.manifest:
+                settled(self._store, last.key)
                 return last
             manifest = manifest.model_copy(update={"revision": last.manifest.revision + 1})
         data = to_bytes(manifest)

@@ -37,6 +37,7 @@ from ckptd.remote.folders import (
     make_parents,
     prune_empty,
     publish,
+    read_back,
     share_notes,
     walk,
 )
@@ -78,6 +79,7 @@ class DirectoryStore:
         self._window_bytes = window_bytes
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
+        self._flushed: set[tuple[int, int]] = set()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
 
@@ -176,7 +178,7 @@ class DirectoryStore:
         name, partial = files.check_relative(key)[-1], self._partial(key)
         with self._at_root(f"writing {key}") as root, contextlib.ExitStack() as opened:
             with self._folders:
-                folder = make_parents(root, key, source.folder_mode, source.gid)
+                folder = make_parents(root, key, source.folder_mode, source.gid, self._flushed)
                 opened.callback(os.close, folder)
                 fd, start, crc = self._open_partial(folder, partial, resume)
             try:
@@ -200,7 +202,8 @@ class DirectoryStore:
                 raise VerifyError(msg) from error
             try:
                 size = os.fstat(fd).st_size
-                found = self._read_back_crc(fd, on_progress) if self._read_back else crc64
+                buffer_bytes = max(self._buffer_bytes // 4, 1)
+                found = read_back(fd, buffer_bytes, on_progress) if self._read_back else crc64
             finally:
                 os.close(fd)
             if (size, found) == (size_bytes, crc64):
@@ -237,6 +240,11 @@ class DirectoryStore:
                 finally:
                     os.close(folder)
                 prune_empty(root, key)
+
+    def flush_name(self, key: str) -> None:
+        """What was found there has its name for good: whoever made it may have been killed before that."""
+        with self._folder_of(key, f"flushing {key}") as (folder, _):
+            files.fsync_dir(folder)
 
     def free_bytes(self) -> int | None:
         """Bytes that we may still write there."""
@@ -278,7 +286,7 @@ class DirectoryStore:
         """The folder of a key, made where missing, and the last component."""
         name = files.check_relative(key)[-1]
         with self._at_root(doing) as root:
-            folder = make_parents(root, key, mode, gid)
+            folder = make_parents(root, key, mode, gid, self._flushed)
             try:
                 yield folder, name
             finally:
@@ -332,16 +340,4 @@ class DirectoryStore:
                 source.drop(flushed, done - flushed)
                 flushed, flushed_crc = done, crc
             on_progress(Progress(done_bytes=done, flushed_bytes=flushed, crc64=flushed_crc))
-        return crc
-
-    def _read_back_crc(self, fd: int, on_progress: Callable[[int], None]) -> int:
-        files.drop_pages(fd)
-        view = buffer_of(max(self._buffer_bytes // 4, 1))
-        done = crc = 0
-        while count := os.preadv(fd, [view], done):
-            crc = crc64(view[:count], crc)
-            done += count
-            # all that was read, not this step alone: a page of 2 MiB goes only as a whole
-            files.drop_pages(fd, 0, done)
-            on_progress(done)
         return crc

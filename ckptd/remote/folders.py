@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.errors import CkptdError, NotPermitted, RefusedError, TargetExists, from_os_error
+from ckptd.remote.checksums import crc64
 from ckptd.remote.store import ObjectInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _OURS = ".ckptd-"
 GONE = {
@@ -55,10 +56,14 @@ def copy_rights(fd: int, mode: int, gid: int | None) -> None:
             raise
 
 
-def make_parents(root: int, key: str, mode: int | None, gid: int | None) -> int:
+def make_parents(
+    root: int, key: str, mode: int | None, gid: int | None, flushed: set[tuple[int, int]]
+) -> int:
     """Open the folder of `key` below `root`, making what is missing; the caller closes the result.
 
-    `mode` None: as the root itself. A folder's name is flushed before anything is put into it.
+    `mode` None: as the root itself. A folder's name is flushed before anything is put into it; one that is
+    there already may be of a process that was killed before it came to that. `flushed`: folders that the
+    caller has seen to (dev, ino).
     """
     parts = files.check_relative(key)[:-1]
     current = os.dup(root)
@@ -67,6 +72,10 @@ def make_parents(root: int, key: str, mode: int | None, gid: int | None) -> int:
             child = _enter(current, part, key)
             if child is None:
                 child = _make(current, part, mode, gid, key)
+            status = os.fstat(child)
+            if (status.st_dev, status.st_ino) not in flushed:
+                files.fsync_dir(current)
+                flushed.add((status.st_dev, status.st_ino))
             os.close(current)
             current = child
     except BaseException:
@@ -99,7 +108,6 @@ def _make(parent: int, name: str, mode: int | None, gid: int | None, key: str) -
         os.mkdir(name, (wanted | 0o700) & 0o777, dir_fd=parent)
     except FileExistsError:
         made = False
-    files.fsync_dir(parent)
     child = _enter(parent, name, key)
     if child is None:
         msg = f"{key}: {name} was removed while it was made"
@@ -195,6 +203,20 @@ def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
         os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
         return
     files.remove_file(folder, partial)
+
+
+def read_back(fd: int, buffer_bytes: int, on_progress: Callable[[int], None]) -> int:
+    """CRC64NVME of a whole file, its pages dropped first so that it comes from the share where it can."""
+    files.drop_pages(fd)
+    view = buffer_of(buffer_bytes)
+    done = crc = 0
+    while count := os.preadv(fd, [view], done):
+        crc = crc64(view[:count], crc)
+        done += count
+        # all that was read, not this step alone: a page of 2 MiB goes only as a whole
+        files.drop_pages(fd, 0, done)
+        on_progress(done)
+    return crc
 
 
 def share_notes(folder: int, name: str) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from ckptd.remote.documents import (
     stem_of_key,
 )
 from ckptd.remote.messages import Confirmed, ManifestView, Observation, TagView
+from ckptd.remote.store import settled
 
 if TYPE_CHECKING:
     from ckptd.remote.store import Store
@@ -94,6 +95,8 @@ def describe(store: Store, tag: str, identity: RemoteIdentity | None = None) -> 
     """Every manifest, COMMIT and tombstone of one tag."""
     still_ours(store, identity)
     found = read_commits(store, only_tag=tag)
+    if found.commits:
+        settled(store, found.commits[0].key)
     digests = committed_digests(found.commits)
     stems = sorted(where for where in generations_with_manifests(store) if where[0] == tag)
     manifests = [known for where in stems for known in read_generation(store, where)]
@@ -133,6 +136,7 @@ def confirm(
             return Confirmed(ok=False, reason=f"{key} is disputed")
         if store.get(side_key("retired", stem(*where))) is not None:
             return Confirmed(ok=False, reason=f"{key} is being retired")
+        settled(store, key)
     return Confirmed(ok=True)
 
 

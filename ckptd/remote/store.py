@@ -202,3 +202,13 @@ class Store(Protocol):
     def free_bytes(self) -> int | None:
         """Room that the store reports; None where it cannot tell."""
         ...
+
+
+def settled(store: Store, key: str) -> None:
+    """What was found under a key, and not put there just now, is made as durable as if it had been.
+
+    Whoever put it may have been killed in between. Only directories know a difference (`flush_name`).
+    """
+    flush = getattr(store, "flush_name", None)
+    if flush is not None:
+        flush(key)

@@ -24,7 +24,7 @@ from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.ranges import Lanes
 from ckptd.remote.source import CheckedSource, FileSource, PacedSource, crc64_of, records_of
-from ckptd.remote.store import Progress, Resume
+from ckptd.remote.store import Progress, Resume, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -253,6 +253,7 @@ class Transfer:
     def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
         try:
             proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
+            settled(self._store, file.key)
         except VerifyError:
             return False
         self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)

@@ -363,7 +363,9 @@ class World:
         if verb == "point":
             return observe.point(PlainStore(objects))  # type: ignore[arg-type, func-returns-value]
         assert isinstance(key, str)
-        answer: Hashable = code.perform(objects, str(verb), key, *more, is_create_only=self.rules.is_create_only)
+        answer: Hashable = code.perform(
+            objects, str(verb), key, *more, is_create_only=self.rules.is_create_only
+        )
         return answer
 
     # --- what is right ----------------------------------------------------------------------------------

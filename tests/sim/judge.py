@@ -1,0 +1,242 @@
+"""Judges a life from the world's own books, never by ckptd's code: documents are plain JSON here.
+
+It stands behind the kernel's calls (what is removed, moved, written, uploaded) and looks at the remotes between
+steps and after every crash. What it raises names the promise that was broken (docs/design.md §2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.trainer import SAVE_DIR, Save, Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tests.sim.disk import Inode
+
+OURS = "_ckptd"
+
+
+class Broken(BaseException):
+    """A promise was broken; the text begins with its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A COMMIT that counts, and the save whose bytes it lists."""
+
+    key: str
+    sha256: str
+    tag: str
+    folder: str
+    order: tuple[int, int, int]
+    save: int
+    objects: frozenset[str]
+
+
+class Judge:
+    """Of one life. `remotes` give every object of a remote as it truly is: key → (signature, content)."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        remotes: Mapping[str, Callable[[], dict[str, tuple[object, bytes]]]],
+        required: frozenset[str],
+        history: list[str],
+    ) -> None:
+        self.trainer = trainer
+        self.removed: dict[int, int] = {}
+        """Save → how many of its files ckptd removed, each rightly."""
+        self.protected: set[int] = set()
+        """Saves that were there before ckptd first ran and are not adopted."""
+        self.pinned: set[str] = set()
+        self.first_ever: dict[str, dict[str, str]] = {name: {} for name in remotes}
+        self.ever: dict[str, set[int]] = {name: set() for name in remotes}
+        """Saves that were committed there at some time."""
+        self.highest: dict[str, tuple[int, int, int]] = {}
+        self.spoiled: set[str] = set()
+        """Remotes that lost a COMMIT by somebody else's hand: what is claimed of them is out of date."""
+        self._remotes = remotes
+        self._required = required
+        self._history = history
+        self._parsed: dict[bytes, Any] = {}
+        self._matched: dict[tuple[object, ...], Live] = {}
+
+    def say(self, promise: str, text: str) -> None:
+        """A promise was broken."""
+        self._history.append(f"BROKEN {promise}: {text}")
+        raise Broken(f"{promise}: {text}")
+
+    # --- the remote ------------------------------------------------------------------------------------
+
+    def live(self, name: str) -> list[Live]:
+        """COMMITs that count in a remote, each proved to hold the bytes of exactly one save (P3, P4)."""
+        held = self._remotes[name]()
+        found = []
+        for key in sorted(k for k in held if k.startswith(f"{OURS}/commits/")):
+            stem = key.rsplit("/", 1)[1]
+            if "~x" in stem or f"{OURS}/retired/{stem}" in held or f"{OURS}/disputes/{stem}" in held:
+                continue
+            found.append(self._proved(name, key, held))
+            self.ever[name].add(found[-1].save)
+        return found
+
+    def _json(self, data: bytes, key: str) -> Any:
+        if data not in self._parsed:
+            try:
+                self._parsed[data] = json.loads(data)
+            except ValueError:
+                self.say("P3", f"{key} is no whole document: {data[:40]!r}")
+        return self._parsed[data]
+
+    def _proved(self, name: str, key: str, held: dict[str, tuple[object, bytes]]) -> Live:
+        data = held[key][1]
+        commit = self._json(data, key)
+        signature: list[object] = [name, key, data]
+        listed: list[Any] = []
+        for ref in commit["manifests"]:
+            if ref["key"] not in held:
+                self.say("P3", f"{name}: {key} rests on {ref['key']}, which is not there")
+            listed.append((ref, held[ref["key"]]))
+            signature.append(held[ref["key"]][0])
+            for file in self._json(held[ref["key"]][1], ref["key"])["files"]:
+                if file["key"] not in held:
+                    self.say("P3", f"{name}: {key} lists {file['key']}, which is not there")
+                signature.append(held[file["key"]][0])
+        known = self._matched.get(tuple(signature))
+        if known is None:
+            known = self._matched[tuple(signature)] = self._compared(name, key, data, commit, listed, held)
+        return known
+
+    def _compared(
+        self,
+        name: str,
+        key: str,
+        data: bytes,
+        commit: Any,
+        listed: list[Any],
+        held: dict[str, tuple[object, bytes]],
+    ) -> Live:
+        contents: dict[str, bytes] = {}
+        objects: set[str] = set()
+        for ref, (_, manifest) in listed:
+            if hashlib.sha256(manifest).hexdigest() != ref["sha256"]:
+                self.say("P3", f"{name}: {ref['key']} is not the manifest that {key} names")
+            for file in self._json(manifest, ref["key"])["files"]:
+                objects.add(file["key"])
+                contents[file["path"]] = held[file["key"]][1]
+                if len(contents[file["path"]]) != file["bytes"]:
+                    self.say("P2", f"{name}: {file['key']} has another size than {ref['key']} says")
+        alike = [
+            save
+            for save in self.trainer.saves
+            if save.tag == commit["tag"] and all(contents.get(p) == d for p, d in save.files.items())
+        ]
+        if not alike:
+            self.say("P4", f"{name}: {key} holds the bytes of no single save of {commit['tag']}")
+        return Live(
+            key=key,
+            sha256=hashlib.sha256(data).hexdigest(),
+            tag=commit["tag"],
+            folder=commit["folder"],
+            order=(commit["branch"], commit["step"], commit["save_seq"]),
+            save=alike[-1].number,
+            objects=frozenset(objects),
+        )
+
+    def holds(self, name: str, save: Save) -> bool:
+        """The remote holds the very bytes of a save under a COMMIT that counts."""
+        return any(live.save == save.number for live in self.live(name))
+
+    # --- behind every call -----------------------------------------------------------------------------
+
+    def on_removal(self, inode: Inode, path: str) -> None:
+        """ckptd unlinks a trainer's file (P1, P5)."""
+        assert inode.saved is not None
+        save = self.trainer.saves[inode.saved[0] - 1]
+        if not save.is_finished:
+            self.say("P5", f"{path} belongs to a save that is not complete")
+        if bytes(inode.data) != save.files[inode.saved[1]]:
+            self.say("P1", f"{path} is removed and is not what was saved")
+        if save.number in self.protected:
+            self.say("P5", f"{path} was there before ckptd first ran")
+        if save.tag in self.pinned:
+            self.say("P5", f"{path} is pinned")
+        newest = [s for s in self.trainer.saves if s.is_finished and not s.is_gone]
+        if newest and newest[-1].number == save.number:
+            self.say("P5", f"{path} belongs to the newest complete checkpoint")
+        if not self._required:
+            self.say("P1", f"{path} is removed though no remote is required")
+        if save.number not in self.removed:
+            for name in sorted(self._required):
+                if not self.holds(name, save):
+                    self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
+        self.removed[save.number] = self.removed.get(save.number, 0) + 1
+
+    def on_move(self, inode: Inode, path: str, target: str) -> None:
+        """ckptd renames: a checkpoint's folder goes to the trash or comes back, nothing else (P5, P15)."""
+        if _is_trainers(path) and not target.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
+            self.say("P5", f"{path} is renamed to {target}")
+        if _is_trainers(target) and not path.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
+            self.say("P11", f"{path} is renamed to {target}")
+        if inode.saved is not None and not path.startswith(f"{SAVE_DIR}/{OURS}/"):
+            self.say("P5", f"{path} is renamed to {target}")
+
+    def on_write(self, _: Inode, path: str) -> None:
+        """ckptd writes or makes something (P11)."""
+        if _is_trainers(path):
+            self.say("P11", f"{path} is written")
+
+    def on_upload(self, name: str, key: str) -> None:
+        """An object is about to be sent: nothing that is committed is sent again (P8)."""
+        if name not in self.spoiled and any(key in live.objects for live in self.live(name)):
+            self.say("P8", f"{key} is committed on {name} and sent again")
+
+    # --- between two steps -----------------------------------------------------------------------------
+
+    def look(self, claims: Mapping[str, list[tuple[str, str]]]) -> None:
+        """Every remote as it is; `claims`: (key, digest) of what ckptd believes to be committed there."""
+        for name in self._remotes:
+            found = self.live(name)
+            self._same_as_ever(name, found)
+            if name in self.spoiled:
+                continue
+            there = {(live.key, live.sha256) for live in found}
+            for key, digest in claims.get(name, []):
+                if (key, digest) not in there:
+                    self.say("P17", f"{key} counts as committed on {name} and is not")
+            latest = self._remotes[name]().get("latest")
+            if latest is not None and latest[1].decode() not in {live.folder for live in found}:
+                self.say("P6", f"latest of {name} names {latest[1].decode()}, which is not committed")
+
+    def _same_as_ever(self, name: str, found: list[Live]) -> None:
+        known = self.first_ever[name]
+        for live in found:
+            if known.setdefault(live.key, live.sha256) != live.sha256:
+                self.say("P3", f"{name}: {live.key} was replaced")
+        highest = max((live.order for live in found), default=None)
+        before = self.highest.get(name)
+        if before is not None and (highest is None or highest < before):
+            self.say("P5", f"{name} held {before} and its newest is {highest} now")
+        if highest is not None:
+            self.highest[name] = highest
+
+    def forgot(self, name: str, key: str) -> None:
+        """Somebody else removed that COMMIT."""
+        self.spoiled.add(name)
+        self.first_ever[name].pop(key, None)
+        self.highest.pop(name, None)
+
+
+def _is_trainers(path: str) -> bool:
+    """A path in save_dir where only the trainer may write, rename or remove."""
+    if not path.startswith(f"{SAVE_DIR}/"):
+        return False
+    first, _, rest = path.removeprefix(f"{SAVE_DIR}/").partition("/")
+    if first.startswith(OURS):
+        return False
+    return bool(rest) or not (first == "latest_universal" or first.startswith(".ckptd-tmp-"))

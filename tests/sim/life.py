@@ -1,0 +1,365 @@
+"""One seed, one life: what happens in which order, carried out on a `World` and judged after every step.
+
+A step carries its own seed, so that a life that failed can be shortened step by step and the rest stays as it
+was; a failure prints that list, a timeline and the command that replays it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.sim.judge import Broken
+from tests.sim.remotes import MOODS
+from tests.sim.trainer import SAVE_DIR
+from tests.sim.world import NAS, S3, STATE_DIR, World, job_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptd.config_model import JobConfig
+
+ALWAYS = ("save", "settle", "settle", "kill", "power")
+SOMETIMES = (
+    "save", "begin", "write", "abort", "resave", "rewind", "rotate", "moves", "wait", "mood", "mood", "heal",
+    "kill", "power", "twice", "meanwhile", "journal-lost", "journal-garbage", "clock", "forget", "child",
+    "deaf", "kill-late",
+)  # fmt: skip
+SETTLED_SECONDS = 20.0
+HEALED_SECONDS = 900.0
+"""Backoffs of a remote that was away last a minute at most, a save in flight holds things up for another."""
+APART_SECONDS = 90.0
+
+
+class Step(NamedTuple):
+    """One thing that happens; its details come from `salt` alone."""
+
+    kind: str
+    salt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What a seed means."""
+
+    seed: int
+    config: JobConfig
+    steps: tuple[Step, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """How a life went."""
+
+    digest: str
+    crashes: int
+    steps: int
+    calls: int
+    broken: str | None
+    history: list[str]
+    kinds: Counter[str] = field(default_factory=Counter)
+
+
+def drawn(seed: int, most_steps: int = 40) -> Life:
+    """The life of a seed: a configuration, a subset of the kinds of steps, and some steps of these kinds."""
+    rng = random.Random(seed)  # noqa: S311
+    kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
+    count = rng.randint(10, most_steps)
+    steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
+    return Life(seed=seed, config=_config(rng), steps=steps)
+
+
+def _config(rng: random.Random) -> JobConfig:
+    which = rng.choice(((NAS,), (S3,), (NAS, S3), (S3, NAS)))
+    remotes = tuple(
+        (name, i == 0 or rng.random() < 0.5, rng.choice((None, None, 1, 2))) for i, name in enumerate(which)
+    )
+    return job_config(remotes, rng.choice((None, 1, 1, 2, 3)), rng.choice(("newest", "all", "none")))
+
+
+def live(life: Life) -> Outcome:
+    """Carry a life out; never raises for what it finds."""
+    world = World(life.seed, life.config)
+    kinds: Counter[str] = Counter()
+    broken: str | None = None
+    logging.getLogger("ckptd").setLevel(logging.ERROR)
+    world.enter()
+    try:
+        for step in life.steps:
+            kinds[step.kind] += 1
+            world.kernel.history.append(f"--- {step.kind} {step.salt}")
+            take(world, step)
+        finish(world, random.Random(life.seed))  # noqa: S311
+    except Broken as error:
+        broken = str(error)
+        world.kernel.history.append(f"BROKEN {error}")
+        if error.__cause__ is not None and not isinstance(error.__cause__, Broken):
+            world.kernel.history += _trace(error.__cause__)
+    finally:
+        world.leave()
+    history = world.kernel.history
+    return Outcome(
+        digest=hashlib.sha256("\n".join(history).encode()).hexdigest(),
+        crashes=world.crashes,
+        steps=len(life.steps),
+        calls=world.kernel.calls,
+        broken=broken,
+        history=history,
+        kinds=kinds,
+    )
+
+
+def _trace(error: BaseException) -> list[str]:
+    import traceback
+
+    return [line.rstrip() for line in traceback.format_exception(error)][-12:]
+
+
+def take(world: World, step: Step) -> None:
+    """Carry one step out and judge."""
+    rng = random.Random(step.salt)  # noqa: S311
+    STEPS[step.kind](world, rng)
+    world.look()
+
+
+# --- the trainer ---------------------------------------------------------------------------------------
+
+
+def _save(world: World, rng: random.Random) -> None:
+    trainer = world.trainer
+    trainer.begin(trainer.step + rng.randint(1, 3), rng)
+    trainer.end()
+
+
+def _begin(world: World, rng: random.Random) -> None:
+    trainer = world.trainer
+    trainer.begin(trainer.step + rng.randint(1, 3), rng)
+    trainer.go_on(rng.randint(1, 12))
+
+
+def _write(world: World, rng: random.Random) -> None:
+    world.trainer.go_on(rng.randint(1, 8))
+
+
+def _abort(world: World, _: random.Random) -> None:
+    world.trainer.abort()
+
+
+def _resave(world: World, rng: random.Random) -> None:
+    trainer = world.trainer
+    if trainer.saves:
+        newest = trainer.saves[-1]
+        _apart(world)
+        trainer.begin(newest.step, rng, tag=newest.tag)
+        trainer.go_on(rng.choice((2, 5, 100)))
+
+
+def _apart(world: World) -> None:
+    """Two saves of one tag that nobody saw lie further apart than `save_spread`, or nothing tells them apart."""
+    world.kernel.now_seconds += APART_SECONDS
+
+
+def _rewind(world: World, rng: random.Random) -> None:
+    trainer = world.trainer
+    _apart(world)
+    trainer.begin(max(1, trainer.step - rng.randint(1, 5)), rng)
+    trainer.end()
+
+
+def _rotate(world: World, rng: random.Random) -> None:
+    if not world.trainer.is_writing:
+        world.trainer.rotate(rng.randint(1, 3))
+
+
+# --- the daemon ----------------------------------------------------------------------------------------
+
+
+def _settle(world: World, rng: random.Random) -> None:
+    world.live_on(rng.uniform(1.0, 25.0), rng)
+
+
+def _wait(world: World, rng: random.Random) -> None:
+    world.live_on(rng.choice((70.0, 200.0)), rng)
+
+
+def _moves(world: World, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 25)):
+        if not world.move(rng):
+            return
+
+
+def _ends(world: World, rng: random.Random, calls: int, *, power: bool) -> None:
+    kernel = world.kernel
+    world.is_power_cut = power
+    before = world.crashes
+    kernel.ends_at = kernel.calls + calls
+    world.live_on(rng.uniform(2.0, 30.0), rng)
+    if world.crashes == before:
+        kernel.ends_at = None
+        world.is_power_cut = power
+        world.kill()
+
+
+def _kill(world: World, rng: random.Random) -> None:
+    _ends(world, rng, rng.randint(1, rng.choice((10, 60))), power=False)
+
+
+def _kill_late(world: World, rng: random.Random) -> None:
+    _ends(world, rng, rng.randint(50, 600), power=rng.random() < 0.5)
+
+
+def _power(world: World, rng: random.Random) -> None:
+    _ends(world, rng, rng.randint(1, rng.choice((10, 60, 200))), power=True)
+
+
+def _twice(world: World, rng: random.Random) -> None:
+    """A second crash while the first one is recovered from, and a third."""
+    for _ in range(rng.randint(2, 3)):
+        _ends(world, rng, rng.randint(1, 12), power=rng.random() < 0.5)
+
+
+def _meanwhile(world: World, rng: random.Random) -> None:
+    """The trainer goes on, or begins a save, in the middle of what ckptd does."""
+    trainer, kernel = world.trainer, world.kernel
+    count, begins, salt = rng.randint(1, 30), rng.random() < 0.5, rng.getrandbits(32)
+
+    def hook() -> None:
+        own = random.Random(salt)  # noqa: S311
+        if begins and not trainer.is_writing:
+            newest = trainer.saves[-1] if trainer.saves else None
+            if newest is not None and own.random() < 0.5:
+                _apart(world)
+                trainer.begin(newest.step, own, tag=newest.tag)
+            else:
+                trainer.begin(trainer.step + 1, own)
+        trainer.go_on(count)
+
+    kernel.hooks[kernel.calls + rng.randint(1, 80)] = hook
+    world.live_on(rng.uniform(5.0, 30.0), rng)
+    kernel.hooks.clear()
+
+
+def _journal(world: World, *, garbage: bool) -> None:
+    world.kill()
+    kernel = world.kernel
+    kernel.actor = "judge"
+    path = f"{STATE_DIR}/journal.db"
+    try:
+        if garbage:
+            fd = kernel.open(path, 1 | 0o1000)
+            kernel.write(fd, b"this is no database")
+            kernel.close(fd)
+        else:
+            kernel.unlink(path)
+    except OSError:
+        pass  # there is none yet
+    finally:
+        kernel.actor = "ckptd"
+
+
+# --- the remotes and the rest of the world -------------------------------------------------------------
+
+
+def _mood(world: World, rng: random.Random) -> None:
+    world.set_mood(rng.choice((NAS, S3)), rng.choice(MOODS))
+
+
+def _heal(world: World, _: random.Random) -> None:
+    for name in (NAS, S3):
+        world.set_mood(name, "ok")
+
+
+def _clock(world: World, rng: random.Random) -> None:
+    world.kernel.wall_offset_seconds += rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 1e7))
+
+
+def _forget(world: World, rng: random.Random) -> None:
+    """Somebody removes a COMMIT that is not the newest."""
+    name = rng.choice((NAS, S3))
+    world.forget(name, rng)
+
+
+def _child(world: World, rng: random.Random) -> None:
+    if world.clients:
+        client = rng.choice(world.clients)
+        world.guarded(client.die)
+
+
+def _deaf(world: World, _: random.Random) -> None:
+    world.is_deaf = not world.is_deaf
+
+
+STEPS: dict[str, Callable[[World, random.Random], None]] = {
+    "save": _save,
+    "begin": _begin,
+    "write": _write,
+    "abort": _abort,
+    "resave": _resave,
+    "rewind": _rewind,
+    "rotate": _rotate,
+    "settle": _settle,
+    "wait": _wait,
+    "moves": _moves,
+    "kill": _kill,
+    "kill-late": _kill_late,
+    "power": _power,
+    "twice": _twice,
+    "meanwhile": _meanwhile,
+    "journal-lost": lambda world, _: _journal(world, garbage=False),
+    "journal-garbage": lambda world, _: _journal(world, garbage=True),
+    "mood": _mood,
+    "heal": _heal,
+    "clock": _clock,
+    "forget": _forget,
+    "child": _child,
+    "deaf": _deaf,
+}
+
+
+# --- the end -------------------------------------------------------------------------------------------
+
+
+def finish(world: World, rng: random.Random) -> None:
+    """With everything healed and one more save, the daemon must come to rest with nothing left undone."""
+    _heal(world, rng)
+    world.is_deaf = False
+    world.trainer.abort()
+    world.kernel.history.append("--- healed")
+    world.trainer.begin(max([world.trainer.step, *(s.step for s in world.trainer.saves)]) + 1, rng)
+    world.trainer.end()
+    world.live_on(SETTLED_SECONDS, rng)
+    world.live_on(HEALED_SECONDS, rng, world.has_rested)
+    world.look()
+    world.judge_rest()
+
+
+# --- a shorter one -------------------------------------------------------------------------------------
+
+
+def shortened(life: Life, broken: str) -> Life:
+    """The fewest steps, found by leaving out, that break the same promise."""
+    promise = broken.partition(":")[0]
+
+    def fails(steps: Sequence[Step]) -> bool:
+        outcome = live(Life(seed=life.seed, config=life.config, steps=tuple(steps)))
+        return outcome.broken is not None and outcome.broken.partition(":")[0] == promise
+
+    steps = list(life.steps)
+    size = max(1, len(steps) // 2)
+    while size >= 1:
+        at = 0
+        while at < len(steps):
+            fewer = steps[:at] + steps[at + size :]
+            if fails(fewer):
+                steps = fewer
+            else:
+                at += size
+        size //= 2
+    return Life(seed=life.seed, config=life.config, steps=tuple(steps))
+
+
+assert SAVE_DIR is not None

@@ -1,0 +1,117 @@
+"""Defects that were put into ckptd by hand, each by one patch: the simulation that misses one is broken itself.
+
+The first eight were never in ckptd; the others are what the simulation found there (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from ckptd import files
+from ckptd.core import keeping, planner
+from ckptd.core.view import ZERO, ShipState
+from ckptd.daemon import intake, recovery
+from ckptd.local import fs
+from ckptd.remote import commit, messages, observe, retire, service, transfer
+from ckptd.remote.documents import read_generation
+from ckptd.remote.messages import Retire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def _no_fsync_dir(_: int) -> None:
+    return None
+
+
+def _always_confirmed(*_: Any, **__: Any) -> messages.Confirmed:
+    return messages.Confirmed(ok=True)
+
+
+def _not_flushed(_fd: int, _tag: str, _paths: Any) -> None:
+    return None
+
+
+def _unverified(self: Any, sent: Any) -> None:
+    from ckptd.remote.checksums import to_hex
+
+    self._keep(sent.file, sent.bytes, to_hex(sent.crc), "read-back", sent.fingerprint)
+
+
+def _objects_first(ground: Any, order: Retire, check: Callable[[], None]) -> None:
+    where = (order.tag, order.generation, order.form)
+    for known in read_generation(ground.store, where):
+        for file in known.manifest.files:
+            check()
+            ground.store.delete(file.key)
+    retire.retire(ground, order, check)
+
+
+def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> bool:
+    files.write_atomic(dir_fd, name, data, mode=mode)
+    return True
+
+
+def _shipped_is_committed(state: Any) -> None:
+    for save_id, records in list(state.ships.items()):
+        for record in list(records.values()):
+            if record.state is ShipState.SHIPPING:
+                key = f"_ckptd/commits/{state.rows[save_id].save.tag}~g{record.generation}~{ZERO}.json"
+                done = {"state": ShipState.COMMITTED, "commit_key": key, "commit_sha256": "0" * 64}
+                state.put_ship(save_id, record.model_copy(update=done))
+
+
+def _finish_prune(trash_fd: int, name: str, sealed: Any) -> None:
+    with mock.patch.object(files, "fsync_dir", _no_fsync_dir):
+        _real_finish(trash_fd, name, sealed)
+
+
+_real_finish = fs.finish_prune
+
+
+def _keep_remote(view: Any) -> Any:
+    from dataclasses import replace
+
+    return keeping.keep_remote(replace(view, unsealed_tags=frozenset()))
+
+
+PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "no folder is flushed": ((files, "fsync_dir", _no_fsync_dir),),
+    "a permit without a fresh read": ((service, "confirm", _always_confirmed),),
+    "sealed without a flush": ((fs, "flush", _not_flushed),),
+    "committed before it is verified": ((transfer.Transfer, "_verify", _unverified),),
+    "sources are not looked at again": (
+        (transfer.Transfer, "recheck", lambda _self: None),
+        (transfer, "changed", lambda _root, _file: None),
+    ),
+    "objects go before their COMMIT": ((service, "retire", _objects_first),),
+    "create-only replaces": ((files, "create_exclusive", _overwritten),),
+    "what was on its way counts as committed": ((recovery, "_take_up_again", _shipped_is_committed),),
+    "identities are not compared before a prune": (
+        (fs, "check_identities", lambda *_, **__: None),
+        (fs, "finish_prune", lambda trash_fd, name, _sealed: files.remove_tree(trash_fd, name)),
+    ),
+    "a prune is called done before it is durable": (
+        (fs, "finish_prune", _finish_prune),
+        (recovery.fs, "finish_prune", _finish_prune),
+    ),
+    "a hold is let go as soon as it is made": ((planner, "_was_committed", planner.is_committed),),
+    "what lies here unsealed is retired": ((planner, "keep_remote", _keep_remote),),
+    "what was found is not flushed": (
+        (commit, "settled", lambda *_: None),
+        (observe, "settled", lambda *_: None),
+        (transfer, "settled", lambda *_: None),
+    ),
+    "sealed in any order": ((intake.Intake, "_waits_for_older", lambda *_: False),),
+}
+
+
+@contextlib.contextmanager
+def seeded(defect: str) -> Iterator[None]:
+    """ckptd with one of its guards taken out."""
+    with contextlib.ExitStack() as stack:
+        for where, name, value in PATCHES[defect]:
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield

@@ -1,0 +1,296 @@
+"""Where production code meets the simulation: `os`, time, chance, SQLite, threads and children of one life.
+
+ckptd's modules reach the world through module attributes alone (`os.open`, `time.monotonic`, `secrets` …); a
+stage puts the simulated ones there and takes them away again. Nothing in ckptd knows of it.
+"""
+
+from __future__ import annotations
+
+import datetime as real_datetime
+import io
+import pathlib
+import random
+import sqlite3
+import sys
+import time
+import types
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import tenacity.nap
+import tenacity.wait
+
+from ckptd import files, pages
+from ckptd.convert import inspect_child, inspection, supervise
+from ckptd.core.facts import FileFacts
+from ckptd.daemon import backoff, intake, job, links, loop, totals, workers
+from ckptd.local import rights
+from ckptd.remote import directory, folders, pacing, service, transfer, watched
+from ckptd.remote import store as _store
+from tests.sim.kernel import Kernel, Killed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+__all__ = ["Stage"]
+assert loop is not None
+assert _store is not None
+
+SMALL_BYTES = 6000
+"""Instead of 8 MiB, so that shards of a few pages count as large: windows, resumption and reading back."""
+WINDOW_BYTES = 4096
+
+_known_facts: dict[tuple[str, bytes], FileFacts] = {}
+"""An inspection is a function of name and bytes; lives share what they found."""
+
+
+class Inline:
+    """A thread pool that does everything at once, in the caller."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        return None
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:  # noqa: BLE001 (the future raises it)
+            future.set_exception(error)
+        return future
+
+
+class Queued:
+    """A thread pool whose work waits until the scheduler picks it."""
+
+    def __init__(self, tasks: list[Callable[[], None]]) -> None:
+        self._tasks = tasks
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._tasks.append(work)
+
+    def shutdown(self, **_: object) -> None:
+        self._tasks.clear()
+
+
+class Database:
+    """A SQLite connection; each statement is a call of the kernel, each transaction durable when it ends."""
+
+    def __init__(self, kernel: Kernel, path: str, db: sqlite3.Connection | None) -> None:
+        self._kernel = kernel
+        self._path = path
+        self._db = db
+
+    def _real(self, statement: str) -> sqlite3.Connection:
+        if self._db is None:
+            msg = "file is not a database"
+            raise sqlite3.DatabaseError(msg)
+        if not statement.startswith(("SELECT", "PRAGMA")):
+            self._kernel.call("sql", statement.split(maxsplit=3)[0])
+        return self._db
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._real(statement).execute(statement, values)
+
+    def executemany(self, statement: str, values: Sequence[Any]) -> sqlite3.Cursor:
+        return self._real(statement).executemany(statement, values)
+
+    def executescript(self, statements: str) -> sqlite3.Cursor:
+        return self._real("script").executescript(statements)
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._db is not None and self._db.in_transaction
+
+    def close(self) -> None:
+        return None
+
+
+class Databases:
+    """What `sqlite3` is: connections by the inode of the file that stands for them."""
+
+    DatabaseError = sqlite3.DatabaseError
+    Error = sqlite3.Error
+    Row = sqlite3.Row
+    Connection = Database
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._held: dict[int, sqlite3.Connection] = {}
+
+    def connect(self, path: Path, **_: object) -> Database:
+        kernel = self._kernel
+        fd = kernel.open(path, 0o100 | 2, 0o644)
+        inode = kernel.fds[fd].inode
+        kernel.close(fd)
+        if inode.data:
+            return Database(kernel, str(path), None)
+        if inode.ino not in self._held:
+            # the name is durable with the first transaction, as SQLite makes it
+            disk = kernel.disks[str(path).split("/")[2]]
+            assert inode.parent is None
+            kernel.flush_name(disk, inode)
+            made = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            self._held[inode.ino] = made
+        return Database(kernel, str(path), self._held[inode.ino])
+
+    def roll_back(self) -> None:
+        """The process is gone: what it had not committed is as if it never was."""
+        for db in self._held.values():
+            if db.in_transaction:
+                db.rollback()
+
+    def close(self) -> None:
+        """The life is over."""
+        for db in self._held.values():
+            db.close()
+
+
+class SimulatedDatetime(real_datetime.datetime):
+    """`datetime` whose present is the kernel's."""
+
+    kernel: Kernel
+
+    @classmethod
+    def now(cls, tz: real_datetime.tzinfo | None = None) -> real_datetime.datetime:  # type: ignore[override]
+        seconds = cls.kernel.now_seconds + cls.kernel.wall_offset_seconds
+        return real_datetime.datetime.fromtimestamp(seconds, tz)
+
+
+def inspect_files(kernel: Kernel, folder: Path, paths: Sequence[str]) -> list[FileFacts]:
+    """What the inspecting child says, by its own code, once for each name and content."""
+    found = []
+    fd = kernel.open(folder, files.DIR_FLAGS)
+    try:
+        for path in paths:
+            try:
+                content = bytes(kernel.content_of(f"{folder}/{path}"))
+            except OSError:
+                content = b""
+            key = (path, content)
+            if key not in _known_facts:
+                line = inspect_child._inspect(fd, 0, inspection._asked(path))  # noqa: SLF001
+                _known_facts[key] = inspection._facts_of(path, line)  # noqa: SLF001
+            found.append(_known_facts[key])
+    finally:
+        kernel.close(fd)
+    return found
+
+
+class Stage:
+    """The simulated world of one life in the place of the real one, from `enter` to `leave`."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        rng: random.Random,
+        tasks: list[Callable[[], None]],
+        client: Callable[..., Any],
+        watcher: Callable[..., Any],
+        open_store: Callable[..., Any],
+        has_open_writer: Callable[[str, str], bool],
+    ) -> None:
+        self.databases = Databases(kernel)
+        self._put: list[tuple[Any, str, Any]] = []
+        self._defaults: list[tuple[Any, dict[str, Any] | None]] = []
+        clock = _copy(time, monotonic=lambda: kernel.now_seconds, time=kernel.wall, sleep=kernel.sleep)
+        clock.time_ns = lambda: int(kernel.wall() * 1e9)
+        now_type = type("SimulatedDatetime", (SimulatedDatetime,), {"kernel": kernel})
+        system = _system(kernel)
+        chance = random.Random(rng.random())  # noqa: S311
+        secret = types.SimpleNamespace(
+            token_hex=lambda n=16: chance.randbytes(n).hex(), token_bytes=chance.randbytes
+        )
+        worlds = {
+            "os": system,
+            "time": clock,
+            "secrets": secret,
+            "random": chance,
+            "sqlite3": self.databases,
+            "fcntl": _copy(__import__("fcntl"), flock=kernel.flock),
+            "datetime": now_type,
+        }
+        for name, module in list(sys.modules.items()):
+            if name.startswith("ckptd"):
+                for attribute, world in worlds.items():
+                    if hasattr(module, attribute) and attribute in vars(module):
+                        self._plan(module, attribute, world)
+        self._plan(pathlib, "os", system)
+        self._plan(pathlib, "io", _copy(io, open=kernel.open_stream))
+        self._plan(tenacity.nap, "time", clock)
+        self._plan(tenacity.wait, "random", chance)
+        self._plan(workers, "ThreadPoolExecutor", lambda *_, **__: Queued(tasks))
+        self._plan(transfer, "ThreadPoolExecutor", Inline)
+        self._plan(transfer, "SMALL_BYTES", SMALL_BYTES)
+        for module in (directory, folders):
+            self._plan(module, "buffer_of", lambda size: memoryview(bytearray(size)))
+        self._plan(files, "_renameat2", kernel.renameat)
+        for module in (files, pages, rights):
+            if hasattr(module, "clone_file"):
+                self._plan(module, "clone_file", kernel.clone)
+        self._plan(files, "cached_runs", lambda _fd, _size: ())
+        self._plan(files, "drop_pages", lambda *_: None)
+        self._plan(files, "drop_pages_but", lambda *_: None)
+        self._plan(intake, "has_open_writer", has_open_writer)
+        self._plan(supervise, "inspect_files", lambda folder, paths: inspect_files(kernel, folder, paths))
+        self._plan(inspect_child, "_emit", lambda _line: None)
+        self._plan(job, "Watcher", watcher)
+        self._plan(links, "RemoteClient", client)
+        self._plan(service, "open_store", open_store)
+        for function in (
+            backoff.Breaker.__init__,
+            pacing.Pacer.__init__,
+            totals.Totals.__init__,
+        ):
+            self._defaults.append((function, function.__kwdefaults__))
+        self._motion = watched.Motion.__init__.__defaults__
+        self._clock = clock
+
+    def _plan(self, where: Any, name: str, value: Any) -> None:
+        self._put.append((where, name, value))
+
+    def enter(self) -> None:
+        """From here on ckptd's modules live in the simulation."""
+        self._real = [(where, name, getattr(where, name)) for where, name, _ in self._put]
+        for where, name, value in self._put:
+            setattr(where, name, value)
+        known = {"clock": self._clock.monotonic, "unix": self._clock.time, "sleep": self._clock.sleep}
+        for function, held in self._defaults:
+            function.__kwdefaults__ = {k: known.get(k, v) for k, v in (held or {}).items()}
+        watched.Motion.__init__.__defaults__ = (self._clock.monotonic,)
+
+    def leave(self) -> None:
+        """The real world again."""
+        for where, name, value in self._real:
+            setattr(where, name, value)
+        for function, held in self._defaults:
+            function.__kwdefaults__ = held
+        watched.Motion.__init__.__defaults__ = self._motion
+        self.databases.close()
+
+
+def _copy(module: Any, **changed: Any) -> Any:
+    """A module's names, some of them others."""
+    made = types.SimpleNamespace(**vars(module))
+    for name, value in changed.items():
+        setattr(made, name, value)
+    return made
+
+
+def _system(kernel: Kernel) -> Any:
+    """`os`, its calls on files by the kernel."""
+    names = (
+        "open", "dup", "close", "read", "pread", "preadv", "write", "pwrite", "ftruncate", "lseek", "fsync",
+        "fdatasync", "stat", "lstat", "fstat", "listdir", "scandir", "access", "readlink", "fstatvfs", "mkdir",
+        "unlink", "remove", "rmdir", "link", "rename", "replace", "fchmod", "fchown", "posix_fadvise",
+    )  # fmt: skip
+    return _copy(__import__("os"), **{name: getattr(kernel, name) for name in names})
+
+
+assert Killed is not None

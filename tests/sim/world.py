@@ -1,0 +1,501 @@
+"""One node's whole world: disks, remotes, trainer, and the real daemon's job with everything below it.
+
+The scheduler picks one thing at a time: a worker's action, an order in a remote's process, the deciding
+thread's next turn. A kill ends all of ckptd's processes at one call; a power cut takes what was not flushed too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections import deque
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptd.config_model import DaemonConfig, JobConfig
+from ckptd.core.view import ZERO, ShipState
+from ckptd.daemon.checks import exit_code, is_idle
+from ckptd.daemon.job import Job
+from ckptd.daemon.totals import Totals
+from ckptd.daemon.workers import Workers
+from ckptd.errors import CkptdError
+from ckptd.remote.open import open_store
+from tests.sim.judge import Broken, Judge
+from tests.sim.kernel import Kernel, Killed
+from tests.sim.remotes import Client, Cloud, Faults
+from tests.sim.stage import Stage
+from tests.sim.trainer import SAVE_DIR, Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.sim.disk import Disk
+
+NAS, S3 = "nas", "s3"
+NAS_URL = "/sim/nas/run"
+STATE_DIR = Path(f"{SAVE_DIR}/{'_ckptd'}/state")
+REST_SECONDS = 25.0
+MOST_MOVES = 4000
+"""In one stretch of time: more is a daemon that turns in circles."""
+
+
+@cache
+def job_config(
+    remotes: tuple[tuple[str, bool, int | None], ...], limit: int | None, backfill: str
+) -> JobConfig:
+    """A job file's content: remotes as (name, required, limit)."""
+    return JobConfig.model_validate(
+        {
+            "save_dir": SAVE_DIR,
+            "name": "run",
+            "node_name": "n0",
+            "backfill": backfill,
+            "local": {"forms": [], "save_total_limit": limit, "min_free": "0%"},
+            "remote": [
+                {
+                    "name": name,
+                    "url": NAS_URL if name == NAS else "s3://bucket/run",
+                    "forms": ["zero"],
+                    "required": required,
+                    "save_total_limit": keep,
+                }
+                for name, required, keep in remotes
+            ],
+        }
+    )
+
+
+class Quiet:
+    """Stands for inotify: hears everything, or nothing."""
+
+    problem = None
+
+    def __init__(self, world: World, hint: Callable[[], None]) -> None:
+        self._world = world
+        world.hint = hint
+
+    @property
+    def hears_all(self) -> bool:
+        return not self._world.is_deaf
+
+    def start(self) -> None:
+        return None
+
+    def stop(self) -> None:
+        self._world.hint = None
+
+    def follow(self, _: object) -> None:
+        return None
+
+
+class _Defects(logging.Handler):
+    """A defect that ckptd caught and logged is still a defect."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self._world.defect = record.exc_info[1]
+
+
+class World:
+    """See the module's first lines; every choice comes from the generators it is given."""
+
+    def __init__(self, seed: int, config: JobConfig) -> None:
+        self.config = config
+        self.kernel = Kernel()
+        self.crashes = self.starts = 0
+        self._rests_since: float | None = None
+        self.is_power_cut = False
+        self.is_deaf = False
+        self.hint: Callable[[], None] | None = None
+        self.defect: BaseException | None = None
+        self.posts: deque[Callable[[], None]] = deque()
+        self.tasks: list[Callable[[], None]] = []
+        self.clients: list[Client] = []
+        self.job: Job | None = None
+        rng = random.Random(f"{seed}-world")  # noqa: S311
+        self._rng = rng
+        for name in ("nvme", "nas"):
+            disk = self.kernel.add_disk(name)
+            disk.pending.clear()
+        self._mounted: dict[str, Disk] = dict(self.kernel.disks)
+        self.moods = {name: Faults(self.kernel, rng) for name in (NAS, S3)}
+        self.cloud = Cloud()
+        self.cloud.attend(self.kernel, self.moods[S3])
+        self.kernel.fate = self.moods[NAS].on_disk
+        self.trainer = Trainer(self.kernel, self._on_step)
+        required = frozenset(r.name for r in config.remotes if r.required)
+        held = {NAS: self._on_nas, S3: self._in_cloud}
+        self.judge = Judge(
+            self.trainer, {r.name: held[r.name] for r in config.remotes}, required, self.kernel.history
+        )
+        self.kernel.on_removal, self.kernel.on_move = self.judge.on_removal, self.judge.on_move
+        self.kernel.on_write = self._on_write
+        self.cloud.on_upload = lambda key: self.judge.on_upload(S3, key)
+        self.stage = Stage(
+            self.kernel,
+            rng,
+            self.tasks,
+            self._client,
+            lambda _path, hint: Quiet(self, hint),
+            self._open_store,
+            lambda _path, tag: self.trainer.has_open(tag),
+        )
+        self._handler = _Defects(self)
+
+    def enter(self) -> None:
+        """The life begins: save_dir is there."""
+        self.stage.enter()
+        logging.getLogger("ckptd").addHandler(self._handler)
+        self.kernel.actor = "trainer"
+        self.kernel.mkdir(SAVE_DIR)
+        self.kernel.actor = "ckptd"
+        for disk in self.kernel.disks.values():
+            disk.flush_folder(disk.root)
+
+    def leave(self) -> None:
+        """The life is over."""
+        logging.getLogger("ckptd").removeHandler(self._handler)
+        self.stage.leave()
+
+    # --- what the stage asks for -----------------------------------------------------------------------
+
+    def _client(self, settings: Any, on_answer: Any, **_: object) -> Client:
+        client = Client(self.moods, settings, on_answer)
+        self.clients.append(client)
+        return client
+
+    def _open_store(self, url: str, **more: Any) -> Any:
+        return self.cloud if url.startswith("s3:") else open_store(url, **more)
+
+    def _on_step(self) -> None:
+        if self.hint is not None and not self.is_deaf:
+            self.hint()
+
+    def _on_write(self, inode: Any, path: str) -> None:
+        if self.kernel.actor == "ckptd":
+            self.judge.on_write(inode, path)
+
+    def _on_nas(self) -> dict[str, tuple[object, bytes]]:
+        found: dict[str, tuple[object, bytes]] = {}
+        top = self._mounted["nas"].root.entries.get("run")
+        stack = [("", top)] if top is not None else []
+        while stack:
+            prefix, folder = stack.pop()
+            for name, inode in folder.entries.items():
+                if inode.is_folder:
+                    stack.append((f"{prefix}{name}/", inode))
+                elif not name.startswith(".ckptd-"):
+                    found[prefix + name] = (inode.ino, inode.changed_ns, len(inode.data)), bytes(inode.data)
+        return found
+
+    def _in_cloud(self) -> dict[str, tuple[object, bytes]]:
+        return {key: (id(data), data) for key, data in self.cloud.objects.items()}
+
+    # --- the daemon ------------------------------------------------------------------------------------
+
+    def ensure_daemon(self) -> Job:
+        """Start it when it does not run."""
+        if self.job is None:
+            workers = Workers(self.posts.append)
+            links = lambda: list(self.job.links.values()) if self.job else []  # noqa: E731
+            self.totals = Totals(DaemonConfig(), links, lambda: 0)
+            if self.starts == 0 and self.config.backfill != "all":
+                self.judge.protected = {save.number for save in self.trainer.saves}
+            self.starts += 1
+            self.kernel.history.append("daemon starts")
+            self.job = Job(self.config, DaemonConfig(), STATE_DIR, self.totals, workers, self.posts.append)
+            self.job.open()
+        return self.job
+
+    def guarded(self, what: Callable[[], None]) -> bool:
+        """Do something of the daemon's; False when that killed it."""
+        try:
+            what()
+        except Killed:
+            self._killed()
+            return False
+        except Broken:
+            raise
+        except CkptdError as error:
+            msg = f"P7: the job stops: {error}"
+            raise Broken(msg) from error
+        except Exception as error:
+            msg = f"a defect: {type(error).__name__}: {error}"
+            raise Broken(msg) from error
+        if self.defect is not None:
+            msg = f"a defect: {type(self.defect).__name__}: {self.defect}"
+            raise Broken(msg) from self.defect
+        return True
+
+    def turn(self) -> None:
+        """What happened reaches the deciding thread, then a turn."""
+        job = self.ensure_daemon()
+        while self.posts:
+            self.posts.popleft()()
+        job.turn(self.kernel.now_seconds)
+        self.totals.settle()
+
+    def work(self, rng: random.Random) -> bool:
+        """Let one worker or one remote's process go on; False when all have nothing to do."""
+        choices: list[Callable[[], None]] = [lambda t=t: self._run(t) for t in self.tasks]  # type: ignore[misc]
+        choices += [
+            lambda c=client, lane=lane: c.go_on(lane)  # type: ignore[misc]
+            for client in self.clients
+            for lane in client.lanes()
+        ]
+        if not choices:
+            return False
+        rng.choice(choices)()
+        return True
+
+    def _run(self, task: Callable[[], None]) -> None:
+        self.tasks.remove(task)
+        task()
+
+    def move(self, rng: random.Random) -> bool:
+        """One thing happens: a worker, a remote, or a turn; False when that killed the daemon."""
+
+        def one() -> None:
+            self.ensure_daemon()
+            if rng.random() < 0.4 or not self.work(rng):
+                self.turn()
+
+        return self.guarded(one)
+
+    def live_on(self, seconds: float, rng: random.Random, until: Callable[[], bool] = lambda: False) -> None:
+        """Time passes with a daemon that runs, or is started again when it was killed."""
+        end = self.kernel.now_seconds + seconds
+        moves = 0
+        while self.kernel.now_seconds < end and not until():
+            moves += 1
+            if moves > MOST_MOVES:
+                self.judge.say("liveness", f"{MOST_MOVES} moves in {seconds} s")
+            before = self.crashes
+
+            def one() -> None:
+                job = self.ensure_daemon()
+                if self.work(rng):
+                    if rng.random() < 0.5:
+                        self.turn()
+                    return
+                if not self.posts:
+                    wait = job.seconds_to_next(self.kernel.now_seconds)
+                    self.kernel.now_seconds += min(max(wait, 0.01), 10.0)
+                self.turn()
+
+            if not self.guarded(one) and self.crashes > before and self.is_power_cut:
+                end = self.kernel.now_seconds + min(seconds, 5.0)
+
+    def kill(self) -> None:
+        """The daemon's processes end now."""
+        self.kernel.history.append("killed between two calls")
+        self._killed()
+
+    def _killed(self) -> None:
+        kernel = self.kernel
+        self.crashes += 1
+        sealed = self._sealed()
+        if self.job is not None:
+            for link in self.job.links.values():
+                link.close()
+        self.job, self.hint = None, None
+        self.posts.clear()
+        self.tasks.clear()
+        self.clients.clear()
+        self.cloud.partial = dict(self.cloud.partial)
+        if self.is_power_cut:
+            self.trainer.abort()
+            for disk in self._mounted.values():
+                disk.lose_power(self._rng)
+            wall = kernel.wall()
+            kernel.now_seconds = self._rng.uniform(1.0, 400.0)
+            kernel.wall_offset_seconds = wall + self._rng.choice((20.0, 300.0)) - kernel.now_seconds
+        self.stage.databases.roll_back()
+        kernel.forget_processes()
+        kernel.history.append("power cut" if self.is_power_cut else "kill -9")
+        if self.is_power_cut:
+            self._after_power_cut(sealed)
+        self.is_power_cut = False
+
+    # --- what a power cut may not take -----------------------------------------------------------------
+
+    def _sealed(self) -> list[int]:
+        """Saves that ckptd calls durable and that lie here as they were saved."""
+        state = self.job.state if self.job is not None else None
+        if state is None:
+            return []
+        found = []
+        for row in state.rows.values():
+            save = self.trainer.current(row.save.tag)
+            if row.state == "present" and save is not None and save.is_finished and not save.is_gone:
+                steps = {f.identity.ino for f in row.save.files}
+                inodes = {inode.ino for inode in save.inodes.values()}
+                times = {f.path: f.identity.mtime_ns for f in row.save.files}
+                same = all(times.get(p) == inode.written_ns for p, inode in save.inodes.items())
+                if steps == inodes and same and self.is_intact(save):
+                    found.append(save.number)
+        return found
+
+    def is_intact(self, save: Any) -> bool:
+        """Every file of a save lies under its tag with its content."""
+        for path, data in save.files.items():
+            try:
+                if self.kernel.content_of(f"{SAVE_DIR}/{save.tag}/{path}") != data:
+                    return False
+            except OSError:
+                return False
+        return True
+
+    def _after_power_cut(self, sealed: list[int]) -> None:
+        for save in self.trainer.saves:
+            if save.is_gone or self.is_intact(save):
+                continue
+            removed = self.judge.removed.get(save.number, 0)
+            if not removed and save.number in sealed and not self._in_trash(save):
+                self.judge.say("P7", f"save {save.number} ({save.tag}) was sealed, and a power cut tore it")
+            if removed and self._is_torn(save):
+                self.judge.say("P7", f"{save.tag} lies in save_dir with files that ckptd removed")
+            if not removed and not self._in_trash(save):
+                save.is_gone = True
+
+    def _is_torn(self, save: Any) -> bool:
+        try:
+            names = self.kernel.listdir(f"{SAVE_DIR}/{save.tag}")
+        except OSError:
+            return False
+        return bool(names) and set(names) != set(save.files)
+
+    def _in_trash(self, save: Any) -> bool:
+        kernel = self.kernel
+        try:
+            names = kernel.listdir(f"{SAVE_DIR}/_ckptd/trash")
+        except OSError:
+            return False
+        for name in names:
+            if name.rsplit(".", 1)[0] == save.tag:
+                folder = f"{SAVE_DIR}/_ckptd/trash/{name}"
+                there = kernel.listdir(folder)
+                if all(p in there and kernel.content_of(f"{folder}/{p}") == d for p, d in save.files.items()):
+                    return True
+        return False
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def claims(self) -> dict[str, list[tuple[str, str]]]:
+        """What the daemon believes to be committed."""
+        state = self.job.state if self.job is not None else None
+        found: dict[str, list[tuple[str, str]]] = {}
+        for row_id, records in (state.ships if state else {}).items():
+            row = state.rows.get(row_id) if state else None
+            for record in records.values():
+                is_here = row is not None and row.state == "present" and record.form == ZERO
+                if is_here and record.state is ShipState.COMMITTED and record.commit_key:
+                    found.setdefault(record.remote, []).append(
+                        (record.commit_key, record.commit_sha256 or "")
+                    )
+        return found
+
+    def look(self) -> None:
+        """Judge the world as it is now."""
+        self.kernel.actor = "judge"
+        try:
+            self.judge.look(self.claims())
+        finally:
+            self.kernel.actor = "ckptd"
+
+    def is_at_rest(self) -> bool:
+        """Nothing is left to do."""
+        job = self.job
+        if job is None or self.tasks or self.posts:
+            return False
+        if not all(link.is_ready and not link.seconds_to_move for link in job.links.values()):
+            return False
+        return is_idle(job)
+
+    def has_rested(self) -> bool:
+        """At rest for a while: a backoff that ends has not reached the next plan yet."""
+        if not self.is_at_rest():
+            self._rests_since = None
+        elif self._rests_since is None:
+            self._rests_since = self.kernel.now_seconds
+        return self._rests_since is not None and self.kernel.now_seconds - self._rests_since > REST_SECONDS
+
+    def exit_code(self) -> int:
+        """What `--once` would end with."""
+        return exit_code(self.job) if self.job is not None else -1
+
+    # --- what happens to remotes -----------------------------------------------------------------------
+
+    def set_mood(self, name: str, mood: str) -> None:
+        """How a remote behaves from now on; `empty`: its mount point shows an empty folder instead."""
+        self.moods[name].mood = mood
+        if name == NAS:
+            mounted = self._mounted["nas"]
+            if mood == "empty":
+                # what lies under a mount point is the root file system
+                self.kernel.add_disk("nas").mount_at(os.stat("/").st_dev)
+            else:
+                self.kernel.disks["nas"] = mounted
+
+    def forget(self, name: str, rng: random.Random) -> None:
+        """Somebody removes a COMMIT, never the newest."""
+        if name not in {remote.name for remote in self.config.remotes}:
+            return
+        found = sorted(self.judge.live(name), key=lambda live: live.order)[:-1]
+        if not found:
+            return
+        key = rng.choice(found).key
+        if name == S3:
+            del self.cloud.objects[key]
+        else:
+            disk = self._mounted["nas"]
+            folder = disk.root
+            for part in ["run", *key.split("/")[:-1]]:
+                folder = folder.entries[part]
+            base = key.rsplit("/", 1)[1]
+            disk.change((folder, base, None), moved=(folder.entries[base],))
+            disk.flush_folder(folder)
+        self.judge.forgot(name, key)
+
+    def judge_rest(self) -> None:
+        """At the end: at rest, everything committed, no more kept than the limit allows."""
+        say = self.judge.say
+        if not self.is_at_rest():
+            say("liveness", f"the daemon does not come to rest: {self._words()}")
+        here = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and self.is_intact(s)]
+        required = [remote.name for remote in self.config.remotes if remote.required]
+        limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
+        found_first = self._found_first() if self.config.backfill != "all" else frozenset()
+        for save in here:
+            if save.tag in found_first:
+                continue
+            for name in required:
+                is_retired = limits[name] is not None and save.number in self.judge.ever[name]
+                if not self.judge.holds(name, save) and not is_retired:
+                    say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
+
+    def _found_first(self) -> frozenset[str]:
+        """Tags that ckptd noted as older than itself: not shipped without being asked."""
+        kernel, folder = self.kernel, f"{STATE_DIR}/decisions"
+        try:
+            names = kernel.listdir(folder)
+        except OSError:
+            return frozenset()
+        notes = [json.loads(kernel.content_of(f"{folder}/{n}")) for n in names if n.startswith("first-start")]
+        return frozenset(tag for note in notes for tag in note["tags"])
+
+    def _words(self) -> str:
+        job = self.job
+        if job is None or job.state is None:
+            return "no state"
+        verdicts = {tag: f"{v.state} {v.reason or ''}".strip() for tag, v in job.state.verdicts.items()}
+        problems = [f"{p.code}: {p.text}" for p in job.problems.all()]
+        plan = [type(x).__name__ for x in job.state.plan.actions] if job.state.plan else None
+        return f"verdicts {verdicts}, problems {problems}, plan {plan}"
