@@ -32,6 +32,7 @@ RANK = {
     "local": 6,
     "remote": 6,
     "journal_tables": 5,
+    "journal_db": 5,
     "journal": 6,
     "recover": 7,
     "daemon": 8,

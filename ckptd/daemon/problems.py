@@ -43,6 +43,7 @@ Code = Literal[
     "vanished-uncommitted",
     "waiting-for-remote",
     "journal-set-aside",
+    "job-interrupted",
     "no-file-events",
     "internal",
 ]

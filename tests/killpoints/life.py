@@ -1,0 +1,192 @@
+"""A whole life of one job: four saves, each shipped, converted, pruned and retired, cut where it is told.
+
+A life is lived by one process after another: each is forked from a warm one, may be killed at one call, and
+the next goes on where the trainer is. What the trainer has written lies outside of all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.killpoints import trainer
+from tests.killpoints.process import Clock, Process, quiet
+from tests.killpoints.seams import Fate, Seams
+
+TURNS = 400
+"""A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
+FAULT_SECONDS = 900.0
+_open, _write, _rename = os.open, os.write, os.rename
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """How a job is set up; `is_eager`: workers are faster than the deciding thread, else slower."""
+
+    name: str
+    store: str = "directory"
+    universal: bool = True
+    is_constant: bool = False
+    is_eager: bool = False
+    lanes: int = 1
+    needs_clones: bool = False
+
+
+SCENARIOS = (
+    Scenario("directory"),
+    Scenario("directory-eager", is_eager=True, lanes=4),
+    Scenario("directory-zero", universal=False, lanes=4),
+    Scenario("directory-constant", is_constant=True),
+    Scenario("objects", store="objects"),
+    Scenario("objects-eager", store="objects", is_eager=True, lanes=4),
+    Scenario("objects-zero", store="objects", universal=False),
+    Scenario("objects-constant", store="objects", is_constant=True, lanes=4),
+    Scenario("clones", needs_clones=True),
+    Scenario("clones-constant-eager", needs_clones=True, is_constant=True, is_eager=True, lanes=4),
+)
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a life is lived."""
+
+    root: Path
+    scenario: Scenario
+    save_dir: Path = field(init=False)
+    remote: Path = field(init=False)
+    history: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.save_dir = self.root / "nvme" / "run"
+        self.remote = self.root / "nas" / "run"
+        self.history = self.root / "history"
+
+    def make(self) -> None:
+        """Folders and the job file."""
+        self.save_dir.mkdir(parents=True)
+        self.remote.mkdir(parents=True)
+        forms = '["universal"]' if self.scenario.universal else "[]"
+        remote = '["zero", "universal"]' if self.scenario.universal else '["zero"]'
+        is_directory = self.scenario.store == "directory"
+        where = (
+            f'url = "{self.remote}"\nsame_filesystem = true' if is_directory else 'url = "s3://bucket/run"'
+        )
+        (self.root / "run.toml").write_text(
+            f'save_dir = "{self.save_dir}"\nsettle = "0.5s"\n'
+            f'[local]\nsave_total_limit = 1\nforms = {forms}\nmin_free = "1MB"\n'
+            f'[[remote]]\nname = "nas"\n{where}\nforms = {remote}\nkeep_last = 2\n'
+        )
+        self.tell("written 0")
+
+    # --- what is known outside of all processes --------------------------------------------------------
+
+    def tell(self, line: str) -> None:
+        """Append to the history, whatever is patched."""
+        fd = _open(self.history, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        _write(fd, line.encode() + b"\n")
+        os.close(fd)
+
+    def told(self) -> list[str]:
+        """The history."""
+        return self.history.read_text().splitlines()
+
+    @property
+    def written(self) -> int:
+        """How many saves the trainer has begun and, but for the last line `writing`, ended."""
+        return max(int(line.split()[1]) for line in self.told() if line.startswith("written "))
+
+    def last_of(self, word: str, default: str) -> str:
+        """The last thing told under a word."""
+        found = [line.split(" ", 1)[1] for line in self.told() if line.startswith(f"{word} ")]
+        return found[-1] if found else default
+
+
+def live(place: Place, fate: Fate, *, heal_after_seconds: float | None = None, reads: bool = False) -> None:
+    """In a process of its own: from a start to the end of the story, or to the kill.
+
+    With `heal_after_seconds` the injected error ends after that much of the clock's time and the life must
+    end well.
+    """
+    clock = Clock(float(place.last_of("clock", "0")) + 1)
+    seams = Seams(fate, lambda text: _note(place, clock, text), reads=reads)
+    scenario = place.scenario
+    saves = trainer.saves()
+    with quiet():
+        process = Process(
+            place.root / "run.toml",
+            place.root / "shelf",
+            seams,
+            clock,
+            place.tell,
+            is_eager=scenario.is_eager,
+            lanes=scenario.lanes,
+        )
+        healed_at = None if heal_after_seconds is None else time.monotonic() + heal_after_seconds
+        while True:
+            _turns(place, process, healed_at)
+            number = place.written
+            if number == len(saves):
+                process.until_well(TURNS)
+                break
+            seams.is_open = False
+            trainer.write(place.save_dir, saves[number], is_constant=scenario.is_constant)
+            place.tell(f"written {number + 1}")
+            seams.is_open = True
+        seams.is_open = False
+        process.publish()
+        place.tell(f"exit {process.exit_code}")
+        place.tell(f"problems {[p.text for p in process.problems]}")
+    _note(place, clock, f"count {seams.count}")
+    if seams.hit:
+        place.tell(f"hit {seams.hit}")
+    place.tell("idle")
+
+
+def _note(place: Place, clock: Clock, text: str) -> None:
+    place.tell(f"clock {clock._ahead}")
+    place.tell(text)
+
+
+def _turns(place: Place, process: Process, healed_at: float | None) -> None:
+    """Until nothing is left to do; while an error persists, until it ends."""
+    seams = process.seams
+    if healed_at is not None and seams.fate.is_persistent:
+        while time.monotonic() < healed_at and not process.until_idle(3):
+            pass
+        if seams.hit and seams.fate.at:
+            if not process.problems:
+                place.tell(f"SILENT while {seams.hit} failed, status said nothing")
+            for problem in process.problems:
+                place.tell(f"said {problem.code}: {problem.text}")
+            while time.monotonic() < healed_at:
+                process.turn()
+            seams.fate = Fate()
+    if not process.until_idle(TURNS):
+        place.tell(f"STANDSTILL {[p.text for p in process.problems]}")
+    for problem in process.problems:
+        if problem.code == "internal":
+            place.tell(f"VIOLATION {problem.text}")
+
+
+def fork(place: Place, fate: Fate, **more: object) -> int:
+    """Live in a forked process; its exit status as `waitpid` tells it (SIGKILL: the point was reached)."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        try:
+            live(place, fate, **more)  # type: ignore[arg-type]
+        except BaseException:
+            place.tell(f"VIOLATION {traceback.format_exc(limit=-6)!r}")
+            code = 1
+        os._exit(code)
+    status = os.waitpid(pid, 0)[1]
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+KILLED = -signal.SIGKILL
