@@ -178,13 +178,14 @@ def fork(place: Place, fate: Fate, **more: object) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        code = 0
+        code = 1
         try:
             live(place, fate, **more)  # type: ignore[arg-type]
-        except BaseException:
+            code = 0
+        except Exception:
             place.tell(f"VIOLATION {traceback.format_exc(limit=-6)!r}")
-            code = 1
-        os._exit(code)
+        finally:
+            os._exit(code)
     status = os.waitpid(pid, 0)[1]
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
