@@ -279,7 +279,7 @@ class Job:
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
         self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
-        self.actor.sweep()
+        self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn

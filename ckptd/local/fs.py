@@ -8,6 +8,7 @@ before and after the folder is renamed aside (docs/design.md §5 *Permit*).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -140,12 +141,19 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
             else:
                 files.remove_file(folder_fd, base)
         for inner in sorted(folders, key=len, reverse=True):
-            with contextlib.suppress(OSError):
-                os.rmdir(inner, dir_fd=folder_fd)
+            _rmdir_if_empty(inner, folder_fd)
     finally:
         os.close(folder_fd)
-    with contextlib.suppress(OSError):
-        os.rmdir(name, dir_fd=trash_fd)
+    _rmdir_if_empty(name, trash_fd)
+
+
+def _rmdir_if_empty(name: str, dir_fd: int) -> None:
+    """What holds anything else stays; a disk that refuses is an error, and tried again."""
+    try:
+        os.rmdir(name, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
 
 
 class _Fd:

@@ -60,7 +60,9 @@ def judge(place: Place) -> Verdict:
             _judge_commit(place, found, key, data, verdict, keys, tags)
     verdict.keys = frozenset(keys)
     listed = keys | {"latest", "latest_universal"}
-    verdict.garbage = sum(k not in listed and not k.startswith("_ckptd/") for k in found)
+    verdict.garbage = sum(
+        k not in listed and not k.startswith("_ckptd/") and TEMPORARY[0] not in k for k in found
+    )
     latest = found.get("latest")
     if latest is not None and latest.decode() not in tags:
         verdict.wrong.append(f"remote latest names {latest!r}, which has no whole COMMIT (P6)")
@@ -132,7 +134,7 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
         is_safe = (save.step, "zero") in verdict.committed or len(newer) >= 2
         if save.step == newest and not is_here:
             verdict.wrong.append(f"the newest save, {folder.name}, is not here any more (P5)")
-        elif not is_here and not is_safe:
+        elif not is_here and not is_safe and not (is_constant and place.last_of("hit", "")):
             verdict.wrong.append(f"step {save.step} is neither here nor committed (P1)")
     names = {"latest", "latest_universal", "_ckptd"}
     names |= {trainer.tag_of(s.step, is_constant=is_constant) for s in written}
@@ -147,50 +149,58 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
             verdict.wrong.append(f"latest_universal names {target.name}, which is not whole (P6)")
 
 
-def judge_end(place: Place) -> Verdict:
-    """What must hold as well once all is done: everything arrived, nothing is left lying (P1, P7)."""
+def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdict:
+    """What must hold as well once all is done: everything arrived, nothing is left lying (P1, P7).
+
+    A process that is killed leaves at most one temporary of a document, which nothing reads. After an error older
+    forms than the newest may have been skipped.
+    """
     verdict = judge(place)
     scenario, wrong = place.scenario, verdict.wrong
     wrong += [line for line in place.told() if line.startswith(("VIOLATION", "STANDSTILL", "SILENT"))]
     forms = ("zero", "universal") if scenario.universal else ("zero",)
     expected = {(save.step, form) for save in trainer.saves()[-2:] for form in forms}
-    if verdict.committed != expected:
+    if place.was_found_first:
+        expected |= {(trainer.STEPS[0], form) for form in forms} & verdict.committed
+    optional = {(trainer.STEPS[-2], "universal")} if place.last_of("hit", "") else set()
+    if not expected - optional <= verdict.committed <= expected:
         wrong.append(f"committed are {sorted(verdict.committed)}, wanted {sorted(expected)}")
     last = trainer.tag_of(trainer.STEPS[-1], is_constant=scenario.is_constant)
+    first = {trainer.tag_of(trainer.STEPS[0], is_constant=False)} if place.was_found_first else set()
     folders = {p.name for p in place.save_dir.iterdir() if p.is_dir()}
-    if folders != {last, "_ckptd"}:
+    if folders - first != {last, "_ckptd"}:
         wrong.append(f"save_dir holds {sorted(folders)}, wanted {last}")
-    _judge_leftovers(place, wrong)
+    made = _names(place.save_dir / "_ckptd" / "derived" / "universal")
+    if made - first != ({last} if scenario.universal else set()):
+        wrong.append(f"_ckptd/derived/universal holds {sorted(made)}")
+    _judge_leftovers(place, wrong, deaths + is_hurt)
     if verdict.garbage:
         wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
     code = place.last_of("exit", "0")
     if code != "0":
         wrong.append(f"at the end the exit code would be {code}: {place.last_of('problems', '')}")
-    wrong += _sent_again(place)
+    wrong += _sent_again(place, is_killed=deaths > 0)
     return verdict
 
 
-def _judge_leftovers(place: Place, wrong: list[str]) -> None:
-    ours = place.save_dir / "_ckptd"
+def _names(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _judge_leftovers(place: Place, wrong: list[str], most_temporaries: int) -> None:
     for name in ("trash", "hold", "staging"):
-        left = os.listdir(ours / name) if (ours / name).is_dir() else []
+        left = _names(place.save_dir / "_ckptd" / name)
         if left:
-            wrong.append(f"_ckptd/{name} holds {left}")
-    derived = ours / "derived" / "universal"
-    made = sorted(os.listdir(derived)) if derived.is_dir() else []
-    last = trainer.tag_of(trainer.STEPS[-1], is_constant=place.scenario.is_constant)
-    if made != ([last] if place.scenario.universal else []):
-        wrong.append(f"_ckptd/derived/universal holds {made}")
-    for folder in (place.save_dir, place.remote):
-        left = [str(p.relative_to(folder)) for p in folder.rglob("*") if p.name.startswith(TEMPORARY)]
-        if left:
-            wrong.append(f"temporaries are left: {left}")
-    partial = place.root / "shelf" / "partial"
-    if partial.is_dir() and os.listdir(partial):
-        wrong.append(f"partial uploads are left: {os.listdir(partial)}")
+            wrong.append(f"_ckptd/{name} holds {sorted(left)}")
+    found = [p for f in (place.save_dir, place.remote) for p in f.rglob("*") if p.name.startswith(TEMPORARY)]
+    if len(found) > most_temporaries or any(p.name.startswith(TEMPORARY[1]) for p in found):
+        wrong.append(f"temporaries are left: {[str(p.relative_to(place.root)) for p in found]}")
+    partial = _names(place.root / "shelf" / "partial")
+    if partial:
+        wrong.append(f"partial uploads are left: {sorted(partial)}")
 
 
-def _sent_again(place: Place) -> list[str]:
+def _sent_again(place: Place, *, is_killed: bool) -> list[str]:
     """P7, P8: nothing committed is sent again, and of a file in flight at most one window."""
     wrong: list[str] = []
     committed: set[str] = set()
@@ -206,6 +216,6 @@ def _sent_again(place: Place) -> list[str]:
             key, resumed = json.loads(rest)
             if key in committed:
                 wrong.append(f"{key} was sent again although it was committed (P8)")
-            elif place.scenario.lanes == 1 and resumed < flushed.pop(key, 0) - WINDOW_BYTES:
+            elif is_killed and place.scenario.lanes == 1 and resumed < flushed.pop(key, 0) - WINDOW_BYTES:
                 wrong.append(f"{key} was sent again from {resumed} (P7)")
     return wrong

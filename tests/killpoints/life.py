@@ -20,7 +20,7 @@ from tests.killpoints.seams import Fate, Seams
 
 TURNS = 400
 """A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
-FAULT_SECONDS = 900.0
+HURT_SECONDS = 300.0
 _open, _write, _rename = os.open, os.write, os.rename
 
 
@@ -100,22 +100,25 @@ class Place:
         """How many saves the trainer has begun and, but for the last line `writing`, ended."""
         return max(int(line.split()[1]) for line in self.told() if line.startswith("written "))
 
+    @property
+    def was_found_first(self) -> bool:
+        """The first save lay there before any daemon had noted that it runs: never deleted (P5)."""
+        return "found-first" in self.told()
+
     def last_of(self, word: str, default: str) -> str:
         """The last thing told under a word."""
         found = [line.split(" ", 1)[1] for line in self.told() if line.startswith(f"{word} ")]
         return found[-1] if found else default
 
 
-def live(place: Place, fate: Fate, *, heal_after_seconds: float | None = None, reads: bool = False) -> None:
+def live(place: Place, fate: Fate, *, upto: int = len(trainer.STEPS), reads: bool = False) -> None:
     """In a process of its own: from a start to the end of the story, or to the kill.
 
-    With `heal_after_seconds` the injected error ends after that much of the clock's time and the life must
-    end well.
+    An error that persists ends after `HURT_SECONDS` of the clock's time; the life must end well all the same.
     """
     clock = Clock(float(place.last_of("clock", "0")) + 1)
     seams = Seams(fate, lambda text: _note(place, clock, text), reads=reads)
     scenario = place.scenario
-    saves = trainer.saves()
     with quiet():
         process = Process(
             place.root / "run.toml",
@@ -126,17 +129,16 @@ def live(place: Place, fate: Fate, *, heal_after_seconds: float | None = None, r
             is_eager=scenario.is_eager,
             lanes=scenario.lanes,
         )
-        healed_at = None if heal_after_seconds is None else time.monotonic() + heal_after_seconds
         while True:
-            _turns(place, process, healed_at)
+            _turns(place, process)
             number = place.written
-            if number == len(saves):
-                process.until_well(TURNS)
+            if number >= upto:
                 break
             seams.is_open = False
-            trainer.write(place.save_dir, saves[number], is_constant=scenario.is_constant)
+            trainer.write(place.save_dir, trainer.saves()[number], is_constant=scenario.is_constant)
             place.tell(f"written {number + 1}")
             seams.is_open = True
+        process.until_well(TURNS)
         seams.is_open = False
         process.publish()
         place.tell(f"exit {process.exit_code}")
@@ -148,29 +150,39 @@ def live(place: Place, fate: Fate, *, heal_after_seconds: float | None = None, r
 
 
 def _note(place: Place, clock: Clock, text: str) -> None:
-    place.tell(f"clock {clock._ahead}")
+    place.tell(f"clock {clock.ahead_seconds}")
     place.tell(text)
 
 
-def _turns(place: Place, process: Process, healed_at: float | None) -> None:
+def _turns(place: Place, process: Process) -> None:
     """Until nothing is left to do; while an error persists, until it ends."""
     seams = process.seams
-    if healed_at is not None and seams.fate.is_persistent:
-        while time.monotonic() < healed_at and not process.until_idle(3):
-            pass
-        if seams.hit and seams.fate.at:
-            if not process.problems:
-                place.tell(f"SILENT while {seams.hit} failed, status said nothing")
-            for problem in process.problems:
-                place.tell(f"said {problem.code}: {problem.text}")
-            while time.monotonic() < healed_at:
-                process.turn()
-            seams.fate = Fate()
-    if not process.until_idle(TURNS):
+    quiet_turns = 0
+    for _ in range(TURNS):
+        process.turn()
+        if seams.is_hurting:
+            quiet_turns = 0
+            if time.monotonic() > seams.hit_at_seconds + HURT_SECONDS:
+                _heal(place, process)
+            continue
+        quiet_turns = quiet_turns + 1 if process.is_idle else 0
+        if quiet_turns >= 3:
+            break
+    else:
         place.tell(f"STANDSTILL {[p.text for p in process.problems]}")
     for problem in process.problems:
         if problem.code == "internal":
             place.tell(f"VIOLATION {problem.text}")
+
+
+def _heal(place: Place, process: Process) -> None:
+    """The error ends; by now status must have said something (P17)."""
+    told = [p for p in process.problems if p.code not in ("save-overdue", "trainer-may-outrun")]
+    if not told:
+        place.tell(f"SILENT while {process.seams.hit} failed, status said nothing")
+    for problem in told:
+        place.tell(f"said {problem.code}: {problem.text}")
+    process.seams.fate = Fate()
 
 
 def fork(place: Place, fate: Fate, **more: object) -> int:

@@ -26,7 +26,6 @@ CODES = (
     errno.EACCES,
     errno.ESTALE,
 )
-HEAL_SECONDS = 300.0
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
@@ -115,6 +114,8 @@ def _kill(point: Point, place: Place) -> Outcome:
         code = fork(place, fate)
         if code == KILLED and fate.at:
             deaths += 1
+            if not list((place.save_dir / "_ckptd" / "state" / "decisions").glob("first-start*")):
+                place.tell("found-first")
             verdict = judging.judge(place)
             wrong += [f"after death {deaths}: {text}" for text in verdict.wrong]
             place.tell(f"committed {json.dumps(sorted(verdict.keys))}")
@@ -122,7 +123,7 @@ def _kill(point: Point, place: Place) -> Outcome:
         if code:
             wrong.append(f"the process ended with {code}")
         break
-    wrong += judging.judge_end(place).wrong
+    wrong += judging.judge_end(place, deaths=deaths).wrong
     wrong += _verify(place) if point.verifies else []
     return Outcome(deaths, "", tuple(dict.fromkeys(wrong)))
 
@@ -130,12 +131,11 @@ def _kill(point: Point, place: Place) -> Outcome:
 def _fail(point: Point, place: Place) -> Outcome:
     """One error, then the rest of the life; a process that it ended is started again, as a service would."""
     wrong: list[str] = []
-    code = fork(place, point.fates[0], heal_after_seconds=HEAL_SECONDS)
+    code = fork(place, point.fates[0])
     hit = place.last_of("hit", "")
-    wrong += judging.judge(place).wrong
     if code:
         wrong.append(f"the process ended with {code}")
-    wrong += judging.judge_end(place).wrong
+    wrong += judging.judge_end(place, is_hurt=point.fates[0].is_persistent).wrong
     said = tuple(line[5:] for line in place.told() if line.startswith("said "))
     return Outcome(0, hit, tuple(dict.fromkeys(wrong)), said)
 

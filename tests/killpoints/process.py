@@ -48,20 +48,20 @@ class Clock:
     """Moves when somebody waits."""
 
     def __init__(self, ahead_seconds: float) -> None:
-        self._ahead = ahead_seconds
+        self.ahead_seconds = ahead_seconds
         self._monotonic, self._time, self._ns = time.monotonic, time.time, time.time_ns
 
     def install(self) -> None:
         """In this process, for good."""
-        time.monotonic = lambda: self._monotonic() + self._ahead
-        time.time = lambda: self._time() + self._ahead
-        time.time_ns = lambda: self._ns() + int(self._ahead * 1e9)
+        time.monotonic = lambda: self._monotonic() + self.ahead_seconds
+        time.time = lambda: self._time() + self.ahead_seconds
+        time.time_ns = lambda: self._ns() + int(self.ahead_seconds * 1e9)
         time.sleep = self.wait  # type: ignore[assignment]
         Breaker.__init__.__kwdefaults__.update(clock=time.monotonic, unix=time.time)
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
-        self._ahead += max(0.0, seconds)
+        self.ahead_seconds += max(0.0, seconds)
 
 
 class Inline:
@@ -109,6 +109,7 @@ class DirectClient:
     pid = None
     later: Post | None = None
     """Where orders wait for the end of the turn; None: carried out at once."""
+    drain: Callable[[], None] | None = None
 
     def __init__(self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None]) -> None:
         self._settings = settings
@@ -135,8 +136,11 @@ class DirectClient:
         return number
 
     def _emit(self, order_id: int, answer: m.Answer) -> None:
-        if not self._is_closed and not isinstance(answer, m.Alive):
-            self._on_answer(order_id, answer)
+        if self._is_closed or isinstance(answer, m.Alive):
+            return
+        self._on_answer(order_id, answer)
+        if self.drain is not None and isinstance(answer, m.Moving | m.ObjectDone):
+            self.drain()  # the deciding thread hears it while the order goes on
 
     def pace(self, fraction: float, bytes_per_second: int | None) -> None:
         """Reaches the service at once."""
@@ -274,6 +278,7 @@ class Process:
         self.daemon._workers = Workers(post)
         self.daemon._workers._pool = Inline() if is_eager else Later(post)  # type: ignore[assignment]
         DirectClient.later = None if is_eager else staticmethod(post)  # type: ignore[assignment]
+        DirectClient.drain = None if is_eager else staticmethod(self._take_in)  # type: ignore[assignment]
         self.daemon._open_jobs()
 
     @property
@@ -297,30 +302,24 @@ class Process:
     def turn(self) -> None:
         """Wait for what is due, take all that happened, let the job decide."""
         now = time.monotonic()
-        while True:
-            try:
-                self.daemon._call(self._queue.get_nowait())
-            except queue.Empty:
-                break
+        self._take_in()
         self.daemon._turn(self.job, now)
         self.daemon._totals.settle()
         if self._queue.empty() and self.daemon.jobs:
             self.clock.wait(min(10.0, max(0.02, self.job.seconds_to_next(time.monotonic()))))
 
+    def _take_in(self) -> None:
+        while True:
+            try:
+                call = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            self.daemon._call(call)
+
     @property
     def is_idle(self) -> bool:
         """Nothing is left to do, as `--once` judges it."""
-        return self._queue.empty() and bool(self.daemon.jobs) and is_idle(self.job)
-
-    def until_idle(self, turns: int) -> bool:
-        """Turn until nothing is left to do; False: it never came to that."""
-        quiet = 0
-        for _ in range(turns):
-            self.turn()
-            quiet = quiet + 1 if self.is_idle else 0
-            if quiet >= 3:
-                return True
-        return False
+        return self._queue.empty() and self.job.phase != "waiting" and is_idle(self.job)
 
     def until_well(self, turns: int) -> None:
         """Turn until what failed was tried again and all is safe."""

@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,13 @@ OTHERS = ("fsync", "fdatasync", "ftruncate", "fchmod")
 READS = ("pread", "preadv", "scandir", "listdir", "fstat", "stat")
 CHANGING = ("INSERT", "UPDATE", "DELETE", "BEGIN", "COMMIT", "PRAGMA JOURNAL_MODE")
 _O_MAKES = os.O_CREAT | os.O_TRUNC
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EROFS, errno.EACCES}
+_ALLOCATES = {
+    *("open", "mkdir", "link", "rename", "renameat2", "symlink", "journal", "plan", "clone_file"),
+    *("write", "pwrite", "copy_file_range", "clone_range", "ftruncate", "fsync", "fdatasync", "store"),
+}
+_FLUSHES = {"fsync", "fdatasync", "write", "pwrite"}
 
 
 @dataclass(slots=True)
@@ -36,7 +44,14 @@ class Fate:
     """before, after or half (of a write; of any other call it is after); or fail: it raises."""
     code: int = errno.EIO
     is_persistent: bool = False
-    """Every call from `at` on raises."""
+    """Every call from `at` on raises, of those that such an error meets."""
+
+    def meets(self, name: str) -> bool:
+        """Whether a call could fail so: a full disk lets files go, one that is read-only flushes."""
+        word = name.split()[0]
+        if self.code in _FULL:
+            return word in _ALLOCATES
+        return word not in _FLUSHES if self.code in _DENIED else True
 
 
 class Seams:
@@ -48,6 +63,7 @@ class Seams:
         self.is_open = True
         """False: what is called now is the test's own doing."""
         self.hit = ""
+        self.hit_at_seconds = 0.0
         self._note = note
         self._broken: dict[tuple[int, int], str] = {}
         """(dev, ino) of regular files whose flush failed and that were not begun anew since."""
@@ -62,8 +78,10 @@ class Seams:
         self.count += 1
         fate = self.fate
         if fate.side == "fail":
-            if self.count == fate.at or (fate.is_persistent and self.count > fate.at > 0):
+            is_due = self.count == fate.at or (fate.is_persistent and self.count > fate.at > 0)
+            if is_due and fate.meets(name):
                 self.hit = self.hit or name
+                self.hit_at_seconds = self.hit_at_seconds or time.monotonic()
                 self._flush_failed(name, args)
                 raise OSError(fate.code, os.strerror(fate.code))
             self._flushes(name, args)
@@ -93,6 +111,11 @@ class Seams:
                 del self._broken[status.st_dev, status.st_ino]
             elif path is not None and name != "ftruncate" and "/_ckptd/" in path:
                 self._note(f"VIOLATION a flush of {path} that failed was tried again")
+
+    @property
+    def is_hurting(self) -> bool:
+        """An error goes on."""
+        return self.fate.is_persistent and self.hit != ""
 
     # --- where the calls are ---------------------------------------------------------------------------
 
