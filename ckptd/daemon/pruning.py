@@ -1,8 +1,8 @@
 """Removing committed checkpoints from this node, and what an error left of that in the trash (P1, P7).
 
-A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the folder
-lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise move the rest
-of it back, as a checkpoint that lacks files.
+A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the
+folder lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise
+move the rest of it back, as a checkpoint that lacks files.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
 def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdict:
     """What must hold as well once all is done: everything arrived, nothing is left lying (P1, P7).
 
-    A process that is killed leaves at most one temporary of a document, which nothing reads. After an error older
-    forms than the newest may have been skipped.
+    A process that is killed leaves at most one temporary of a document, which nothing reads. After an error
+    older forms than the newest may have been skipped.
     """
     verdict = judge(place)
     scenario, wrong = place.scenario, verdict.wrong

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.killpoints import trainer
-from tests.killpoints.process import Clock, Process, quiet
+from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
+from tests.killpoints.standins import Clock
 
 TURNS = 400
 """A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
