@@ -73,7 +73,11 @@ def judge(place: Place) -> Verdict:
 def _judge_commit(
     place: Place, found: Objects, key: str, data: bytes, verdict: Verdict, keys: set[str], tags: set[str]
 ) -> None:
-    commit = json.loads(data)
+    try:
+        commit = json.loads(data)
+    except ValueError:
+        verdict.wrong.append(f"{key} is torn (P3)")
+        return
     contents: Objects = {}
     for row in commit["manifests"]:
         text = found.get(row["key"])
@@ -179,7 +183,7 @@ def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdic
     code = place.last_of("exit", "0")
     if code != "0":
         wrong.append(f"at the end the exit code would be {code}: {place.last_of('problems', '')}")
-    wrong += _sent_again(place, is_killed=deaths > 0)
+    wrong += sent_again(place, is_killed=deaths > 0)
     return verdict
 
 
@@ -200,7 +204,7 @@ def _judge_leftovers(place: Place, wrong: list[str], most_temporaries: int) -> N
         wrong.append(f"partial uploads are left: {sorted(partial)}")
 
 
-def _sent_again(place: Place, *, is_killed: bool) -> list[str]:
+def sent_again(place: Place, *, is_killed: bool) -> list[str]:
     """P7, P8: nothing committed is sent again, and of a file in flight at most one window."""
     wrong: list[str] = []
     committed: set[str] = set()

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tests.killpoints.standins import Clock
 TURNS = 400
 """A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
 HURT_SECONDS = 300.0
+DEFECT: Callable[[], None] | None = None
+"""What is put in before a life begins, to see that it is found."""
 _open, _write, _rename = os.open, os.write, os.rename
 
 
@@ -130,6 +133,8 @@ def live(place: Place, fate: Fate, *, upto: int = len(trainer.STEPS), reads: boo
             is_eager=scenario.is_eager,
             lanes=scenario.lanes,
         )
+        if DEFECT is not None:
+            DEFECT()
         while True:
             _turns(place, process)
             number = place.written
