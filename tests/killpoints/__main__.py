@@ -20,7 +20,7 @@ from tests.killpoints import life, trainer
 from tests.killpoints.defects import DEFECTS
 from tests.killpoints.journals import Damage, Journals
 from tests.killpoints.life import SCENARIOS, Place, Scenario
-from tests.killpoints.points import BY_NAME, Outcome, Point, count, errors, every, pairs, run
+from tests.killpoints.points import BY_NAME, Calls, Outcome, Point, calls_of, errors, every, pairs, run
 from tests.killpoints.record import BUILD, Record, digest, ground
 
 SEED = 7
@@ -35,7 +35,9 @@ def main() -> int:
     """Run; exit 1 when a promise was broken."""
     args = _arguments()
     trainer.saves()
-    life.DEFECT = DEFECTS[args.defect] if args.defect else None
+    defect = DEFECTS[args.defect] if args.defect else None
+    if defect is not None:
+        args.only = defect.kind
     named = [s for s in SCENARIOS if args.scenario in (None, s.name)]
     if args.point:
         named = [s for s in SCENARIOS if s.name == args.point[0]]
@@ -48,8 +50,10 @@ def main() -> int:
             outcome = _damaged(base, Damage.parse(text)) if is_journal else _point(ready, Point.parse(text))
             print(outcome)
             return int(bool(outcome.wrong))
-        counts = _counted([s for s in named if s.name in ready], ready)
-        return _run_kinds(args, counts, ready, base)
+        calls = _called([s for s in named if s.name in ready], ready)
+        if defect is not None:
+            life.DEFECT = defect.apply
+        return _run_kinds(args, calls, ready, base)
 
 
 def _arguments() -> argparse.Namespace:
@@ -80,48 +84,57 @@ def _journal_here(base: Path) -> Journals:
     return _journals[os.getpid()]
 
 
-def _counted(wanted: list[Scenario], bases: dict[str, Path]) -> dict[str, int]:
-    """How many calls each life makes; counted once for as long as the code is the same."""
-    path = BUILD / "killpoints" / f"counts-{digest()}.json"
+def _called(wanted: list[Scenario], bases: dict[str, Path]) -> Calls:
+    """The calls that each life makes; looked at once for as long as the code is the same."""
+    path = BUILD / "killpoints" / f"calls-{digest()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    counts = {s.name: known.get(s.name) or count(s, bases[s.name]) for s in wanted}
-    path.write_text(json.dumps(known | counts))
-    print(f"calls: {counts}", flush=True)
-    return counts
+    known: Calls = json.loads(path.read_text()) if path.exists() else {}
+    calls = {s.name: known.get(s.name) or calls_of(s, bases[s.name]) for s in wanted}
+    path.write_text(json.dumps(known | calls))
+    print(f"calls: { {name: len(made) for name, made in calls.items()} }", flush=True)
+    return calls
 
 
-def _tasks(kind: str, counts: dict[str, int], bases: dict[str, Path], base: Path) -> list[tuple[str, Task]]:
+def _tasks(kind: str, calls: Calls, bases: dict[str, Path], base: Path) -> list[tuple[str, Task]]:
     if kind == "journal":
         return [(d.name, partial(_damaged, base, d)) for d in _journal_here(base).damages(SEED)]
     makers = {"kill": every, "pairs": partial(pairs, number=PAIRS), "errors": errors}
-    return [(p.name, partial(_point, bases, p)) for p in makers[kind](counts, SEED)]
+    return [(p.name, partial(_point, bases, p)) for p in makers[kind](calls, SEED)]
 
 
-def _run_kinds(args: argparse.Namespace, counts: dict[str, int], bases: dict[str, Path], base: Path) -> int:
+def _call_at(calls: Calls, point: str) -> str:
+    """The call that a point is about."""
+    scenario, fate = point.split()
+    return calls[scenario][int(fate.rpartition(":")[2]) - 1]
+
+
+def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], base: Path) -> int:
     kinds = args.only.split(",")
     is_wrong = False
     for kind in kinds:
-        tasks = _tasks(kind, counts, bases, base)
+        tasks = _tasks(kind, calls, bases, base)
+        if args.defect is not None:
+            tasks = [t for t in tasks if _call_at(calls, t[0]) in DEFECTS[args.defect].calls]
         is_sample = args.sample is not None or args.defect is not None
         if args.sample is not None:
             tasks = tasks[: args.sample]
         record = Record(kind, args.scenario or "", is_kept=not is_sample)
         deadline = time.monotonic() + 60 * args.minutes / len(kinds)
-        _go_on(record, tasks, args.jobs, deadline, is_first_enough=args.defect is not None)
+        sought = DEFECTS[args.defect].shows if args.defect else None
+        _go_on(record, tasks, args.jobs, deadline, sought)
         is_wrong |= record.end(len(tasks), args.jobs)
     return int(is_wrong)
 
 
 def _go_on(
-    record: Record, tasks: list[tuple[str, Task]], jobs: int, deadline: float, *, is_first_enough: bool
+    record: Record, tasks: list[tuple[str, Task]], jobs: int, deadline: float, sought: str | None
 ) -> None:
-    """Run what is left until the deadline."""
+    """Run what is left until the deadline, or until what is sought was found."""
     left = [task for task in tasks if task[0] not in record.done]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for name, outcome, seconds in pool.imap_unordered(_timed, left):
             record.add(name, outcome, seconds)
-            if time.monotonic() > deadline or (is_first_enough and outcome.wrong):
+            if time.monotonic() > deadline or (sought is not None and sought in " ".join(outcome.wrong)):
                 pool.terminate()
                 break
 

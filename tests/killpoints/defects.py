@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ckptd import files
 from ckptd.daemon import recovery
@@ -90,14 +91,22 @@ def swallowed_errors() -> None:
     put(JobState, "note_failure", nothing)
 
 
-DEFECTS: dict[str, Callable[[], None]] = {
-    made.__name__: made
-    for made in (
-        torn_documents,
-        torn_commits,
-        forgotten_prunes,
-        pruned_in_place,
-        flushed_again,
-        swallowed_errors,
-    )
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """How it is put in, which kind of points must find it, and what they say then."""
+
+    apply: Callable[[], None]
+    kind: str
+    calls: tuple[str, ...]
+    """Where to look for it."""
+    shows: str
+
+
+DEFECTS = {
+    "torn_documents": Defect(torn_documents, "kill", ("open", "write"), "latest names"),
+    "torn_commits": Defect(torn_commits, "kill", ("open", "write"), "is torn"),
+    "forgotten_prunes": Defect(forgotten_prunes, "kill", ("unlink", "renameat2"), "save_dir holds"),
+    "pruned_in_place": Defect(pruned_in_place, "kill", ("unlink",), "save_dir holds"),
+    "flushed_again": Defect(flushed_again, "errors", ("fdatasync",), "was tried again"),
+    "swallowed_errors": Defect(swallowed_errors, "errors", ("fdatasync",), "status said nothing"),
 }

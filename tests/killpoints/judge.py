@@ -177,7 +177,8 @@ def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdic
     made = _names(place.save_dir / "_ckptd" / "derived" / "universal")
     if made - first != ({last} if scenario.universal else set()):
         wrong.append(f"_ckptd/derived/universal holds {sorted(made)}")
-    _judge_leftovers(place, wrong, deaths + is_hurt)
+    # what an unlink leaves that fails itself, nobody else removes
+    _judge_leftovers(place, wrong, deaths + is_hurt + (place.last_of("hit", "") == "unlink"))
     if verdict.garbage:
         wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
     code = place.last_of("exit", "0")

@@ -6,6 +6,7 @@ the next goes on where the trainer is. What the trainer has written lies outside
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -149,7 +150,7 @@ def live(place: Place, fate: Fate, *, upto: int = len(trainer.STEPS), reads: boo
         process.publish()
         place.tell(f"exit {process.exit_code}")
         place.tell(f"problems {[p.text for p in process.problems]}")
-    _note(place, clock, f"count {seams.count}")
+    _note(place, clock, f"names {json.dumps(seams.names)}")
     if seams.hit:
         place.tell(f"hit {seams.hit}")
     place.tell("idle")

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.killpoints import judge as judging
@@ -74,15 +74,20 @@ class Outcome:
     said: tuple[str, ...] = ()
 
 
-def count(scenario: Scenario, base: Path) -> int:
-    """How many calls an undisturbed life makes; it must be without fault itself."""
+Calls = dict[str, list[str]]
+"""Scenario → the calls of an undisturbed life, in their order."""
+
+
+def calls_of(scenario: Scenario, base: Path) -> list[str]:
+    """The calls of an undisturbed life, which must be without fault itself."""
     with placed(scenario, base, "count") as place:
         code = fork(place, Fate())
         wrong = judging.judge_end(place).wrong
         if code or wrong:
             message = f"an undisturbed life of {scenario.name} is wrong: {code} {wrong}"
             raise AssertionError(message)
-        return int(place.last_of("count", "0"))
+        names: list[str] = json.loads(place.last_of("names", "[]"))
+        return names
 
 
 @contextlib.contextmanager
@@ -166,38 +171,39 @@ def _verify(place: Place) -> list[str]:
     return [f"ckptd verify ends with {status}: {text[-300:]}"] if status else []
 
 
-def every(counts: dict[str, int], seed: int) -> list[Point]:
+def every(calls: Calls, seed: int) -> list[Point]:
     """Every call of every scenario, before and after it, and half of it; in an order that the seed gives."""
     points = [
-        Point(name, (Fate(at, side),), verifies=at % 10 == 0)
-        for name, number in counts.items()
-        for at in range(1, number + 1)
-        for side in SIDES
+        Point(name, (Fate(at, side),), verifies=at % 10 == 0) for name, at in _places(calls) for side in SIDES
     ]
     random.Random(seed).shuffle(points)
     return points
 
 
-def pairs(counts: dict[str, int], seed: int, number: int) -> list[Point]:
+def _places(calls: Calls) -> list[tuple[str, int]]:
+    return [(name, at + 1) for name, made in calls.items() for at in range(len(made))]
+
+
+def pairs(calls: Calls, seed: int, number: int) -> list[Point]:
     """A kill anywhere, and another while the next process recovers from it."""
     rng = random.Random(seed)
     made = []
     for _ in range(number):
-        name = rng.choice(sorted(counts))
-        first = Fate(rng.randint(1, counts[name]), rng.choice(SIDES))
+        name = rng.choice(sorted(calls))
+        first = Fate(rng.randint(1, len(calls[name])), rng.choice(SIDES))
         second = Fate(int(rng.expovariate(1 / 60)) + 1, rng.choice(SIDES))
         made.append(Point(name, (first, second)))
     return made
 
 
-def errors(counts: dict[str, int], seed: int, codes: Sequence[int] = CODES) -> list[Point]:
-    """Every call of every scenario fails, once and from then on for five minutes, with each errno."""
+def errors(calls: Calls, seed: int, codes: Sequence[int] = CODES) -> list[Point]:
+    """Every call of every scenario fails, once or for five minutes, with each errno that it may meet."""
+    fates = [Fate(1, "fail", code, is_persistent) for code in codes for is_persistent in (False, True)]
     points = [
-        Point(name, (Fate(at, "fail", code, is_persistent),))
-        for name, number in counts.items()
-        for at in range(1, number + 1)
-        for code in codes
-        for is_persistent in (False, True)
+        Point(name, (replace(fate, at=at),))
+        for name, at in _places(calls)
+        for fate in fates
+        if fate.meets(calls[name][at - 1])
     ]
     random.Random(seed).shuffle(points)
     return points

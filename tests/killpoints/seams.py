@@ -59,7 +59,8 @@ class Seams:
 
     def __init__(self, fate: Fate, note: Callable[[str], None], *, reads: bool = False) -> None:
         self.fate = fate
-        self.count = 0
+        self.names: list[str] = []
+        """What was called, in its order."""
         self.is_open = True
         """False: what is called now is the test's own doing."""
         self.ours = "/nvme/run/"
@@ -77,10 +78,10 @@ class Seams:
         """Carry out one counted call, or its fate."""
         if not self.is_open:
             return real(*args, **kwargs)
-        self.count += 1
+        self.names.append(name)
         fate = self.fate
         if fate.side == "fail":
-            is_due = self.count == fate.at or (fate.is_persistent and self.count > fate.at > 0)
+            is_due = len(self.names) == fate.at or (fate.is_persistent and len(self.names) > fate.at > 0)
             if is_due and fate.meets(name):
                 self.hit = self.hit or name
                 self.hit_at_seconds = self.hit_at_seconds or time.monotonic()
@@ -88,7 +89,7 @@ class Seams:
                 raise OSError(fate.code, os.strerror(fate.code))
             self._flushes(name, args)
             return real(*args, **kwargs)
-        if self.count != fate.at:
+        if len(self.names) != fate.at:
             return real(*args, **kwargs)
         self._note(f"killed {fate.side} {name}")
         if fate.side == "half" and half is not None:
