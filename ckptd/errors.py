@@ -18,6 +18,8 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
     ├─ SourceChanged ...................... 1    the trainer wrote or removed it under us
     ├─ TargetExists ....................... 73
     ├─ StorageError ....................... 74   I/O error
+    │  ├─ JournalFailed                          the journal cannot be read or written now
+    │  │  └─ JournalDamaged                      it is no journal of ours
     │  └─ NoSpaceError                           disk, quota or P13's reserve
     ├─ LockHeld ........................... 75   another daemon owns the save_dir
     ├─ NotPermitted ....................... 77   rights or credentials
@@ -155,6 +157,18 @@ class StorageError(CkptdError):
 
     exit_code = 74
     retry = Retry.BACKOFF
+
+
+class JournalFailed(StorageError):
+    """The journal cannot be opened, read or written now."""
+
+    default_hint = "free space or mend the disk; ckptd tries again by itself"
+
+
+class JournalDamaged(JournalFailed):
+    """The file is no journal of this version, or its pages contradict each other: it is set aside (P8)."""
+
+    default_hint = "nothing to do: it is rebuilt from disk and remote"
 
 
 class NoSpaceError(StorageError):

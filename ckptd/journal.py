@@ -8,10 +8,8 @@ and would write there) is set aside and a new one begun.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sqlite3
 import time
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,8 @@ from ckptd.core.manifest import Decision
 from ckptd.core.rows import DeletionIntent, DeletionRow, ObjectRow, SaveRow, SaveState
 from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
-from ckptd.errors import StorageError
+from ckptd.errors import JournalDamaged, StorageError
+from ckptd.journal_db import Database, Transaction, connect
 from ckptd.journal_tables import SCHEMA, TABLES
 from ckptd.place import is_own_file
 
@@ -40,7 +39,11 @@ def _identity_key(identity: FileIdentity) -> str:
 
 
 class Journal:
-    """The journal of one job. Every method is one transaction, durable when it returns."""
+    """The journal of one job. Every method is one transaction, durable when it returns.
+
+    Raises (everywhere):
+        JournalFailed: the disk refuses; what the caller holds in memory may say more than the journal.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,7 +51,7 @@ class Journal:
         self.set_aside: Path | None = None
         try:
             self._db = self._open()
-        except sqlite3.DatabaseError:
+        except JournalDamaged:
             self.set_aside = self._move_aside()
             self.was_new = True
             self._db = self._open()
@@ -57,12 +60,11 @@ class Journal:
         }
         """Remotes where uploads lie that no attempt goes on with."""
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> Database:
         for tail in ("", *_TAILS):
             if not is_own_file(self._path.with_name(self._path.name + tail)):
-                msg = "a link, or no file"
-                raise sqlite3.DatabaseError(msg)
-        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+                raise JournalDamaged(f"the journal {self._path}{tail} is a link, or no file")
+        db = connect(self._path)
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
@@ -71,12 +73,12 @@ class Journal:
             if not has_tables:
                 db.executescript(f"BEGIN;{TABLES}PRAGMA user_version={SCHEMA};COMMIT;")
             elif version != SCHEMA:
-                msg = f"schema {version}"
-                raise sqlite3.DatabaseError(msg)
+                raise JournalDamaged(f"the journal {self._path} has schema {version}")
             else:
                 result = db.execute("PRAGMA quick_check").fetchone()[0]
                 if result != "ok":
-                    raise sqlite3.DatabaseError(str(result))
+                    raise JournalDamaged(f"the journal {self._path}: {result}")
+            db.execute("INSERT OR REPLACE INTO meta VALUES ('opened_at', ?)", (str(time.time()),))
         except BaseException:
             db.close()
             raise
@@ -85,9 +87,7 @@ class Journal:
     def _move_aside(self) -> Path:
         aside = self._path.with_name(f"{self._path.name}.aside-{time.time_ns()}")
         try:
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self._path, aside)
-            for tail in _TAILS:
+            for tail in (*_TAILS, ""):  # a new journal must never find the old one's log
                 other = self._path.with_name(self._path.name + tail)
                 if os.path.lexists(other):
                     os.rename(other, aside.with_name(aside.name + tail))
@@ -99,6 +99,11 @@ class Journal:
     def close(self) -> None:
         """Close the database."""
         self._db.close()
+
+    def give_up(self) -> None:
+        """Close it and set it aside: the next one is rebuilt."""
+        self._db.close()
+        self._move_aside()
 
     # --- meta ------------------------------------------------------------------------------------------
 
@@ -335,18 +340,5 @@ class Journal:
         rows = self._db.execute("SELECT body FROM decisions ORDER BY serial").fetchall()
         return [Decision.model_validate_json(r[0]) for r in rows]
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
-
-
-class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, _value: object, _trace: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+    def _transaction(self) -> Transaction:
+        return Transaction(self._db)

@@ -34,6 +34,7 @@ RANK = {
     "remote": 6,
     "install": 6,
     "journal_tables": 5,
+    "journal_db": 5,
     "journal": 6,
     "recover": 7,
     "daemon": 8,

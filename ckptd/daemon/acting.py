@@ -53,7 +53,8 @@ class Actor:
                 if self._may_start(action):
                     self._act(action, save_dir_fd, reserve_bytes)
             except OSError as error:
-                log.error("%s", from_os_error(error, type(action).__name__))
+                what = f"{type(action).__name__} of {getattr(action, 'tag', None) or 'a save'}"
+                self._chores.refused(what, from_os_error(error, what))
         self._totals.end_turn(places)
 
     def scrub(self) -> bool:
@@ -91,12 +92,13 @@ class Actor:
             case a.AskConfirmation():
                 self._shipping.confirm(action)
             case a.Prune():
-                self._chores.prune(action, save_dir_fd)
+                self._chores.pruner.prune(action, save_dir_fd)
             case a.Retire():
                 self._shipping.retire(action)
 
-    def sweep(self) -> None:
+    def sweep(self, save_dir_fd: int) -> None:
         """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""
+        self._chores.pruner.tidy(save_dir_fd)
         for link in self._links.values():
             if not link.is_ready or link.is_shipping or link.name not in self._journal.with_leftovers:
                 continue

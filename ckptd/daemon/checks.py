@@ -6,6 +6,7 @@ Reads the job's memory only; raises and clears problems, decides nothing about d
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from ckptd.core import actions as a
@@ -96,6 +97,7 @@ def see_problems(job: Job, state: JobState) -> None:
         see.see(
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
         )
+    _see_failures(see, state)
     see_outlook(job, state)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
@@ -129,6 +131,15 @@ def _is_lost(job: Job, state: JobState, tag: str) -> bool:
         and not row.held
         and any(state.ship(row.id, name, ZERO).state is not ShipState.COMMITTED for name in required)
     )
+
+
+def _see_failures(see: Problems, state: JobState) -> None:
+    """What this node's own disk refused lately; it is tried again."""
+    now = time.monotonic()
+    state.failures = {what: f for what, f in state.failures.items() if f.until_seconds > now}
+    for what, failure in state.failures.items():
+        next_step = failure.hint or "tried again by itself; if it lasts, see to this node's disk"
+        see.see("local-failed", what, failure.text, next_step)
 
 
 def _see_weights(see: Problems, row: SaveRow) -> None:

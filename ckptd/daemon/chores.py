@@ -1,7 +1,4 @@
-"""Hold, convert, prune, point: what a plan does on this node, in workers (docs/design.md §3, §4, P13).
-
-A prune is journalled before the folder is renamed aside, and audited before it is called done.
-"""
+"""Hold, convert, drop, point: what a plan does on this node, in workers (docs/design.md §3, §4, P13)."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from ckptd.core.listing import OURS
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.orders import hold_name
+from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError
-from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 from ckptd.local.derived import describe
 from ckptd.place import path_of
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.convert.options import Dtype
-    from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, Prune, ReleaseHold
+    from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, ReleaseHold
     from ckptd.daemon.workers import OneJobs
     from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
@@ -57,7 +54,7 @@ class Chores:
         self._wake = wake
         self._pause = threading.Event()
         self._stop = threading.Event()
-        self._pruning: set[int] = set()
+        self.pruner = Pruner(state, audit, self._in_worker, wake)
         self._dropping: set[tuple[int, str]] = set()
 
     def pace(self, *, is_save_in_flight: bool) -> None:
@@ -116,8 +113,12 @@ class Chores:
             save_dir_fd,
             lambda fd: fs.remove_ours(fd, fs.HOLD, hold_name(row)),
             lambda _: self._wake(),
-            lambda error: log.warning("releasing the hold of %s: %s", tag, error),
+            lambda error: self._not_removed(f"releasing the hold of {tag}", error),
         )
+
+    def _not_removed(self, what: str, error: CkptdError) -> None:
+        log.warning("%s: %s", what, error)
+        self.pruner.later()
 
     # --- derived forms ---------------------------------------------------------------------------------
 
@@ -150,6 +151,7 @@ class Chores:
             lambda fd: self._convert(fd, row, form, options, progress),
             lambda record: self._converted(row.id, form, record),
             lambda error: self._not_converted(row.id, form, error),
+            is_told=True,
         )
 
     def _convert(
@@ -254,7 +256,7 @@ class Chores:
 
         def failed(error: CkptdError) -> None:
             self._dropping.discard(key)
-            log.warning("dropping the %s form of %s: %s", form, tag, error)
+            self._not_removed(f"dropping the {form} form of {tag}", error)
 
         self._in_worker(
             f"dropping the {form} form of {tag}",
@@ -270,57 +272,12 @@ class Chores:
         fs.point_latest_universal(save_dir_fd, target)
         self._wake()
 
-    # --- prune -----------------------------------------------------------------------------------------
+    def refused(self, what: str, error: CkptdError) -> None:
+        """Something small failed in the deciding thread; the next turn tries again."""
+        log.error("%s", error)
+        self._state.note_failure(what, error)
 
-    def prune(self, action: Prune, save_dir_fd: int) -> None:
-        """Remove a committed checkpoint under its permit."""
-        state, permit = self._state, action.permit
-        if action.save_id in self._pruning:
-            return
-        self._pruning.add(action.save_id)
-        intent = DeletionIntent(
-            tag=permit.tag,
-            generation=permit.generation,
-            folder=permit.folder,
-            files=permit.files,
-            commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
-            reason=permit.reason,
-        )
-        name = fs.trash_name(permit.tag)
-        deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
-        state.confirmations.pop(action.save_id, None)
-        state.deleted_at.append(time.monotonic())
-
-        def work(fd: int) -> None:
-            self._audit.write(
-                "prune",
-                tag=permit.tag,
-                generation=permit.generation,
-                form="zero",
-                reason=permit.reason,
-                commits=[(c.key, c.sha256) for c in permit.commits],
-                files=[(f.path, f.identity.size_bytes) for f in permit.files],
-            )
-            fs.prune(fd, permit, name)
-
-        def done(_: None) -> None:
-            self._pruning.discard(action.save_id)
-            state.journal.end_deletion(deletion_id, done=True)
-            state.journal.end_save(action.save_id, "pruned")
-            state.load()
-            state.problems.clear("prune-blocked", permit.tag)
-            log.info("%s pruned: %s", permit.tag, permit.reason)
-            self._wake()
-
-        def failed(error: CkptdError) -> None:
-            self._pruning.discard(action.save_id)
-            state.journal.end_deletion(deletion_id, done=False)
-            state.problems.put(
-                "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
-            )
-            log.warning("pruning %s: %s", permit.tag, error)
-
-        self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
+    # --- workers ---------------------------------------------------------------------------------------
 
     def _in_worker(
         self,
@@ -329,9 +286,14 @@ class Chores:
         work: Callable[[int], object],
         done: Callable[..., None],
         failed: Callable[[CkptdError], None],
+        *,
+        is_told: bool = False,
     ) -> None:
-        """Run `work` with a descriptor of its own."""
+        """Run `work` with a descriptor of its own; unless `is_told` otherwise, status says for a while
+        that it failed (P17).
+        """
         fd = os.dup(save_dir_fd)
+        state = self._state
 
         def run() -> object:
             try:
@@ -339,7 +301,16 @@ class Chores:
             finally:
                 os.close(fd)
 
-        self._workers.submit(what, run, done, failed)
+        def succeeded(result: object) -> None:
+            state.failures.pop(what, None)
+            done(result)
+
+        def refused(error: CkptdError) -> None:
+            if not is_told:
+                state.note_failure(what, error)
+            failed(error)
+
+        self._workers.submit(what, run, succeeded, refused)
 
 
 def _dtype(form: str) -> Dtype:

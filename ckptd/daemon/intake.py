@@ -191,6 +191,7 @@ class Intake:
 
         def then(rows: list[FileFacts]) -> None:
             self._inspecting.discard(folder.tag)
+            self._state.failures.pop(f"inspecting {folder.tag}", None)
             quiet = self._state.quiet.get(folder.tag)
             if quiet is None or quiet.digest != folder.digest:
                 return
@@ -200,6 +201,7 @@ class Intake:
 
         def failed(error: CkptdError) -> None:
             self._inspecting.discard(folder.tag)
+            self._state.note_failure(f"inspecting {folder.tag}", error)
             log.warning("inspecting %s: %s", folder.tag, error)
 
         self._workers.submit(
@@ -226,12 +228,14 @@ class Intake:
 
         def then(digest: str | None) -> None:
             self._flushing.pop(folder.tag, None)
+            self._state.failures.pop(f"flushing {folder.tag}", None)
             if digest == folder.digest:
                 self._flushed[folder.tag] = digest
                 self._wake()
 
         def failed(error: CkptdError) -> None:
             self._flushing.pop(folder.tag, None)
+            self._state.note_failure(f"flushing {folder.tag}", error)
             log.warning("flushing %s: %s", folder.tag, error)
 
         self._workers.submit(f"flushing {folder.tag}", work, then, failed)

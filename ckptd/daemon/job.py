@@ -21,6 +21,7 @@ from ckptd.daemon.chores import Chores
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
+from ckptd.daemon.patience import Patience
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.rest import RESCAN_SECONDS, Rest
@@ -30,9 +31,11 @@ from ckptd.daemon.setup import (
     is_still,
     make_state,
     node_id_of,
+    on_attached,
     open_locked,
     prove_rights,
     remote_settings,
+    say_set_aside,
 )
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
@@ -41,7 +44,6 @@ from ckptd.journal import Journal
 from ckptd.local.scan import scan
 from ckptd.local.watch import Watcher
 from ckptd.observe.audit import Audit
-from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +73,8 @@ class Job:
         totals: Totals,
         workers: Workers,
         post: Callable[[Callable[[], None]], None],
+        *,
+        is_patient: bool = True,
     ) -> None:
         self.config = config
         self.state_dir = state_dir
@@ -82,7 +86,8 @@ class Job:
         self._daemon = daemon
         self._totals = totals
         self._pool = workers
-        self.workers = workers.for_one()
+        self.patience = Patience(self, post, is_patient=is_patient)
+        self.workers = workers.for_one(self.patience.guard)
         self._post = post
         self._fd: int | None = None
         self.watcher: Watcher | None = None
@@ -132,19 +137,21 @@ class Job:
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
         self.state_dir = make_state(self.state_dir, self.config.save_dir, save_dir_fd)
-        self.workers = self._pool.for_one()
+        self.workers = self._pool.for_one(self.patience.guard)
         self._active_at = time.monotonic()
         journal = Journal(self.state_dir / "journal.db")
+        say_set_aside(self.problems, journal)
+        try:
+            self.state = self._assemble(journal, save_dir_fd)
+        except BaseException:
+            journal.close()
+            self.links = {}
+            raise
+        return self.state
+
+    def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
         state = JobState(journal=journal, problems=self.problems)
-        if journal.set_aside:
-            self.problems.put(
-                "journal-set-aside",
-                str(journal.set_aside),
-                f"an unreadable journal lies in {journal.set_aside}",
-                "nothing to do: it was rebuilt from disk and remote",
-            )
         state.load()
-        self.state = state
         self._audit = Audit(self.state_dir / "audit.jsonl")
         node_id = node_id_of(self.state_dir)
         check_device(self, state, save_dir_fd)
@@ -152,9 +159,9 @@ class Job:
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         for remote in self.config.remotes:
             settings = remote_settings(self.config, remote, journal, node=self.node, node_id=node_id)
-            heard = self._on_attached(remote.name)
+            heard = on_attached(self, remote.name)
             self.links[remote.name] = RemoteLink(
-                settings, self.problems, self._post, heard, self.wake, remote.bandwidth
+                settings, self.problems, self.patience.post, heard, self.wake, remote.bandwidth
             )
         self.knowledge = Knowledge(
             state,
@@ -175,16 +182,6 @@ class Job:
         scrubber = Scrubber(self.config, state, self.links)
         self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
         return state
-
-    def _on_attached(self, name: str) -> Callable[[m.Attached], None]:
-        def attached(answer: m.Attached) -> None:
-            assert self.state is not None
-            self.job_id = answer.identity.job_id
-            self.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
-            self.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
-            self.wake()
-
-        return attached
 
     # --- hints -----------------------------------------------------------------------------------------
 
@@ -222,8 +219,13 @@ class Job:
     # --- the turn --------------------------------------------------------------------------------------
 
     def turn(self, now_seconds: float) -> None:
-        """One pass: scan when due, then plan and act."""
+        """One pass: scan when due, then plan and act; what its own disk refuses is waited for."""
+        self.patience.guard(lambda: self._turn(now_seconds))
+
+    def _turn(self, now_seconds: float) -> None:
         if self._fd is None:
+            if self.patience.seconds_left:
+                return
             self.open()
             self.turns += 1
         fd = self._fd
@@ -277,10 +279,11 @@ class Job:
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
         self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
-        self.actor.sweep()
+        self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
+        self.patience.works()
         if state.is_first_scan:
             state.is_first_scan = False
             self.wake()
@@ -297,8 +300,6 @@ class Job:
         state.plan = plan(self.view)
         self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
 
-    # --- parts of the turn -----------------------------------------------------------------------------
-
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
         self.rest.stood_at_seconds = now_seconds
@@ -314,8 +315,6 @@ class Job:
         self.chores.pace(is_save_in_flight=is_busy)
         for link in self.links.values():
             link.pace(BUSY_FRACTION if is_busy else 1.0)
-
-    # --- end -------------------------------------------------------------------------------------------
 
     @property
     def is_converting(self) -> bool:

@@ -124,7 +124,15 @@ class Daemon:
                 self._environ,
                 jobs_in_daemon=len(self._loaded.jobs),
             )
-            job = Job(config, daemon, state_dir, self._totals, self._workers, self._queue.put)
+            job = Job(
+                config,
+                daemon,
+                state_dir,
+                self._totals,
+                self._workers,
+                self._queue.put,
+                is_patient=not self._once,
+            )
             job.open()
         except CkptdError as error:
             self.invalid.append(Invalid(config.name, str(config.save_dir), error, time.time()))

@@ -20,10 +20,12 @@ from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.daemon.job import Job
+    from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
 
@@ -38,6 +40,17 @@ def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
         return path_of(save_dir, inside)
     prepare_state_dir(state_dir)
     return state_dir
+
+
+def say_set_aside(problems: Problems, journal: Journal) -> None:
+    """Where an unreadable journal lies now, if there was one."""
+    if journal.set_aside is not None:
+        problems.put(
+            "journal-set-aside",
+            str(journal.set_aside),
+            f"an unreadable journal lies in {journal.set_aside}",
+            "nothing to do: it was rebuilt from disk and remote",
+        )
 
 
 def node_id_of(state_dir: Path) -> str:
@@ -73,6 +86,19 @@ def remote_settings(
         node=node,
         node_id=node_id,
     )
+
+
+def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
+    """What is kept of a remote that was proved to be ours."""
+
+    def attached(answer: m.Attached) -> None:
+        assert job.state is not None
+        job.job_id = answer.identity.job_id
+        job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
+        job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
+        job.wake()
+
+    return attached
 
 
 def open_locked(save_dir: str) -> int | None:

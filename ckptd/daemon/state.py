@@ -5,12 +5,14 @@ Only the deciding thread touches it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, ShipRecord, ShipState
 from ckptd.daemon.problems import Problems
+from ckptd.errors import RefusedError, SourceChanged
 
 if TYPE_CHECKING:
     from ckptd.core.actions import Plan
@@ -18,10 +20,23 @@ if TYPE_CHECKING:
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import SaveDirListing
     from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
+    from ckptd.errors import CkptdError
     from ckptd.journal import Journal, SaveRow
 
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
+
+FAILURE_SECONDS = 120.0
+"""How long status says that something failed here; what is tried in vain again is said anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFailure:
+    """Why something could not be done on this node; until when (monotonic) that is worth saying."""
+
+    text: str
+    hint: str
+    until_seconds: float
 
 
 @dataclass(slots=True)
@@ -84,6 +99,8 @@ class JobState:
     """Monotonic times of zero COMMITs retired, likewise."""
     completed_at: deque[float] = field(default_factory=deque)
     problems: Problems = field(default_factory=Problems)
+    failures: dict[str, LocalFailure] = field(default_factory=dict)
+    """What was tried on this node → why it failed, until it works or for a while."""
     plan: Plan | None = None
     can_clone: bool = False
     link_speeds: dict[str, float] = field(default_factory=dict)
@@ -119,6 +136,13 @@ class JobState:
         self.views = {save_id: view for save_id, view in self.views.items() if save_id in here}
         windows = [row.save.window for row in self.rows.values()]
         self.widest_save_seconds = max(((w.last - w.first) / 1e9 for w in windows), default=0.0)
+
+    def note_failure(self, what: str, error: CkptdError) -> None:
+        """Something on this node failed and is tried again; what the trainer changed is no failure."""
+        if not isinstance(error, SourceChanged | RefusedError):
+            self.failures[what] = LocalFailure(
+                text=error.message, hint=error.hint, until_seconds=time.monotonic() + FAILURE_SECONDS
+            )
 
     def ship(self, save_id: int, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""

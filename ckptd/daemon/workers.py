@@ -7,15 +7,14 @@ reported as a failure of that one action, so that a bug in one place does not en
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckptd.errors import CkptdError, from_os_error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 Result = TypeVar("Result")
+Guard = Callable[[Callable[[], None]], None]
 
 log = logging.getLogger("ckptd.workers")
 
@@ -32,8 +31,9 @@ class OneJobs:
     What was done is found again on disk by the next activation, as after a crash (P7).
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, guard: Guard) -> None:
         self._workers = workers
+        self._guard = guard
         self._is_closed = False
 
     @property
@@ -52,9 +52,13 @@ class OneJobs:
         self._workers.submit(
             what,
             work,
-            lambda result: None if self._is_closed else then(result),
-            lambda error: None if self._is_closed else failed(error),
+            lambda result: self._report(lambda: then(result)),
+            lambda error: self._report(lambda: failed(error)),
         )
+
+    def _report(self, call: Callable[[], None]) -> None:
+        if not self._is_closed:
+            self._guard(call)
 
     def close(self) -> None:
         """From here on nothing is reported."""
@@ -97,9 +101,9 @@ class Workers:
 
         self._pool.submit(run)
 
-    def for_one(self) -> OneJobs:
-        """The pool for one activation of one job."""
-        return OneJobs(self)
+    def for_one(self, guard: Guard = lambda call: call()) -> OneJobs:
+        """The pool for one activation of one job, whose results are taken in through `guard`."""
+        return OneJobs(self, guard)
 
     def _finish(self, call: Callable[[], None]) -> None:
         self.open -= 1

@@ -8,6 +8,7 @@ before and after the folder is renamed aside (docs/design.md §5 *Permit*).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -32,6 +33,10 @@ HOLD = f"{OURS}/hold"
 DERIVED = f"{OURS}/derived"
 STAGING = f"{OURS}/staging"
 ASIDE = f"{OURS}/aside"
+
+
+_STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY)
+"""Why a folder is not removed that need not be."""
 
 
 def ensure_ours(save_dir_fd: int, relative: str) -> int:
@@ -159,9 +164,19 @@ def _parent_of(dir_fd: int, relative: str) -> Iterator[tuple[int, str]]:
 
 
 def remove_empty(dir_fd: int, relative: str) -> None:
-    """Remove a folder if it is empty; what is in use, gone or behind a link stays as it is."""
-    with contextlib.suppress(OSError, RefusedError), _parent_of(dir_fd, relative) as (fd, name):
-        os.rmdir(name, dir_fd=fd)
+    """Remove a folder if it is empty; what is in use, gone or behind a link stays as it is.
+
+    Raises:
+        OSError: the disk refuses; it is tried again.
+    """
+    try:
+        with _parent_of(dir_fd, relative) as (fd, name):
+            os.rmdir(name, dir_fd=fd)
+    except RefusedError:
+        pass
+    except OSError as error:
+        if error.errno not in _STAYS:
+            raise
 
 
 @contextlib.contextmanager

@@ -34,16 +34,21 @@ def can_clone(save_dir_fd: int) -> bool:
 def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
 
+    What an earlier proof left that was killed, or failed, goes first.
+
     Raises:
         NotPermitted: with who owns the directory and who we are.
     """
     name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
+    aside = f"ours.{secrets.token_hex(6)}"
     try:
         staging, trash = ensure_ours(save_dir_fd, STAGING), ensure_ours(save_dir_fd, TRASH)
         try:
+            for left in [n for n in os.listdir(staging) if n.startswith(files.TEMPORARY_PREFIX)]:
+                _remove(staging, left)
             os.mkdir(name, 0o700, dir_fd=staging)
-            os.rename(name, name, src_dir_fd=staging, dst_dir_fd=trash)
-            os.rmdir(name, dir_fd=trash)
+            os.rename(name, aside, src_dir_fd=staging, dst_dir_fd=trash)
+            os.rmdir(aside, dir_fd=trash)
         finally:
             os.close(staging)
             os.close(trash)
@@ -53,6 +58,13 @@ def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     is_sticky = bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
     if is_sticky or not os.access(".", os.W_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True):
         raise _who(save_dir_fd, save_dir)
+
+
+def _remove(dir_fd: int, name: str) -> None:
+    try:
+        os.rmdir(name, dir_fd=dir_fd)
+    except NotADirectoryError:
+        files.remove_file(dir_fd, name)
 
 
 def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:

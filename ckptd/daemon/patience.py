@@ -1,0 +1,71 @@
+"""A job whose own disk refuses begins again, as after a crash, until it works (docs/adr/0097, P7, P17).
+
+When a statement of the journal or a call in the deciding thread fails, what the job holds in memory may say
+more than the journal does. Nothing of it is trusted then: the job is closed and opened anew from journal,
+disk and remotes, which is what every restart does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.errors import CkptdError, JournalDamaged, NotPermitted, StorageError, from_os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.daemon.job import Job
+
+log = logging.getLogger("ckptd.job")
+
+AGAIN_SECONDS = 10.0
+
+
+class Patience:
+    """One job's; `is_patient` False: it ends with the error instead (`--once`)."""
+
+    def __init__(self, job: Job, post: Callable[[Callable[[], None]], None], *, is_patient: bool) -> None:
+        self._job = job
+        self._post = post
+        self._is_patient = is_patient
+        self._again_at_seconds = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the job is opened again; 0 when it may be now."""
+        return max(0.0, self._again_at_seconds - time.monotonic())
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Make a call of the deciding thread for this job.
+
+        Raises:
+            CkptdError, OSError: what no patience helps against, or there is none.
+        """
+        try:
+            call()
+        except (StorageError, NotPermitted, OSError) as error:
+            if not self._is_patient:
+                raise
+            told = error if isinstance(error, CkptdError) else from_os_error(error, "working on this node")
+            self._begin_again(told)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have a call made in the deciding thread, guarded (any thread)."""
+        self._post(lambda: self.guard(call))
+
+    def works(self) -> None:
+        """A turn went through."""
+        self._job.problems.clear("job-interrupted", self._job.config.name)
+
+    def _begin_again(self, error: CkptdError) -> None:
+        job = self._job
+        log.error("job %s begins again in %.0f s: %s", job.config.name, AGAIN_SECONDS, error)
+        hint = error.hint or "tried again by itself; if it lasts, see to the disk of the state directory"
+        job.problems.put("job-interrupted", job.config.name, error.message, hint)
+        if isinstance(error, JournalDamaged) and job.state is not None:
+            job.state.journal.give_up()
+        self._again_at_seconds = time.monotonic() + AGAIN_SECONDS
+        job.close()
+        job.needs_turn = False

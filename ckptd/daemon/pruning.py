@@ -1,0 +1,165 @@
+"""Removing committed checkpoints from this node, and what an error left of that in the trash (P1, P7).
+
+A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the
+folder lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise
+move the rest of it back, as a checkpoint that lacks files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.journal import DeletionIntent
+from ckptd.local import fs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.core.actions import Prune
+    from ckptd.daemon.state import JobState
+    from ckptd.errors import CkptdError
+    from ckptd.observe.audit import Audit
+
+    InWorker = Callable[
+        [str, int, Callable[[int], object], Callable[[object], None], Callable[[CkptdError], None]], None
+    ]
+
+log = logging.getLogger("ckptd.local")
+
+TIDY_SECONDS = 20.0
+
+
+class Pruner:
+    """The prunes of one job; every method is called in the deciding thread."""
+
+    def __init__(self, state: JobState, audit: Audit, in_worker: InWorker, wake: Callable[[], None]) -> None:
+        self._state = state
+        self._audit = audit
+        self._in_worker = in_worker
+        self._wake = wake
+        self._pruning: set[int] = set()
+        self._half_done: set[int] = set()
+        """Deletions of the journal whose folder lies in the trash and that nobody works on."""
+        self._is_untidy = False
+        self._tidy_at_seconds = 0.0
+
+    def prune(self, action: Prune, save_dir_fd: int) -> None:
+        """Remove a committed checkpoint under its permit."""
+        state, permit = self._state, action.permit
+        if action.save_id in self._pruning:
+            return
+        self._pruning.add(action.save_id)
+        intent = DeletionIntent(
+            tag=permit.tag,
+            generation=permit.generation,
+            folder=permit.folder,
+            files=permit.files,
+            commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
+            reason=permit.reason,
+        )
+        name = fs.trash_name(permit.tag)
+        deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
+        state.confirmations.pop(action.save_id, None)
+        state.deleted_at.append(time.monotonic())
+
+        def work(fd: int) -> None:
+            self._audit.write(
+                "prune",
+                tag=permit.tag,
+                generation=permit.generation,
+                form="zero",
+                reason=permit.reason,
+                commits=[(c.key, c.sha256) for c in permit.commits],
+                files=[(f.path, f.identity.size_bytes) for f in permit.files],
+            )
+            fs.prune(fd, permit, name)
+
+        def failed(error: CkptdError) -> None:
+            if name in fs.trash_names(save_dir_fd):
+                self._half_done.add(deletion_id)
+                self.later()
+            else:
+                self._pruning.discard(action.save_id)
+                state.journal.end_deletion(deletion_id, done=False)
+            state.problems.put(
+                "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
+            )
+            log.warning("pruning %s: %s", permit.tag, error)
+
+        self._in_worker(
+            f"pruning {permit.tag}",
+            save_dir_fd,
+            work,
+            lambda _: self._pruned(deletion_id, action.save_id, permit.tag, permit.reason),
+            failed,
+        )
+
+    def _pruned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
+        state = self._state
+        self._pruning.discard(save_id)
+        state.journal.end_deletion(deletion_id, done=True)
+        state.journal.end_save(save_id, "pruned")
+        state.load()
+        state.problems.clear("prune-blocked", tag)
+        log.info("%s pruned: %s", tag, reason)
+        self._wake()
+
+    # --- what an error left -----------------------------------------------------------------------------
+
+    def later(self) -> None:
+        """Something of ours lies in the trash: look after it in a while."""
+        self._is_untidy = True
+        self._tidy_at_seconds = time.monotonic() + TIDY_SECONDS
+
+    @property
+    def seconds_to_tidy(self) -> float | None:
+        """Until the trash is looked after; None: nothing is left there."""
+        return max(0.0, self._tidy_at_seconds - time.monotonic()) if self._is_untidy else None
+
+    def tidy(self, save_dir_fd: int) -> None:
+        """Go on with prunes that an error cut short, and empty the trash of what is ours."""
+        if self.seconds_to_tidy != 0:
+            return
+        self._is_untidy = False
+        for row in self._state.journal.open_deletions():
+            if row.id in self._half_done:
+                self._half_done.discard(row.id)
+                self._finish(row.id, row.save_id, row.trash, row.intent, save_dir_fd)
+        self._in_worker(
+            "emptying the trash",
+            save_dir_fd,
+            fs.empty_our_trash,
+            lambda _: None,
+            lambda error: self._untidy("emptying the trash", error),
+        )
+
+    def _finish(
+        self, deletion_id: int, save_id: int, name: str, intent: DeletionIntent, save_dir_fd: int
+    ) -> None:
+        def work(fd: int) -> None:
+            trash_fd = fs.ensure_ours(fd, fs.TRASH)
+            try:
+                fs.finish_prune(trash_fd, name, intent.files)
+            except FileNotFoundError:
+                log.info("%s is gone from the trash", name)
+            finally:
+                os.close(trash_fd)
+
+        def failed(error: CkptdError) -> None:
+            self._half_done.add(deletion_id)
+            self._untidy(f"pruning {intent.tag}", error)
+
+        self._in_worker(
+            f"pruning {intent.tag}",
+            save_dir_fd,
+            work,
+            lambda _: self._pruned(deletion_id, save_id, intent.tag, intent.reason),
+            failed,
+        )
+
+    def _untidy(self, what: str, error: CkptdError) -> None:
+        log.warning("%s: %s", what, error)
+        self.later()

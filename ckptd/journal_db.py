@@ -1,0 +1,96 @@
+"""The journal's connection to SQLite: a disk that fails is told apart from a journal that is damaged.
+
+What SQLite says of the disk (full, I/O error, read-only, cannot open) passes and is waited for; the rest of
+its errors mean that the file is no journal of ours, and that one is set aside (P8).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import JournalDamaged, JournalFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+
+
+class Database(sqlite3.Connection):
+    """A connection whose statements fail in words of the tree.
+
+    Raises (everywhere):
+        JournalFailed: the disk refuses. JournalDamaged: what lies there is not to be read.
+    """
+
+    path: Path
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        """As sqlite3's."""
+        return self._run(super().execute, sql, *args)
+
+    def executemany(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        """As sqlite3's."""
+        return self._run(super().executemany, sql, *args)
+
+    def executescript(self, sql: str) -> sqlite3.Cursor:
+        """As sqlite3's."""
+        return self._run(super().executescript, sql)
+
+    def _run(self, statement: Callable[..., sqlite3.Cursor], *args: Any) -> sqlite3.Cursor:
+        try:
+            return statement(*args)
+        except sqlite3.ProgrammingError:
+            raise
+        except sqlite3.Error as error:
+            raise _in_words(error, self.path) from error
+
+
+def connect(path: Path) -> Database:
+    """Open the file, or make it.
+
+    Raises:
+        JournalFailed: it cannot be opened.
+    """
+    try:
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Database)
+    except sqlite3.Error as error:
+        raise _in_words(error, path) from error
+    assert isinstance(db, Database)
+    db.path = path
+    return db
+
+
+def _in_words(error: sqlite3.Error, path: Path) -> JournalFailed:
+    is_passing = getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
+    kind = JournalFailed if is_passing else JournalDamaged
+    return kind(f"the journal {path}: {error}")
+
+
+class Transaction:
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, _value: object, _trace: object) -> None:
+        try:
+            if kind is None:
+                self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:  # SQLite may have rolled back itself, on a full disk
+                self._db.execute("ROLLBACK")

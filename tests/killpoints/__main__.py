@@ -1,0 +1,148 @@
+"""`python -m tests.killpoints [--minutes M] [--only kill,pairs,errors,journal] [POINT]`: the long run.
+
+Forked from one warmed process per core; what was finished is remembered in .build/killpoints for as long as
+the code is the same, so that a run that was cut goes on. A POINT, as a failure prints it, is run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tests.killpoints import life, trainer
+from tests.killpoints.defects import DEFECTS
+from tests.killpoints.journals import Damage, Journals
+from tests.killpoints.life import SCENARIOS, Place, Scenario
+from tests.killpoints.points import BY_NAME, Calls, Outcome, Point, calls_of, errors, every, pairs, run
+from tests.killpoints.record import BUILD, Record, digest, ground
+
+SEED = 7
+PAIRS = 2000
+KINDS = ("kill", "pairs", "errors", "journal")
+Task = Callable[[], Outcome]
+_journals: dict[int, Journals] = {}
+"""One per process: its journal is damaged in place."""
+
+
+def main() -> int:
+    """Run; exit 1 when a promise was broken."""
+    args = _arguments()
+    trainer.saves()
+    defect = DEFECTS[args.defect] if args.defect else None
+    if defect is not None:
+        args.only = defect.kind
+    named = [s for s in SCENARIOS if args.scenario in (None, s.name)]
+    if args.point:
+        named = [s for s in SCENARIOS if s.name == args.point[0]]
+    with ground(is_full=any(s.needs_clones for s in named)) as (base, clones):
+        bases = {s.name: clones if s.needs_clones else base for s in SCENARIOS}
+        ready = {name: place for name, place in bases.items() if place is not None}
+        if args.point:
+            text = " ".join(args.point)
+            is_journal = text.startswith("journal")
+            outcome = _damaged(base, Damage.parse(text)) if is_journal else _point(ready, Point.parse(text))
+            print(outcome)
+            return int(bool(outcome.wrong))
+        calls = _called([s for s in named if s.name in ready], ready)
+        if defect is not None:
+            life.DEFECT = defect.apply
+        return _run_kinds(args, calls, ready, base)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.killpoints")
+    parser.add_argument("point", nargs="*", help="one point alone, as a failure prints it")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for each kind its share")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default=",".join(KINDS))
+    parser.add_argument("--scenario", help="of this name alone")
+    parser.add_argument("--sample", type=int, help="so many points of each kind; nothing is remembered")
+    parser.add_argument("--defect", choices=DEFECTS, help="with this defect put in; it must be found")
+    return parser.parse_args()
+
+
+def _point(bases: dict[str, Path], point: Point) -> Outcome:
+    return run(point, bases[point.scenario])
+
+
+def _damaged(base: Path, damage: Damage) -> Outcome:
+    return Outcome(0, damage.kind, tuple(_journal_here(base).run(damage)))
+
+
+def _journal_here(base: Path) -> Journals:
+    if os.getpid() not in _journals:
+        place = Place(base / f"journal-{os.getpid()}", BY_NAME["directory"])
+        place.make()
+        _journals[os.getpid()] = Journals(place)
+    return _journals[os.getpid()]
+
+
+def _called(wanted: list[Scenario], bases: dict[str, Path]) -> Calls:
+    """The calls that each life makes; looked at once for as long as the code is the same."""
+    path = BUILD / "killpoints" / f"calls-{digest()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known: Calls = json.loads(path.read_text()) if path.exists() else {}
+    calls = {s.name: known.get(s.name) or calls_of(s, bases[s.name]) for s in wanted}
+    path.write_text(json.dumps(known | calls))
+    print(f"calls: { {name: len(made) for name, made in calls.items()} }", flush=True)
+    return calls
+
+
+def _tasks(kind: str, calls: Calls, bases: dict[str, Path], base: Path) -> list[tuple[str, Task]]:
+    if kind == "journal":
+        return [(d.name, partial(_damaged, base, d)) for d in _journal_here(base).damages(SEED)]
+    makers = {"kill": every, "pairs": partial(pairs, number=PAIRS), "errors": errors}
+    return [(p.name, partial(_point, bases, p)) for p in makers[kind](calls, SEED)]
+
+
+def _call_at(calls: Calls, point: str) -> str:
+    """The call that a point is about."""
+    scenario, fate = point.split()
+    return calls[scenario][int(fate.rpartition(":")[2]) - 1]
+
+
+def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], base: Path) -> int:
+    kinds = args.only.split(",")
+    is_wrong = False
+    for kind in kinds:
+        tasks = _tasks(kind, calls, bases, base)
+        if args.defect is not None:
+            tasks = [t for t in tasks if _call_at(calls, t[0]) in DEFECTS[args.defect].calls]
+        is_sample = args.sample is not None or args.defect is not None
+        if args.sample is not None:
+            tasks = tasks[: args.sample]
+        record = Record(kind, args.scenario or "", is_kept=not is_sample)
+        deadline = time.monotonic() + 60 * args.minutes / len(kinds)
+        sought = DEFECTS[args.defect].shows if args.defect else None
+        _go_on(record, tasks, args.jobs, deadline, sought)
+        is_wrong |= record.end(len(tasks), args.jobs)
+    return int(is_wrong)
+
+
+def _go_on(
+    record: Record, tasks: list[tuple[str, Task]], jobs: int, deadline: float, sought: str | None
+) -> None:
+    """Run what is left until the deadline, or until what is sought was found."""
+    left = [task for task in tasks if task[0] not in record.done]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for name, outcome, seconds in pool.imap_unordered(_timed, left):
+            record.add(name, outcome, seconds)
+            if time.monotonic() > deadline or (sought is not None and sought in " ".join(outcome.wrong)):
+                pool.terminate()
+                break
+
+
+def _timed(task: tuple[str, Task]) -> tuple[str, Outcome, float]:
+    begun = time.monotonic()
+    return task[0], task[1](), time.monotonic() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""The judge of a life: reads bytes on disk and in the remote, and asks the trainer what it wrote.
+
+Nothing of ckptd is asked here: neither what it planned nor what it noted. A COMMIT counts if every object
+that it rests on is there with the very bytes of one save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import struct
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+from tests.killpoints import trainer
+from tests.killpoints.life import Place
+
+WINDOW_BYTES = 4096
+TEMPORARY = (".ckptd-tmp-", ".ckptd-part-")
+Objects = dict[str, bytes]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """`wrong`: promises broken; `keys`: objects that COMMITs rest on; `garbage`: that nothing lists."""
+
+    wrong: list[str] = field(default_factory=list)
+    keys: frozenset[str] = frozenset()
+    garbage: int = 0
+    committed: set[tuple[int, str]] = field(default_factory=set)
+    """(step, form) of every whole COMMIT."""
+
+
+def objects_of(place: Place) -> Objects:
+    """What the remote holds."""
+    if place.scenario.store == "directory":
+        return _tree(place.remote)
+    folder = place.root / "shelf" / "objects"
+    if not folder.is_dir():
+        return {}
+    return {unquote(p.name): p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
+
+
+def _tree(folder: Path) -> Objects:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def judge(place: Place) -> Verdict:
+    """What must hold at every instant (P1, P3, P4, P5, P6)."""
+    verdict = Verdict()
+    found = objects_of(place)
+    keys: set[str] = set()
+    tags: set[str] = set()
+    for key, data in found.items():
+        if key.startswith("_ckptd/commits/") and key.endswith(".json"):
+            _judge_commit(place, found, key, data, verdict, keys, tags)
+    verdict.keys = frozenset(keys)
+    listed = keys | {"latest", "latest_universal"}
+    verdict.garbage = sum(
+        k not in listed and not k.startswith("_ckptd/") and TEMPORARY[0] not in k for k in found
+    )
+    latest = found.get("latest")
+    if latest is not None and latest.decode() not in tags:
+        verdict.wrong.append(f"remote latest names {latest!r}, which has no whole COMMIT (P6)")
+    _judge_local(place, verdict)
+    return verdict
+
+
+def _judge_commit(
+    place: Place, found: Objects, key: str, data: bytes, verdict: Verdict, keys: set[str], tags: set[str]
+) -> None:
+    try:
+        commit = json.loads(data)
+    except ValueError:
+        verdict.wrong.append(f"{key} is torn (P3)")
+        return
+    contents: Objects = {}
+    for row in commit["manifests"]:
+        text = found.get(row["key"])
+        if text is None or hashlib.sha256(text).hexdigest() != row["sha256"]:
+            verdict.wrong.append(f"{key} rests on {row['key']}, which is gone or another (P3)")
+            return
+        keys.add(row["key"])
+        for file in json.loads(text)["files"]:
+            keys.add(file["key"])
+            if file["key"] not in found:
+                verdict.wrong.append(f"{key}: {file['key']} is not there (P3)")
+                return
+            contents[file["path"]] = found[file["key"]]
+    step, form = commit["step"], commit["form"]
+    save = next(s for s in trainer.saves() if s.step == step)
+    why = _differs(contents, save) if form == "zero" else _is_no_universal(contents, save)
+    if why:
+        verdict.wrong.append(f"{key}: {why} (P2, P4)")
+        return
+    tags.add(commit["folder"])
+    verdict.committed.add((step, form))
+
+
+def _differs(contents: Objects, save: trainer.Save) -> str:
+    if set(contents) != set(save.files):
+        return f"holds {sorted(contents)}, the save is {sorted(save.files)}"
+    wrong = [name for name, data in save.files.items() if contents[name] != data]
+    return f"{wrong} are not the bytes of step {save.step}" if wrong else ""
+
+
+def _is_no_universal(contents: Objects, save: trainer.Save) -> str:
+    for (name, state), data in save.expected.items():
+        held = contents.get(f"zero/{name}/{state}.pt")
+        if held is None:
+            return f"{name}/{state} is missing"
+        if _first_storage(held) != data:
+            return f"{name}/{state} is not that of step {save.step}"
+    return ""
+
+
+def _first_storage(archive: bytes) -> bytes:
+    """Record data/0 of a torch archive; its CRC is 0 in what ckptd writes, which zipfile would refuse."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as packed:
+        record = next(i for i in packed.infolist() if i.filename.endswith("/data/0"))
+    name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
+    at = record.header_offset + 30 + name + extra
+    return archive[at : at + record.file_size]
+
+
+def _judge_local(place: Place, verdict: Verdict) -> None:
+    is_constant = place.scenario.is_constant
+    written = trainer.saves()[: place.written]
+    newest = written[-1].step if written else 0
+    for number, save in enumerate(written):
+        folder = place.save_dir / trainer.tag_of(save.step, is_constant=is_constant)
+        is_here = folder.is_dir() and not _differs(_tree(folder), save)
+        newer = [other.step for other in written[number + 1 :] if (other.step, "zero") in verdict.committed]
+        is_safe = (save.step, "zero") in verdict.committed or len(newer) >= 2
+        if save.step == newest and not is_here:
+            verdict.wrong.append(f"the newest save, {folder.name}, is not here any more (P5)")
+        elif not is_here and not is_safe and not (is_constant and place.last_of("hit", "")):
+            verdict.wrong.append(f"step {save.step} is neither here nor committed (P1)")
+    names = {"latest", "latest_universal", "_ckptd"}
+    names |= {trainer.tag_of(s.step, is_constant=is_constant) for s in written}
+    strange = [n for n in os.listdir(place.save_dir) if n not in names and not n.startswith(TEMPORARY)]
+    if strange:
+        verdict.wrong.append(f"{strange} appeared in save_dir (P11)")
+    pointer = place.save_dir / "latest_universal"
+    if pointer.exists():
+        target = place.save_dir / pointer.read_text()
+        made = _tree(target) if target.is_dir() else {}
+        if not any(not _is_no_universal(made, save) for save in written):
+            verdict.wrong.append(f"latest_universal names {target.name}, which is not whole (P6)")
+
+
+def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdict:
+    """What must hold as well once all is done: everything arrived, nothing is left lying (P1, P7).
+
+    A process that is killed leaves at most one temporary of a document, which nothing reads. After an error
+    older forms than the newest may have been skipped.
+    """
+    verdict = judge(place)
+    scenario, wrong = place.scenario, verdict.wrong
+    wrong += [line for line in place.told() if line.startswith(("VIOLATION", "STANDSTILL", "SILENT"))]
+    forms = ("zero", "universal") if scenario.universal else ("zero",)
+    expected = {(save.step, form) for save in trainer.saves()[-2:] for form in forms}
+    if place.was_found_first:
+        expected |= {(trainer.STEPS[0], form) for form in forms} & verdict.committed
+    optional = {(trainer.STEPS[-2], "universal")} if place.last_of("hit", "") else set()
+    if not expected - optional <= verdict.committed <= expected:
+        wrong.append(f"committed are {sorted(verdict.committed)}, wanted {sorted(expected)}")
+    last = trainer.tag_of(trainer.STEPS[-1], is_constant=scenario.is_constant)
+    first = {trainer.tag_of(trainer.STEPS[0], is_constant=False)} if place.was_found_first else set()
+    folders = {p.name for p in place.save_dir.iterdir() if p.is_dir()}
+    if folders - first != {last, "_ckptd"}:
+        wrong.append(f"save_dir holds {sorted(folders)}, wanted {last}")
+    made = _names(place.save_dir / "_ckptd" / "derived" / "universal")
+    if made - first != ({last} if scenario.universal else set()):
+        wrong.append(f"_ckptd/derived/universal holds {sorted(made)}")
+    # what an unlink leaves that fails itself, nobody else removes
+    _judge_leftovers(place, wrong, deaths + is_hurt + (place.last_of("hit", "") == "unlink"))
+    if verdict.garbage:
+        wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
+    code = place.last_of("exit", "0")
+    if code != "0":
+        wrong.append(f"at the end the exit code would be {code}: {place.last_of('problems', '')}")
+    wrong += sent_again(place, is_killed=deaths > 0)
+    return verdict
+
+
+def _names(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _judge_leftovers(place: Place, wrong: list[str], most_temporaries: int) -> None:
+    for name in ("trash", "hold", "staging"):
+        left = _names(place.save_dir / "_ckptd" / name)
+        if left:
+            wrong.append(f"_ckptd/{name} holds {sorted(left)}")
+    found = [p for f in (place.save_dir, place.remote) for p in f.rglob("*") if p.name.startswith(TEMPORARY)]
+    if len(found) > most_temporaries or any(p.name.startswith(TEMPORARY[1]) for p in found):
+        wrong.append(f"temporaries are left: {[str(p.relative_to(place.root)) for p in found]}")
+    partial = _names(place.root / "shelf" / "partial")
+    if partial:
+        wrong.append(f"partial uploads are left: {sorted(partial)}")
+
+
+def sent_again(place: Place, *, is_killed: bool) -> list[str]:
+    """P7, P8: nothing committed is sent again, and of a file in flight at most one window."""
+    wrong: list[str] = []
+    committed: set[str] = set()
+    flushed: dict[str, int] = {}
+    for line in place.told():
+        word, _, rest = line.partition(" ")
+        if word == "committed":
+            committed = set(json.loads(rest))
+        elif word == "flushed":
+            key, count = json.loads(rest)
+            flushed[key] = count
+        elif word == "upload":
+            key, resumed = json.loads(rest)
+            if key in committed:
+                wrong.append(f"{key} was sent again although it was committed (P8)")
+            elif is_killed and place.scenario.lanes == 1 and resumed < flushed.pop(key, 0) - WINDOW_BYTES:
+                wrong.append(f"{key} was sent again from {resumed} (P7)")
+    return wrong

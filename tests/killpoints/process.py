@@ -1,0 +1,112 @@
+"""A daemon's own turns in one thread of this process: no child, no pool, no clock but ours.
+
+It exists because a real daemon with its children takes seconds to start and a life must be cut at thousands
+of places. Jobs, plans, journal, workers' work, service, planning and executing are the product's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ckptd.config import load_daemon, load_jobs
+from ckptd.daemon.checks import exit_code, is_idle
+from ckptd.daemon.job import Job
+from ckptd.daemon.loop import Daemon
+from ckptd.daemon.problems import Problem
+from ckptd.daemon.workers import Workers
+from tests.killpoints.seams import Seams
+from tests.killpoints.standins import Clock, DirectClient, Inline, Later, open_stores, put, stand_in
+
+
+class Process:
+    """One daemon from start to its death or its end."""
+
+    def __init__(
+        self,
+        job_file: Path,
+        shelf: Path,
+        seams: Seams,
+        clock: Clock,
+        tell: Callable[[str], None],
+        *,
+        is_eager: bool,
+        lanes: int,
+    ) -> None:
+        self.clock = clock
+        self.seams = seams
+        clock.install()
+        stand_in(lanes)
+        open_stores(shelf, seams, tell, lanes)
+        seams.install()
+        loaded = load_jobs([job_file], load_daemon(None, {}), {})
+        self.daemon = Daemon(loaded, {})
+        self._queue: queue.SimpleQueue[Callable[[], None]] = self.daemon._queue
+        post = self._queue.put
+        self.daemon._workers = Workers(post)
+        put(self.daemon._workers, "_pool", Inline() if is_eager else Later(post))
+        put(DirectClient, "later", None if is_eager else staticmethod(post))
+        put(DirectClient, "drain", None if is_eager else staticmethod(self._take_in))
+        self.daemon._open_jobs()
+
+    @property
+    def job(self) -> Job:
+        """The one job."""
+        if not self.daemon.jobs:
+            message = f"the job ended: {self.daemon.invalid}"
+            raise AssertionError(message)
+        return self.daemon.jobs[0]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What status would show."""
+        return list(self.job.problems.all())
+
+    @property
+    def exit_code(self) -> int:
+        """What `ckptd run --once` would end with."""
+        return exit_code(self.job)
+
+    def turn(self) -> None:
+        """Wait for what is due, take all that happened, let the job decide."""
+        now = time.monotonic()
+        self._take_in()
+        self.daemon._turn(self.job, now)
+        self.daemon._totals.settle()
+        if self._queue.empty() and self.daemon.jobs:
+            self.clock.wait(min(10.0, max(0.02, self.job.seconds_to_next(time.monotonic()))))
+
+    def _take_in(self) -> None:
+        while True:
+            try:
+                call = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            self.daemon._call(call)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is left to do, as `--once` judges it."""
+        return self._queue.empty() and self.job.phase != "waiting" and is_idle(self.job)
+
+    def until_well(self, turns: int) -> None:
+        """Turn until what failed was tried again and all is safe."""
+        for _ in range(turns):
+            if self.is_idle and not self.exit_code and not self.job.links["nas"].seconds_to_wake:
+                return
+            self.turn()
+
+    def publish(self) -> None:
+        """Write status.json."""
+        self.daemon._publish(is_urgent=True)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The product's own lines go nowhere."""
+    logging.disable(logging.CRITICAL)
+    yield

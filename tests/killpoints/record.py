@@ -1,0 +1,110 @@
+"""What a long run has finished, for as long as the code is the same, and the figure that it comes to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.killpoints.points import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / ".build"
+KINDS = {
+    "kill": ("killpoints", "F1", "kill -9 before, within and after every durable call of a whole life"),
+    "pairs": ("killpairs", "F2", "a second kill while the first is recovered from"),
+    "errors": (
+        "errors",
+        "F4, F6, F7",
+        "every call fails, once or for five minutes, with each of seven errnos",
+    ),
+    "journal": ("journals", "F28", "the journal cut or flipped at every 16th byte, gone, of the future"),
+}
+
+
+def digest() -> str:
+    """Of all code that a point runs."""
+    sha = hashlib.sha256()
+    for folder in (ROOT / "ckptd", ROOT / "tests" / "killpoints", ROOT / "tests" / "stores"):
+        for path in sorted(folder.rglob("*.py")):
+            sha.update(path.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+@contextmanager
+def ground(*, is_full: bool) -> Iterator[tuple[Path, Path | None]]:
+    """Where lives are lived: memory, and an XFS that clones where there may be one."""
+    shm = Path("/dev/shm")
+    base = Path(tempfile.mkdtemp(prefix="ckptd-points-", dir=shm if os.access(shm, os.W_OK) else None))
+    mounted: Path | None = None
+    try:
+        if is_full and os.geteuid() == 0 and shutil.which("mkfs.xfs"):
+            image, folder = base / "image", base / "xfs"
+            with image.open("wb") as out:
+                out.truncate(512 << 20)
+            folder.mkdir()
+            subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", str(image)], check=True)
+            done = subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=False)
+            mounted = folder if done.returncode == 0 else None
+        yield base, mounted
+    finally:
+        if mounted is not None:
+            subprocess.run(["umount", str(mounted)], check=False)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+class Record:
+    """One kind of points: what is finished, what is wrong."""
+
+    def __init__(self, kind: str, part: str, *, is_kept: bool) -> None:
+        self._kind, self._is_kept, self._is_whole = kind, is_kept, not part
+        self._name, self._fault, self._what = KINDS[kind]
+        self._path = BUILD / "killpoints" / f"{self._name}-{digest()}{part and '-'}{part}.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        is_there = is_kept and self._path.exists()
+        self._rows = [json.loads(row) for row in self._path.read_text().splitlines()] if is_there else []
+        self.done = {row["point"] for row in self._rows}
+
+    def add(self, name: str, outcome: Outcome, seconds: float) -> None:
+        """One point was run."""
+        row = {
+            "point": name,
+            "deaths": outcome.deaths,
+            "hit": outcome.hit,
+            "wrong": outcome.wrong,
+            "seconds": round(seconds, 3),
+        }
+        self._rows.append(row)
+        if self._is_kept:
+            with self._path.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+        if outcome.wrong:
+            print(f"VIOLATION {name}: {'; '.join(outcome.wrong)}", flush=True)
+
+    def end(self, points: int, jobs: int) -> bool:
+        """Print the figure, keep it for `make figures`; whether anything is wrong."""
+        figure = {
+            "name": self._name,
+            "fault": self._fault,
+            "what": self._what,
+            "command": f"python -m tests.killpoints --only {self._kind}",
+            "runs": len(self._rows),
+            "points": points,
+            "crashes": sum(row["deaths"] for row in self._rows),
+            "hits": sum(1 for row in self._rows if row["hit"]),
+            "violations": sum(1 for row in self._rows if row["wrong"]),
+            "seconds": round(sum(row["seconds"] for row in self._rows) / jobs),
+            "date": datetime.now(UTC).date().isoformat(),
+        }
+        print(json.dumps(figure), flush=True)
+        if self._is_kept and self._is_whole:
+            (BUILD / "figures").mkdir(parents=True, exist_ok=True)
+            (BUILD / "figures" / f"{self._name}.json").write_text(json.dumps(figure) + "\n")
+        return bool(figure["violations"])

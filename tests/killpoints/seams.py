@@ -1,0 +1,214 @@
+"""Every durable call of the product, counted by one counter; at the n-th something happens to it.
+
+It exists so that a life can be cut, or one call of it failed, at every place where a process that dies or a
+disk that refuses would leave a trace. Patches a process that was forked for that purpose and ends with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd import files, pages
+from ckptd.convert.plan import PlanWriter
+from ckptd.journal_db import Database
+
+WRITES = ("write", "pwrite", "copy_file_range")
+NAMES = ("mkdir", "rename", "link", "unlink", "rmdir", "symlink")
+OTHERS = ("fsync", "fdatasync", "ftruncate", "fchmod")
+READS = ("pread", "preadv", "scandir", "listdir", "fstat", "stat")
+CHANGING = ("INSERT", "UPDATE", "DELETE", "BEGIN", "COMMIT", "PRAGMA JOURNAL_MODE")
+_O_MAKES = os.O_CREAT | os.O_TRUNC
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EROFS, errno.EACCES}
+_ALLOCATES = {
+    *("open", "mkdir", "link", "rename", "renameat2", "symlink", "journal", "plan", "clone_file"),
+    *("write", "pwrite", "copy_file_range", "clone_range", "ftruncate", "fsync", "fdatasync", "store"),
+}
+_FLUSHES = {"fsync", "fdatasync", "write", "pwrite"}
+
+
+@dataclass(slots=True)
+class Fate:
+    """What happens to a call: nothing of it, all of it, or half of it and then the end; or an errno."""
+
+    at: int = 0
+    """Which call, from 1; 0: none."""
+    side: str = "before"
+    """before, after or half (of a write; of any other call it is after); or fail: it raises."""
+    code: int = errno.EIO
+    is_persistent: bool = False
+    """Every call from `at` on raises, of those that such an error meets."""
+
+    def meets(self, name: str) -> bool:
+        """Whether a call could fail so: a full disk lets files go, one that is read-only flushes."""
+        word = name.split()[0]
+        if self.code in _FULL:
+            return word in _ALLOCATES
+        return word not in _FLUSHES if self.code in _DENIED else True
+
+
+class Seams:
+    """Counts the calls of this process and carries out the fate of one of them."""
+
+    def __init__(self, fate: Fate, note: Callable[[str], None], *, reads: bool = False) -> None:
+        self.fate = fate
+        self.names: list[str] = []
+        """What was called, in its order."""
+        self.is_open = True
+        """False: what is called now is the test's own doing."""
+        self.ours = "/nvme/run/"
+        """Where the trainer's own files lie: what it never flushes we try until it is flushed."""
+        self.hit = ""
+        self.hit_at_seconds = 0.0
+        self._note = note
+        self._broken: dict[tuple[int, int], str] = {}
+        """(dev, ino) of regular files whose flush failed and that were not begun anew since."""
+        self._reads = reads
+
+    # --- one call --------------------------------------------------------------------------------------
+
+    def call(self, name: str, real: Callable[..., Any], *args: Any, half: Any = None, **kwargs: Any) -> Any:
+        """Carry out one counted call, or its fate."""
+        if not self.is_open:
+            return real(*args, **kwargs)
+        self.names.append(name)
+        fate = self.fate
+        if fate.side == "fail":
+            is_due = len(self.names) == fate.at or (fate.is_persistent and len(self.names) > fate.at > 0)
+            if is_due and fate.meets(name):
+                self.hit = self.hit or name
+                self.hit_at_seconds = self.hit_at_seconds or time.monotonic()
+                self._flush_failed(name, args)
+                raise OSError(fate.code, os.strerror(fate.code))
+            self._flushes(name, args)
+            return real(*args, **kwargs)
+        if len(self.names) != fate.at:
+            return real(*args, **kwargs)
+        self._note(f"killed {fate.side} {name}")
+        if fate.side == "half" and half is not None:
+            half()
+        elif fate.side != "before":
+            real(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def _flush_failed(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in ("fsync", "fdatasync"):
+            status = os.fstat(args[0])
+            if os.path.isfile(f"/proc/self/fd/{args[0]}"):
+                self._broken[status.st_dev, status.st_ino] = os.readlink(f"/proc/self/fd/{args[0]}")
+
+    def _flushes(self, name: str, args: tuple[Any, ...]) -> None:
+        """A flush that is tried again would be believed: the kernel has dropped the pages (F6)."""
+        if name in ("fsync", "fdatasync", "ftruncate") and self._broken:
+            status = os.fstat(args[0])
+            path = self._broken.get((status.st_dev, status.st_ino))
+            if path is not None and name == "ftruncate":
+                del self._broken[status.st_dev, status.st_ino]
+            elif path is not None and (self.ours not in path or "/_ckptd/" in path):
+                self._note(f"VIOLATION a flush of {path} that failed was tried again")
+
+    @property
+    def is_hurting(self) -> bool:
+        """An error goes on."""
+        return self.fate.is_persistent and self.hit != ""
+
+    # --- where the calls are ---------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Wrap them all, in this process, for good."""
+        for name in (*NAMES, *OTHERS, *(READS if self._reads else ())):
+            self._wrap(os, name)
+        self._wrap_open()
+        self._wrap_writes()
+        self._wrap(files, "_renameat2", "renameat2")
+        for module in (files, pages):
+            self._wrap(module, "clone_file")
+            self._wrap(module, "clone_range")
+        self._wrap(PlanWriter, "_line", "plan line")
+        self._wrap_journal()
+
+    def _wrap(self, owner: Any, name: str, shown: str = "") -> None:
+        real = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            return self.call(shown or name, real, *args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def _wrap_open(self) -> None:
+        real = os.open
+
+        def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if not flags & _O_MAKES and not self._reads:
+                return real(path, flags, *args, **kwargs)
+            made: int = self.call("open", real, path, flags, *args, **kwargs)
+            return made
+
+        setattr(os, "open", opened)  # noqa: B010 - in this process, for good
+
+    def _wrap_writes(self) -> None:
+        write, pwrite, copy = os.write, os.pwrite, os.copy_file_range
+
+        def writing(fd: int, data: Any) -> int:
+            part = memoryview(data)[: len(data) // 2]
+            done: int = self.call("write", write, fd, data, half=lambda: write(fd, part))
+            return done
+
+        def writing_at(fd: int, data: Any, at: int) -> int:
+            part = memoryview(data)[: len(data) // 2]
+            done: int = self.call("pwrite", pwrite, fd, data, at, half=lambda: pwrite(fd, part, at))
+            return done
+
+        def copying(src: int, dst: int, count: int, **more: Any) -> int:
+            part = max(1, count // 2)
+            half = lambda: copy(src, dst, part, **more)  # noqa: E731
+            done: int = self.call("copy_file_range", copy, src, dst, count, half=half, **more)
+            return done
+
+        os.write, os.pwrite, os.copy_file_range = writing, writing_at, copying  # type: ignore[assignment]
+
+    def _wrap_journal(self) -> None:
+        """Statements that change the journal; an injected error is SQLite's own for a failing disk."""
+        seams, run = self, Database._run
+
+        def counted(db: Database, statement: Callable[..., Any], sql: str, *args: Any) -> Any:
+            word = " ".join(sql.upper().split()[:3])
+
+            def called(*given: Any) -> Any:
+                try:
+                    return seams.call(f"journal {word}", statement, *given)
+                except OSError as error:
+                    raise _as_sqlite_says(error) from error
+
+            return run(db, called if word.startswith(CHANGING) else statement, sql, *args)
+
+        setattr(Database, "_run", counted)  # noqa: B010 - likewise
+
+
+def _as_sqlite_says(error: OSError) -> sqlite3.OperationalError:
+    """What a statement raises when the disk says that."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    told = sqlite3.OperationalError("database or disk is full" if is_full else "disk I/O error")
+    told.sqlite_errorcode = sqlite3.SQLITE_FULL if is_full else sqlite3.SQLITE_IOERR
+    return told
+
+
+def stored(seams: Seams, store: Any, verbs: tuple[str, ...]) -> Any:
+    """A store each of whose changing calls is a point: before it nothing, after it the answer is lost."""
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            real = getattr(store, name)
+            if name not in verbs:
+                return real
+            return lambda *args, **kwargs: seams.call(f"store {name}", real, *args, **kwargs)
+
+    return Counted()

@@ -1,0 +1,62 @@
+"""A sample of the points of a life; `make faults-full` takes all of them.
+
+In a process of its own: the calls of the whole interpreter are wrapped there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.killpoints.defects import DEFECTS
+
+pytestmark = pytest.mark.faults
+ROOT = Path(__file__).resolve().parents[2]
+FULL = bool(os.environ.get("CKPTD_FULL"))
+
+
+def run(*arguments: object) -> tuple[dict[str, Any], str]:
+    """The last line, and all that was printed."""
+    command = [sys.executable, "-m", "tests.killpoints", "--jobs", "2", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+    lines = done.stdout.splitlines()
+    assert lines and lines[-1].startswith("{"), done.stderr[-3000:]
+    return json.loads(lines[-1]), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "scenario", "number"),
+    [
+        ("kill", "directory", 14),
+        ("kill", "objects-constant", 6),
+        ("pairs", "directory", 6),
+        ("errors", "directory-zero", 14),
+        ("journal", "directory", 10),
+    ],
+)
+def test_a_sample_of_points(kind: str, scenario: str, number: int) -> None:
+    """Killed or hurt there, gone on with, judged by bytes: no promise is broken."""
+    figure, printed = run("--only", kind, "--scenario", scenario, "--sample", number * (20 if FULL else 1))
+    assert figure["violations"] == 0, printed
+    assert figure["runs"] >= number
+    assert figure["crashes"] + figure["hits"] >= number // 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("forgotten_prunes", "flushed_again") else pytest.mark.full)
+        for name in DEFECTS
+    ],
+)
+def test_a_defect_that_is_put_in_is_found(name: str) -> None:
+    """The harness can fail, and says what is wrong."""
+    figure, printed = run("--scenario", "directory-zero", "--defect", name)
+    assert figure["violations"] >= 1
+    assert DEFECTS[name].shows in printed
