@@ -48,8 +48,7 @@ class Patience:
         except (StorageError, NotPermitted, OSError) as error:
             if not self._is_patient:
                 raise
-            told = error if isinstance(error, CkptdError) else from_os_error(error, "working on this node")
-            self._begin_again(told)
+            self._begin_again(error if isinstance(error, CkptdError) else _in_words(error))
 
     def post(self, call: Callable[[], None]) -> None:
         """Have a call made in the deciding thread, guarded (any thread)."""
@@ -69,3 +68,8 @@ class Patience:
         self._again_at_seconds = time.monotonic() + AGAIN_SECONDS
         job.close()
         job.needs_turn = False
+
+
+def _in_words(error: OSError) -> CkptdError:
+    where = f" ({error.filename})" if error.filename else ""
+    return from_os_error(error, f"working on this node{where}")
