@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def main() -> None:
     who, run, side, at, root = sys.argv[1:6]
     fate = Fate(int(at), side)
     if who == "remote":
-        put(client.subprocess, "Popen", _starter(run, side, at, root))
+        stand_in = types.SimpleNamespace(**{**vars(subprocess), "Popen": _starter(run, side, at, root)})
+        put(client, "subprocess", stand_in)
     else:
         _install(fate, Path(root), f"calls-{who.removesuffix('-child')}-{run}")
     if who == "remote-child":
