@@ -78,20 +78,10 @@ def _take_up_again(state: JobState) -> None:
 
 
 def _sweep_holds(state: JobState, save_dir_fd: int) -> None:
-<<<<<<< HEAD
     """Holds that were let go and came back with a power cut; what the journal does not know stays."""
     let_go = {hold_name(row) for row in state.rows.values() if not row.held}
     for name in fs.names_in(save_dir_fd, fs.HOLD):
         if name.removesuffix(".partial") in let_go:
-=======
-    """Clones that no save of the journal is held by: the crash came before or after that was noted.
-
-    A new journal knows none, and what it does not know may be the last copy: there nothing is swept.
-    """
-    known = {hold_name(row) for row in state.rows.values() if row.held}
-    for name in fs.names_in(save_dir_fd, fs.HOLD) if not state.journal.was_new else ():
-        if name not in known:
->>>>>>> a47ceda (Holds are noted released once they are gone; what failed conversions left goes)
             fs.remove_ours(save_dir_fd, fs.HOLD, name)
 
 
