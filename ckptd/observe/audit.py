@@ -11,6 +11,7 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
+from ckptd.files import stat_beneath
 from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Audit:
         }
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with opened_ours(self._path.parent) as folder:
-            is_new = files.stat_beneath(folder, self._path.name) is None
+            is_new = stat_beneath(folder, self._path.name) is None
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
             try:
                 os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
