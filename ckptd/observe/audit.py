@@ -11,7 +11,6 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
-from ckptd.files import stat_beneath
 from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Audit:
         }
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with opened_ours(self._path.parent) as folder:
-            is_new = stat_beneath(folder, self._path.name) is None
+            is_new = self._path.name not in os.listdir(folder)
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
             try:
                 os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
