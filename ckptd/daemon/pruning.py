@@ -12,6 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.convert.workplace import partial_name
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 
@@ -76,6 +77,7 @@ class Pruner:
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
             fs.prune(fd, permit, name)
+            fs.remove_ours(fd, fs.STAGING, partial_name(permit.tag))
 
         def failed(error: CkptdError) -> None:
             if name in fs.trash_names(save_dir_fd):
