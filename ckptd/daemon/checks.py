@@ -39,6 +39,7 @@ def notice_gone(job: Job, state: JobState) -> None:
             continue
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
+        job.problems.clear("prune-blocked", tag)
         log.info("%s was removed by somebody else", tag)
         if is_lost:
             job.problems.put(

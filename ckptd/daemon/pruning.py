@@ -12,7 +12,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd import files
 from ckptd.convert.workplace import partial_name
+from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 
@@ -76,20 +78,23 @@ class Pruner:
                 commits=[(c.key, c.sha256) for c in permit.commits],
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
-            fs.prune(fd, permit, name)
             fs.remove_ours(fd, fs.STAGING, partial_name(permit.tag))
+            fs.prune(fd, permit, name)
 
         def failed(error: CkptdError) -> None:
+            log.warning("pruning %s: %s", permit.tag, error)
             if name in fs.trash_names(save_dir_fd):
                 self._half_done.add(deletion_id)
                 self.later()
+            elif not isinstance(error, SourceChanged) and _is_gone(save_dir_fd, permit.tag):
+                self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
+                return
             else:
                 self._pruning.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
             state.problems.put(
                 "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
             )
-            log.warning("pruning %s: %s", permit.tag, error)
 
         self._in_worker(
             f"pruning {permit.tag}",
@@ -165,3 +170,8 @@ class Pruner:
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
         self.later()
+
+
+def _is_gone(save_dir_fd: int, tag: str) -> bool:
+    """All of it was removed; what failed was the last flush."""
+    return files.stat_beneath(save_dir_fd, tag) is None
