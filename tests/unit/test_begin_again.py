@@ -96,11 +96,11 @@ def test_a_damage_that_shows_later_is_told_apart(tmp_path: Path) -> None:
 def test_a_job_begins_again_when_its_journal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed, said, opened anew after ten seconds, and the word is taken back once a turn went through."""
     (tmp_path / "save" / TAG).mkdir(parents=True)
+    (tmp_path / "save" / TAG / "mp_rank_00_model_states.pt").write_bytes(b"PK")
     (tmp_path / "nas").mkdir()
     job_file = tmp_path / "run.toml"
-    job_file.write_text(
-        f'save_dir = "{tmp_path}/save"\n[[remote]]\nname = "nas"\nurl = "{tmp_path}/nas"\nsame_filesystem = true\n'
-    )
+    remote = f'name = "nas"\nurl = "{tmp_path}/nas"\nsame_filesystem = true\n'
+    job_file.write_text(f'save_dir = "{tmp_path}/save"\n[[remote]]\n{remote}')
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     daemon = Daemon(load_jobs([job_file], load_daemon(None, {}), {}), {})
