@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sqlite3
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class Seams:
                 self._flush_failed(name, args)
                 raise OSError(fate.code, os.strerror(fate.code))
             self._flushes(name, args)
-            return real(*args, **kwargs)
+            result = real(*args, **kwargs)
+            self._begins(name, args, result)
+            return result
         if len(self.names) != fate.at:
             return real(*args, **kwargs)
         self._note(f"killed {fate.side} {name}")
@@ -107,12 +110,18 @@ class Seams:
             if os.path.isfile(f"/proc/self/fd/{args[0]}"):
                 self._broken[status.st_dev, status.st_ino] = os.readlink(f"/proc/self/fd/{args[0]}")
 
+    def _begins(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """A new file may get the inode number of one that is gone."""
+        if name == "open" and args[1] & (os.O_EXCL | os.O_TRUNC) and self._broken:
+            status = os.fstat(result)
+            self._broken.pop((status.st_dev, status.st_ino), None)
+
     def _flushes(self, name: str, args: tuple[Any, ...]) -> None:
         """A flush that is tried again would be believed: the kernel has dropped the pages (F6)."""
         if name in ("fsync", "fdatasync", "ftruncate") and self._broken:
             status = os.fstat(args[0])
             path = self._broken.get((status.st_dev, status.st_ino))
-            if path is not None and name == "ftruncate":
+            if path is not None and (name == "ftruncate" or not stat.S_ISREG(status.st_mode)):
                 del self._broken[status.st_dev, status.st_ino]
             elif (
                 path is not None

@@ -252,6 +252,7 @@ def stand_in(lanes: int) -> None:
     put(inspection, "_child_lines", _inspected)
     put(children, "start", _started)
     put(supervise, "watch", _watched)
+    put(supervise, "_threads", lambda _: 1)
     put(executor_child, "Ticker", _NoTicker)
     for module in (planning_child, executor_child):
         put(module, "restrict", lambda **_: ())
