@@ -51,6 +51,8 @@ __all__ = [
 ]
 MAX_THREADS = 4
 PLAN_SECONDS = 3600.0
+SILENCE_SECONDS = 120.0
+"""An executor tells its progress four times a second, whatever its threads wait for."""
 
 
 def convert(
@@ -149,6 +151,7 @@ class Conversion:
         header, trailer = self.plan(place, clone=clone)
         self._check_room(place, trailer, clone=clone)
         self.execute(place, trailer, clone=clone)
+        place.check_made(trailer)
         place.publish(target)
         return self.report(destination, header, trailer, time.monotonic() - started)
 
@@ -173,7 +176,7 @@ class Conversion:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(PLAN + ".new", flags, 0o600, dir_fd=place.fd), "wb") as out:
             child = children.start("planning_child", stdout=out, stderr=subprocess.PIPE)
-            watched = self._watch(child, request, None, PLAN_SECONDS)
+            watched = self._watch(child, request, None, PLAN_SECONDS, None)
         if watched.status != 0:
             raise failure(watched, "planning the conversion")
         self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
@@ -236,7 +239,7 @@ class Conversion:
                 )
             )
 
-        watched = self._watch(self.start_executor(), request, on_line, None)
+        watched = self._watch(self.start_executor(), request, on_line, None, SILENCE_SECONDS)
         if watched.status != 0:
             raise failure(watched, "converting")
 
@@ -246,6 +249,7 @@ class Conversion:
         request: dict[str, Any],
         on_line: Callable[[dict[str, Any]], None] | None,
         timeout_seconds: float | None,
+        silence_seconds: float | None,
     ) -> Watched:
         return watch(
             child,
@@ -254,6 +258,7 @@ class Conversion:
             should_stop=self.should_stop,
             should_pause=self.should_pause,
             timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
         )
 
     def tell(self, progress: ConvertProgress) -> None:
@@ -301,7 +306,7 @@ def failure(watched: Watched, what: str) -> errors.CkptdError:
         return kind(str(watched.said.get("message", "")), hint=str(watched.said.get("hint", "")))
     if watched.status == -signal.SIGKILL and not watched.timed_out:
         return errors.BehindError(f"{what} was killed", hint="the next attempt goes on where it ended")
-    words = "it took too long" if watched.timed_out else children.died_of(watched.status)
+    words = "it hung or took too long" if watched.timed_out else children.died_of(watched.status)
     if what.startswith("planning"):
         return errors.RefusedError(f"{what} failed ({words})", hint="the ZeRO form is safe all the same")
     return errors.StorageError(f"{what} failed ({words})")

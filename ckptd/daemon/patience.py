@@ -45,10 +45,11 @@ class Patience:
         """
         try:
             call()
-        except (StorageError, NotPermitted, OSError) as error:
-            if not self._is_patient:
+        except (StorageError, NotPermitted, OSError, RuntimeError) as error:
+            told = error if isinstance(error, CkptdError) else _in_words(error)
+            if told is None or not self._is_patient:
                 raise
-            self._begin_again(error if isinstance(error, CkptdError) else _in_words(error))
+            self._begin_again(told)
 
     def post(self, call: Callable[[], None]) -> None:
         """Have a call made in the deciding thread, guarded (any thread)."""
@@ -70,6 +71,12 @@ class Patience:
         job.needs_turn = False
 
 
-def _in_words(error: OSError) -> CkptdError:
-    where = f" ({error.filename})" if error.filename else ""
-    return from_os_error(error, f"working on this node{where}")
+def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
+    """None: a defect, no lack of anything."""
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return from_os_error(error, f"working on this node{where}")
+    if "new thread" in str(error):
+        hint = "raise the limit of processes and threads (ulimit -u, TasksMax=, pids.max)"
+        return StorageError(f"this process may have no more threads ({error})", hint=hint)
+    return None

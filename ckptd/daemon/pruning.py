@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.convert.workplace import partial_name
+from ckptd.core.view import UNIVERSAL, DerivedState
 from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
@@ -63,7 +64,7 @@ class Pruner:
             commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
             reason=permit.reason,
         )
-        name = fs.trash_name(permit.tag)
+        name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
         state.confirmations.pop(action.save_id, None)
         state.deleted_at.append(time.monotonic())
@@ -78,7 +79,8 @@ class Pruner:
                 commits=[(c.key, c.sha256) for c in permit.commits],
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
-            fs.remove_ours(fd, fs.STAGING, partial_name(permit.tag))
+            for folder, left in leftovers:
+                fs.remove_ours(fd, folder, left)
             fs.prune(fd, permit, name)
 
         def failed(error: CkptdError) -> None:
@@ -103,6 +105,13 @@ class Pruner:
             lambda _: self._pruned(deletion_id, action.save_id, permit.tag, permit.reason),
             failed,
         )
+
+    def _leftovers(self, tag: str) -> list[tuple[str, str]]:
+        """(folder, name) of conversions that nobody goes on with: half made, or made and never noted."""
+        rows = [row for row in self._state.rows.values() if row.save.tag == tag]
+        is_noted = any(row.derived.state is DerivedState.READY for row in rows)
+        made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
+        return [(fs.STAGING, partial_name(tag)), *made]
 
     def _pruned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         state = self._state
