@@ -331,7 +331,7 @@ class Restore:
                     )
                     self._say(f"{tag}: {error.message}; {then}")
                 return None
-            drop_leftovers(fd)
+            drop_leftovers(fd, tag)
         here = self._dir / tag / "".join(plan.candidate.layout[1][:1])
         facts = model_facts(path) or model_facts(here)
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
