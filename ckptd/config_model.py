@@ -67,6 +67,12 @@ class LocalConfig(Retention):
         "ckptd never leaves less than this and the next save's room free",
     )
 
+    @model_validator(mode="after")
+    def _ladder_of_own_forms(self) -> LocalConfig:
+        for form in self.rungs_beyond(self.forms):
+            reject(f'ladder: "{form}" does not stay on the node; [local] takes universal (in forms) and gone')
+        return self
+
 
 class RemoteConfig(S3Keys, Retention):
     """One `[[remote]]`: where checkpoints go."""
@@ -114,6 +120,8 @@ class RemoteConfig(S3Keys, Retention):
             reject('a required remote takes "zero"; add it to forms or set required = false')
         if self.required and self.verify == "none":
             reject('verify = "none" proves nothing; set required = false')
+        for form in self.rungs_beyond(self.forms):
+            reject(f'ladder: "{form}" never comes to this remote; add it to forms')
         self._check_access()
         return self
 

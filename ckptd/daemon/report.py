@@ -199,7 +199,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
         remotes[remote.name] = forms
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
-    keep = state.plan.local_keeps.get(row.id, ()) if state.plan else ()
+    fate = state.plan.local_fates.get(row.id) if state.plan else None
     return st.CheckpointStatus(
         tag=save.tag,
         generation=max((r.generation or 1 for r in zero), default=None),
@@ -216,7 +216,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
             ended_at=rfc3339(row.ended_at) if row.ended_at else None,
         ),
         remotes=remotes,
-        keep=keep if row.state == "present" else (),
+        keep=fate.keeps if fate is not None else (),
         pinned=save.tag in job.knowledge.pins,
         kind="model-only" if save.grid.is_model_only else "resumable",
     )

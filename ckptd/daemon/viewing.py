@@ -77,6 +77,7 @@ def build_view(
         is_paused=is_paused,
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
+        pinned_tags=pins,
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
@@ -167,6 +168,7 @@ def _fresh(
         is_held=row.held,
         is_busy=state.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
+        is_pruned=row.state == "pruned",
         ships=ships,
         universal=row.derived,
         weights=row.weights,
@@ -193,6 +195,7 @@ def _remote(
                 is_model_only=v.commit.grid.is_model_only,
                 committed_at_seconds=v.commit.committed_at_seconds,
                 best=v.commit.best,
+                stands_alone=v.commit.stands_alone,
             )
             for v in seen.commits
             if not v.disputed

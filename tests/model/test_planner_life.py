@@ -17,7 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ckptd.core import keeping, planner
 from ckptd.core.actions import Action, Prune, Retire
-from ckptd.core.keeping import keep_local, keep_remote
+from ckptd.core.keeping import keep_local
+from ckptd.core.keeping_remote import keep_remote
+from ckptd.core.ladder import Fate
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import ZERO, ShipState
 from tests.model.world import Remote, World, order_of
@@ -185,17 +187,17 @@ class Life(RuleBasedStateMachine):
 
     def _rests(self) -> None:
         view = self.world.view()
-        keeps, remote_keeps = keep_local(view), keep_remote(view)
+        fates, remote_fates = keep_local(view).zero, keep_remote(view)
         for save in view.saves:
             if save.is_intact:
                 for name in self.world.remotes:
                     state = save.ship(name, ZERO).state
                     assert state in (ShipState.COMMITTED, ShipState.RETIRED), (save.save.tag, name, state)
-                assert keeps[save.id], f"{save.save.tag} may go and did not"
+                assert fates[save.id].keeps, f"{save.save.tag} may go and did not"
             assert not save.is_held, "no hold outlives its commit"
-        for (name, key), reasons in remote_keeps.items():
+        for (name, key), fate in remote_fates.items():
             limited = self.world.remotes[name].policy.save_total_limit is not None
-            assert reasons or not limited, f"{key} of {name} may go and did not"
+            assert fate.keeps or not limited, f"{key} of {name} may go and did not"
 
 
 def test_any_life_keeps_the_promises() -> None:
@@ -215,7 +217,7 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
     elif what == "newest":
         monkeypatch.setattr(keeping, "_protection", lambda save, ground, *, is_committed: ())
     else:
-        monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): ("x",)})
+        monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): Fate(keeps=("x",))})
         monkeypatch.setattr(
             planner,
             "_retire",
