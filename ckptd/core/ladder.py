@@ -44,7 +44,9 @@ class Rung(Model):
         """An age that is not known reaches nothing."""
         if self.after_newer is not None:
             return age.newer >= self.after_newer
-        return age.seconds is not None and self.after_seconds is not None and age.seconds >= self.after_seconds
+        return (
+            age.seconds is not None and self.after_seconds is not None and age.seconds >= self.after_seconds
+        )
 
     @property
     def after(self) -> str:

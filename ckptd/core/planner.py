@@ -204,7 +204,10 @@ def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
         gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
         if not gone or len(gone) == len(remote.commits):
             continue
-        first = min(gone, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
+        willing = [c for c in gone if c.sha256 not in view.not_to_retire]
+        if not willing:
+            continue
+        first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
         fate = fates[remote.name, first.key]
         instead = next((c for c in remote.commits if _stays_instead(first, c, fate.instead)), None)
         if instead is None and fate.instead is not None:

@@ -222,4 +222,3 @@ def _spaced(newest_first: Sequence[Item], policy: RetentionPolicy) -> list[str]:
             kept.append(item.key)
             last = at if at is not None else last
     return kept
-

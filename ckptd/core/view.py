@@ -225,6 +225,8 @@ class JobView:
     is_higher_better: bool = False
     pinned_tags: frozenset[str] = frozenset()
     """Whether a save of the tag is on this node or not."""
+    not_to_retire: frozenset[str] = frozenset()
+    """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3
     """The seat belt for remotes."""
     unsealed_tags: frozenset[str] = frozenset()

@@ -41,6 +41,7 @@ Code = Literal[
     "trainer-may-outrun",
     "prune-blocked",
     "local-failed",
+    "retire-blocked",
     "hold-released",
     "vanished-uncommitted",
     "waiting-for-remote",

@@ -78,6 +78,7 @@ def build_view(
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,
+        not_to_retire=_refused_lately(state),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
@@ -110,6 +111,11 @@ def _left(state: JobState, done: deque[float], limit: int | None) -> int:
         while times and now - times[0] > HOUR_SECONDS:
             times.popleft()
     return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(done)
+
+
+def _refused_lately(state: JobState) -> frozenset[str]:
+    now = time.monotonic()
+    return frozenset(sha for sha, at in state.retire_refused_at.items() if now - at < HOUR_SECONDS)
 
 
 def _largest_limit(config: JobConfig) -> int:
