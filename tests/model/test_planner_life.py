@@ -15,16 +15,19 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from ckptd.core import keeping, planner
+from ckptd.core import keeping, planner, retention
 from ckptd.core.actions import Action, Prune, Retire
 from ckptd.core.keeping import keep_local
 from ckptd.core.keeping_remote import keep_remote
-from ckptd.core.ladder import Fate
+from ckptd.core.ladder import Fate, Rung
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import ZERO, ShipState
+from ckptd.core.view import ZERO, DerivedState, ShipState
 from tests.model.world import Remote, World, order_of
 
 LIMITS = st.one_of(st.none(), st.integers(1, 3))
+STEPS = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=4))
+SPANS = (Rung(form="universal", after_seconds=20.0), Rung(form="gone", after_seconds=200.0))
+LADDERS = st.sampled_from([(), (), STEPS, STEPS[:1], SPANS, SPANS[:1]])
 SETTINGS = settings(
     max_examples=600,
     stateful_step_count=40,
@@ -39,18 +42,27 @@ class Life(RuleBasedStateMachine):
 
     carried_out: ClassVar[Counter[str]] = Counter()
     """How often each kind of action was executed: a machine that never deletes proves nothing."""
+    stepped_down: ClassVar[Counter[str]] = Counter()
+    """How often a save lost its ZeRO form and kept another, on the node and in remotes."""
 
-    @initialize(local=LIMITS, nas=LIMITS, s3=LIMITS, both=st.booleans(), can_clone=st.booleans())
-    def begin(self, local: int | None, nas: int | None, s3: int | None, both: bool, can_clone: bool) -> None:
+    @initialize(limits=st.tuples(LIMITS, LIMITS, LIMITS), both=st.booleans(), can_clone=st.booleans())
+    def begin(self, limits: tuple[int | None, ...], both: bool, can_clone: bool) -> None:
         self.step = 0
+        local, nas, s3 = (RetentionPolicy(save_total_limit=limit) for limit in limits)
         self.world = World(
-            local=RetentionPolicy(save_total_limit=local),
-            remotes={
-                "nas": Remote("nas", True, RetentionPolicy(save_total_limit=nas)),
-                "s3": Remote("s3", both, RetentionPolicy(save_total_limit=s3)),
-            },
+            local=local,
+            remotes={"nas": Remote("nas", True, nas), "s3": Remote("s3", both, s3)},
             can_clone=can_clone,
         )
+
+    @initialize(ladders=st.tuples(LADDERS, LADDERS, LADDERS))
+    def age(self, ladders: tuple[tuple[Rung, ...], ...]) -> None:
+        """Runs before or after `begin`: a ladder may come with a later configuration."""
+        if hasattr(self, "world"):
+            world = self.world
+            world.local = world.local.model_copy(update={"ladder": ladders[0]})
+            for remote, ladder in zip(world.remotes.values(), ladders[1:], strict=True):
+                remote.policy = remote.policy.model_copy(update={"ladder": ladder})
 
     # --- what the world does -----------------------------------------------------------------------------
 
@@ -138,6 +150,10 @@ class Life(RuleBasedStateMachine):
             assert save.save.order != max(complete), "the newest complete one is never deleted"
             assert save.save.tag != world.latest, "what latest names is never deleted"
             assert action.permit.commits, "a permit names COMMITs"
+            if "ladder: universal" in action.permit.reason:
+                assert save.universal.state is DerivedState.READY, (
+                    "the rung's form is here before the save goes"
+                )
         if isinstance(action, Retire) and action.commit.form == ZERO:
             orders = world.remotes[action.remote].zero_orders()
             is_here = any(
@@ -146,6 +162,8 @@ class Life(RuleBasedStateMachine):
             )
             assert not is_here, "what is still on the node stays in the remote"
             assert not orders or order_of(action.commit) != max(orders), "a remote's newest COMMIT stays"
+        if isinstance(action, Prune):
+            self.stepped_down["node"] += "universal" in action.permit.reason
         world.execute(action)
 
     # --- what must hold ----------------------------------------------------------------------------------
@@ -160,6 +178,13 @@ class Life(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for name, order in self.world.best_ever.items():
                 assert max(self.world.remotes[name].zero_orders()) == order
+
+    @invariant()
+    def a_ladder_without_an_end_leaves_a_form_of_everything(self) -> None:
+        if hasattr(self, "world"):
+            for remote in self.world.remotes.values():
+                ladder = remote.policy.ladder
+                assert not ladder or ladder[-1].form == "gone" or not remote.emptied
 
     def teardown(self) -> None:
         """Everything heals; the job comes to rest with all shipped and the limits kept."""
@@ -183,6 +208,8 @@ class Life(RuleBasedStateMachine):
             world.first_scan = False
         else:
             pytest.fail(f"the job never rests: {world.actions()}")
+        self.stepped_down["remote"] += sum(r.stepped_down for r in world.remotes.values())
+        self.a_ladder_without_an_end_leaves_a_form_of_everything()
         self._rests()
 
     def _rests(self) -> None:
@@ -203,12 +230,14 @@ class Life(RuleBasedStateMachine):
 def test_any_life_keeps_the_promises() -> None:
     """600 lives of 40 events each, in which every kind of action happens."""
     Life.carried_out.clear()
+    Life.stepped_down.clear()
     run_state_machine_as_test(Life, settings=SETTINGS)
     assert set(Life.carried_out) == {kind.__name__ for kind in get_args(Action)}, Life.carried_out
     assert min(Life.carried_out.values()) >= 10, Life.carried_out
+    assert min(Life.stepped_down[where] for where in ("node", "remote")) >= 10, Life.stepped_down
 
 
-@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest"])
+@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest", "ladder"])
 def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each guard taken out by hand is noticed, so the machine is no decoration."""
     if what == "confirmation":
@@ -216,6 +245,17 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
             monkeypatch.setattr(module, "is_committed", lambda view, save: bool(view.remotes))
     elif what == "newest":
         monkeypatch.setattr(keeping, "_protection", lambda save, ground, *, is_committed: ())
+    elif what == "ladder":
+        every, honest = frozenset({"zero", "universal"}), retention.step_down  # as if each form were there
+        monkeypatch.setattr(
+            retention,
+            "step_down",
+            lambda ladder, age, forms, standing, otherwise: {
+                form: fate.model_copy(update={"instead": None})
+                for form, fate in honest(ladder, age, every, every, otherwise).items()
+                if form in forms
+            },
+        )
     else:
         monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): Fate(keeps=("x",))})
         monkeypatch.setattr(
