@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from ckptd.core import keeping, planner, retention
+from ckptd.core import keeping, ladder, planner
 from ckptd.core.actions import Action, Prune, Retire
 from ckptd.core.keeping import keep_local
 from ckptd.core.keeping_remote import keep_remote
@@ -61,8 +61,8 @@ class Life(RuleBasedStateMachine):
         if hasattr(self, "world"):
             world = self.world
             world.local = world.local.model_copy(update={"ladder": ladders[0]})
-            for remote, ladder in zip(world.remotes.values(), ladders[1:], strict=True):
-                remote.policy = remote.policy.model_copy(update={"ladder": ladder})
+            for remote, rungs in zip(world.remotes.values(), ladders[1:], strict=True):
+                remote.policy = remote.policy.model_copy(update={"ladder": rungs})
 
     # --- what the world does -----------------------------------------------------------------------------
 
@@ -183,8 +183,8 @@ class Life(RuleBasedStateMachine):
     def a_ladder_without_an_end_leaves_a_form_of_everything(self) -> None:
         if hasattr(self, "world"):
             for remote in self.world.remotes.values():
-                ladder = remote.policy.ladder
-                assert not ladder or ladder[-1].form == "gone" or not remote.emptied
+                rungs = remote.policy.ladder
+                assert not rungs or rungs[-1].form == "gone" or not remote.emptied
 
     def teardown(self) -> None:
         """Everything heals; the job comes to rest with all shipped and the limits kept."""
@@ -246,13 +246,12 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
     elif what == "newest":
         monkeypatch.setattr(keeping, "_protection", lambda save, ground, *, is_committed: ())
     elif what == "ladder":
-        every, honest = frozenset({"zero", "universal"}), retention.step_down  # as if each form were there
+        every, honest = frozenset({"zero", "universal"}), ladder.step_down  # as if each form were there
         monkeypatch.setattr(
-            retention,
-            "step_down",
-            lambda ladder, age, forms, standing, otherwise: {
+            "ckptd.core.retention.step_down",
+            lambda rungs, age, forms, standing, otherwise: {
                 form: fate.model_copy(update={"instead": None})
-                for form, fate in honest(ladder, age, every, every, otherwise).items()
+                for form, fate in honest(rungs, age, every, every, otherwise).items()
                 if form in forms
             },
         )
