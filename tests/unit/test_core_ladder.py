@@ -1,8 +1,8 @@
-"""A ladder as a pure function: nothing is left without a form before "gone"; limits stay monotone (adr/0094)."""
+"""A ladder as a pure function: nothing is left without a form before "gone", limits stay monotone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +13,11 @@ from ckptd.core.retention import Held, Item, RetentionPolicy, fates
 from ckptd.core.save import Order
 
 if TYPE_CHECKING:
-    from ckptd.core.ladder import Fate
+    from ckptd.core.ladder import Fate, RungForm
 
 HOUR = 3600.0
 FORMS = ("zero", "universal", "weights-fp32", "weights-bf16")
+RUNGS: tuple[RungForm, ...] = ("universal", "weights-fp32", "weights-bf16", "gone")
 UNIVERSAL, WEIGHTS, NOTHING = (
     Rung(form="universal", after_newer=2),
     Rung(form="weights-bf16", after_newer=4),
@@ -27,7 +28,7 @@ UNIVERSAL, WEIGHTS, NOTHING = (
 @st.composite
 def ladders(draw: st.DrawFn) -> tuple[Rung, ...]:
     """Any ladder that a job file may hold."""
-    forms = draw(st.lists(st.sampled_from((*FORMS[1:], GONE)), unique=True, min_size=1))
+    forms = draw(st.lists(st.sampled_from(RUNGS), unique=True, min_size=1))
     forms.sort(key=fullness, reverse=True)
     afters = draw(st.lists(st.integers(0, 9), unique=True, min_size=len(forms), max_size=len(forms)))
     by_span = draw(st.booleans())
@@ -95,7 +96,7 @@ def test_more_is_never_less(held: list[Held], ladder: tuple[Rung, ...], limit: i
     """Raising the limit, adding a key, adding the ladder itself, later rungs: nothing goes that stayed."""
     policy = RetentionPolicy(save_total_limit=limit, ladder=ladder)
     low = stays(fates(held, policy))
-    more = [
+    more: list[dict[str, Any]] = [
         {"save_total_limit": limit + 1},
         {"keep_every_steps": 5},
         {"keep_steps": (3, 7)},
