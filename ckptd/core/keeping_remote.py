@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.keeping import best_tag, score_of
 from ckptd.core.ladder import Fate
 from ckptd.core.retention import Held, Item, fates
-from ckptd.core.view import ZERO
+from ckptd.core.view import WEIGHTS, ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,9 +39,11 @@ class Generation:
         return self.leader.order
 
     @property
-    def is_whole(self) -> bool:
-        """With its ZeRO form."""
-        return ZERO in self.commits
+    def kind(self) -> str:
+        """resumable; model-only and weights-only are nothing to resume from."""
+        if self.leader.is_model_only:
+            return "model-only"
+        return "resumable" if any(form not in WEIGHTS for form in self.commits) else "weights-only"
 
     def held(self, view: JobView) -> Held:
         """As the policy sees it; dated by the earliest of its COMMITs, which is the ZeRO form's."""
