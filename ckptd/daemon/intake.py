@@ -25,6 +25,7 @@ from ckptd.core.sealing import (
     sealed_extra,
     sealed_file,
 )
+from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ckptd.core.facts import FileFacts
     from ckptd.core.layouts import Grid
     from ckptd.core.listing import FolderListing, SaveDirListing
-    from ckptd.core.manifest import SaveWindow
+    from ckptd.core.manifest import Best, SaveWindow
     from ckptd.daemon.workers import OneJobs
 
 log = logging.getLogger("ckptd.intake")
@@ -72,6 +73,7 @@ class Intake:
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+        self._metrics = Metrics(config, state)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
@@ -94,7 +96,8 @@ class Intake:
                     ready.append((folder, verdict))
                 else:
                     self._flush(folder, save_dir_fd)
-        self._seal(ready)
+        self._metrics.look(save_dir_fd)
+        self._seal(ready, save_dir_fd)
         state.in_flight = frozenset(
             folder.tag
             for folder in listing.folders
@@ -242,7 +245,7 @@ class Intake:
 
     # --- sealing ---------------------------------------------------------------------------------------
 
-    def _seal(self, ready: list[tuple[FolderListing, Verdict]]) -> None:
+    def _seal(self, ready: list[tuple[FolderListing, Verdict]], save_dir_fd: int) -> None:
         """Seal durable saves in step order, once it is known whether a remote has them already (P8)."""
         found_first = self._recogniser.found_first()
         if found_first is None:
@@ -265,7 +268,9 @@ class Intake:
             assert verdict.grid is not None
             assert verdict.window is not None
             assert verdict.step is not None
-            self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
+            logged = best_of(folder.tag, self._state.facts[folder.tag], self._config.metric)
+            best = logged or self._metrics.best_of(verdict.step, save_dir_fd)
+            self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, best, found_first)
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
         """One that was written before is about to be sealed: sealed after this one, it would be a rewind."""
@@ -293,6 +298,7 @@ class Intake:
         grid: Grid,
         window: SaveWindow,
         step: int,
+        best: Best | None,
         found_first: frozenset[str],
     ) -> None:
         state = self._state
@@ -320,7 +326,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
-            best=best_of(folder.tag, state.facts[folder.tag], self._config.metric),
+            best=best,
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
         is_first = folder.tag in found_first and not any(

@@ -48,6 +48,7 @@ Code = Literal[
     "journal-set-aside",
     "job-interrupted",
     "no-file-events",
+    "metrics-unreadable",
     "internal",
 ]
 CODES: tuple[str, ...] = get_args(Code)
@@ -71,6 +72,7 @@ _SEVERITY: dict[str, Severity] = {
     "hold-released": "note",
     "journal-set-aside": "note",
     "no-file-events": "note",
+    "metrics-unreadable": "note",
     "save-dir-missing": "note",
 }
 

@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "save_spread": [5, True, [], "", "60", "-60s", "60 s", DATE],
     "incomplete_after": [5, True, [], "", "nevr", "-1d", "2d", DATE],
     "metric": [5, True, [], "", "a b", DATE],
+    "metrics_file": [5, True, [], {}, "", "/var/log/m.jsonl", "../m.jsonl", "_ckptd/m.jsonl", "a//b", DATE],
     "metric_mode": [5, True, [], "", "lower", "MIN", DATE],
     "node_name": [5, True, [], "", "a b", DATE],
     "shared_fs": [5, "false", True, [], DATE],
@@ -178,7 +179,7 @@ WRONG: dict[str, list[Any]] = {
     "remote": [5, True, "nas", DATE],
 }
 LATER_KEYS = {
-    "": ["metrics_file", "run_id_env"],
+    "": ["run_id_env"],
     "remote": ["abort_after"],
 }
 NEIGHBOURS = {
