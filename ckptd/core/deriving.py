@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.actions import Action, Convert, DropDerived, PointUniversal
+from ckptd.core.ladder import Fate
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
@@ -114,10 +115,11 @@ def _is_shipped_anywhere(save: SaveView) -> bool:
 def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalFates) -> str | None:
     if save.is_present and not save.is_intact:
         return "its source was saved again"
-    if local.universal.get(save.id) or _is_rung_of_a_remote(view, save):
+    rung = local.universal.get(save.id) or Fate()
+    if rung.keeps or _is_rung_of_a_remote(view, save):
         return None
     if not save.is_present:
-        return "its source is gone"
+        return rung.goes or "its source is gone"
     is_newest = bool(proven) and proven[-1].id == save.id
     if is_newest or not proven or save.save.order > proven[-1].save.order:
         return None

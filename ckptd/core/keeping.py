@@ -40,14 +40,14 @@ class LocalFates:
 
     zero: dict[int, Fate]
     """Of every save whose folder is here."""
-    universal: dict[int, tuple[str, ...]]
-    """Why a universal form that is ready stays for the ladder's sake; empty: other rules decide."""
+    universal: dict[int, Fate]
+    """Of the universal forms of a ladder: one that does not keep its form leaves it to the other rules."""
 
 
 def keep_local(view: JobView) -> LocalFates:
     """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
     zero: dict[int, Fate] = {}
-    universal: dict[int, tuple[str, ...]] = {}
+    universal: dict[int, Fate] = {}
     dates = _dates(view)
     for is_model_only in (False, True):
         kind = [s for s in view.saves if s.is_model_only == is_model_only]
@@ -67,8 +67,9 @@ def keep_local(view: JobView) -> LocalFates:
             zero[save.id] = fate.model_copy(update={"keeps": fate.keeps + more})
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()
-            stays = fate.keeps or (zero[save.id].keeps if save.id in zero else ())
-            universal[save.id] = stays
+            if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
+                fate = fate.model_copy(update={"keeps": zero[save.id].keeps})
+            universal[save.id] = fate
     return LocalFates(zero=zero, universal=universal)
 
 

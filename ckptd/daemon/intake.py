@@ -73,7 +73,7 @@ class Intake:
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
-        self._metrics = Metrics(config, state)
+        self.metrics = Metrics(config, state)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
@@ -96,7 +96,7 @@ class Intake:
                     ready.append((folder, verdict))
                 else:
                     self._flush(folder, save_dir_fd)
-        self._metrics.look(save_dir_fd)
+        self.metrics.look(save_dir_fd)
         self._seal(ready, save_dir_fd)
         state.in_flight = frozenset(
             folder.tag
@@ -115,7 +115,7 @@ class Intake:
             for tag, quiet in self._state.quiet.items()
             if now_seconds - quiet.since_seconds < settle
         ]
-        return max(0.05, min(waits, default=60.0))
+        return max(0.05, min([*waits, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     # --- verdicts --------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Intake:
             assert verdict.window is not None
             assert verdict.step is not None
             logged = best_of(folder.tag, self._state.facts[folder.tag], self._config.metric)
-            best = logged or self._metrics.best_of(verdict.step, save_dir_fd)
+            best = logged or self.metrics.best_of(verdict.step, save_dir_fd)
             self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, best, found_first)
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:

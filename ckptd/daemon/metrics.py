@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
 
-AGAIN_SECONDS = 5.0
+AGAIN_SECONDS = 2.0
 LATE_SECONDS = 3600.0
 """So long after a save its value may still come: for this node's disk alone once it is committed."""
 TAIL_BYTES = 8 << 20
@@ -37,6 +37,8 @@ class Metrics:
         self._values: Values = {}
         self._identity: FileIdentity | None = None
         self._read_at_seconds = -AGAIN_SECONDS
+        self.is_put_off = False
+        """A save waits for its value, and the file was read a moment ago."""
 
     def best_of(self, step: int, save_dir_fd: int) -> Best | None:
         """The value of a save that is about to be sealed."""
@@ -50,7 +52,8 @@ class Metrics:
         """Give values that came late to the saves that have none."""
         now = time.monotonic()
         waiting = [row for row in self._state.rows.values() if self._waits(row)] if self._name else []
-        if not waiting or now - self._read_at_seconds < AGAIN_SECONDS:
+        self.is_put_off = bool(waiting) and now - self._read_at_seconds < AGAIN_SECONDS
+        if not waiting or self.is_put_off:
             return
         self._read(save_dir_fd)
         found = False
@@ -62,6 +65,10 @@ class Metrics:
                 found = True
         if found:
             self._state.load()
+
+    def seconds_to_look(self, now_seconds: float) -> float:
+        """Until a look that was put off."""
+        return self._read_at_seconds + AGAIN_SECONDS - now_seconds if self.is_put_off else AGAIN_SECONDS * 60
 
     def _waits(self, row: SaveRow) -> bool:
         return row.state == "present" and row.save.best is None and time.time() - row.sealed_at < LATE_SECONDS
