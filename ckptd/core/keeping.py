@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ckptd.core.view import JobView, SaveView
 
 
+_ALONE = frozenset({UNIVERSAL})
+
+
 def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
     """The newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
     known = (s for s in view.saves if s.is_intact and s.is_model_only == is_model_only)
@@ -63,12 +66,11 @@ def keep_local(view: JobView) -> LocalFates:
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
-            more = _protection(save, ground, is_committed=is_committed(view, save))
-            zero[save.id] = fate.model_copy(update={"keeps": fate.keeps + more})
+            zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_committed(view, save)))
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()
             if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
-                fate = fate.model_copy(update={"keeps": zero[save.id].keeps})
+                fate = fate.kept_for(*zero[save.id].keeps)
             universal[save.id] = fate
     return LocalFates(zero=zero, universal=universal)
 
@@ -77,32 +79,33 @@ def _is_ready(save: SaveView) -> bool:
     return save.universal.state is DerivedState.READY
 
 
-def _dates(view: JobView) -> dict[str, list[float | None]]:
-    """When COMMITs of required remotes were made, by their key."""
-    found: dict[str, list[float | None]] = {}
+def _dates(view: JobView) -> dict[str, float | None]:
+    """When COMMITs of required remotes were made, by their key, the last of each; None: one carries no time."""
+    found: dict[str, float | None] = {}
     for remote in view.remotes:
         for commit in remote.commits if remote.is_required else ():
-            found.setdefault(commit.key, []).append(commit.committed_at_seconds)
+            before, at = found.get(commit.key, 0.0), commit.committed_at_seconds
+            found[commit.key] = None if before is None or at is None else max(at, before)
     return found
 
 
-def _held(view: JobView, save: SaveView, dates: Mapping[str, list[float | None]]) -> Held:
+def _held(view: JobView, save: SaveView, dates: Mapping[str, float | None]) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
-    times = [at for key in {ref.key for ref in commits_of(view, save)} for at in dates.get(key, ())]
-    known = [t for t in times if t is not None]
-    is_dated = bool(known) and len(known) == len(times)
+    is_ready = _is_ready(save)
+    times = [dates[ref.key] for ref in commits_of(view, save) if ref.key in dates]
+    known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
     return Held(
         item=Item(
             key=str(save.id),
             order=save.save.order,
             pinned=save.is_pinned,
-            committed_at_seconds=max(known) if is_dated else None,
+            committed_at_seconds=max(known) if known and len(known) == len(times) else None,
             score=score_of(view, save.save.best),
         ),
-        forms=frozenset(forms | ({UNIVERSAL} if _is_ready(save) else set())),
+        forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
         # beside a trainer's own files the universal form alone loads nowhere
-        standing=frozenset({UNIVERSAL} if _is_ready(save) and save.save.roots == ("",) else set()),
+        standing=_ALONE if is_ready and save.save.roots == ("",) else frozenset(),
     )
 
 

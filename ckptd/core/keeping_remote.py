@@ -47,8 +47,7 @@ class Generation:
 
     def held(self, view: JobView) -> Held:
         """As the policy sees it; dated by the earliest of its COMMITs, which is the ZeRO form's."""
-        times = [c.committed_at_seconds for c in self.commits.values()]
-        known = [t for t in times if t is not None]
+        times = (c.committed_at_seconds for c in self.commits.values())
         best = next((c.best for c in self.commits.values() if c.best is not None), None)
         lead = self.leader
         return Held(
@@ -56,7 +55,7 @@ class Generation:
                 key=f"{lead.tag}~g{lead.generation}",
                 order=self.order,
                 pinned=lead.tag in view.pinned_tags,
-                committed_at_seconds=min(known, default=None),
+                committed_at_seconds=min((at for at in times if at is not None), default=None),
                 score=score_of(view, best),
             ),
             forms=frozenset(self.commits),
@@ -92,6 +91,5 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
                 if lead.tag == best:
                     more += ("best_model_checkpoint",)
                 for form, commit in generation.commits.items():
-                    fate = by_policy[one.item.key][form]
-                    result[remote.name, commit.key] = fate.model_copy(update={"keeps": fate.keeps + more})
+                    result[remote.name, commit.key] = by_policy[one.item.key][form].kept_for(*more)
     return result

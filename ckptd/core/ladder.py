@@ -6,6 +6,7 @@ rung's own form is there, so that nothing is left without a form before the rung
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptd.core.identity import Model
@@ -54,7 +55,8 @@ class Rung(Model):
         return f"{self.after_newer} newer" if self.after_newer is not None else span(self.after_seconds)
 
 
-class Fate(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
     """What becomes of one form of one checkpoint."""
 
     keeps: tuple[str, ...] = ()
@@ -63,6 +65,10 @@ class Fate(Model):
     """Why it may go."""
     instead: str | None = None
     """The form that must be there before it goes; None: nothing is meant to stay."""
+
+    def kept_for(self, *more: str) -> Fate:
+        """With further reasons to stay."""
+        return Fate(keeps=self.keeps + more, goes=self.goes, instead=self.instead) if more else self
 
 
 def step_down(
@@ -74,20 +80,17 @@ def step_down(
     stands counts; where none does, everything stays. `otherwise`: why it goes where there is no ladder.
     """
     if not ladder:
-        return {form: Fate(goes=otherwise) for form in forms}
+        return dict.fromkeys(forms, Fate(goes=otherwise))
     reached = [rung for rung in ladder if rung.is_reached(age)]
     for rung in reversed(reached):
         text = f"ladder: {rung.form} after {rung.after}"
         if rung.form == GONE:
-            return {form: Fate(goes=text) for form in forms}
+            return dict.fromkeys(forms, Fate(goes=text))
         if rung.form in standing:
-            least = fullness(rung.form)
-            return {
-                form: Fate(goes=text, instead=rung.form) if fullness(form) > least else Fate(keeps=(text,))
-                for form in forms
-            }
+            least, goes, stays = fullness(rung.form), Fate(goes=text, instead=rung.form), Fate(keeps=(text,))
+            return {form: goes if fullness(form) > least else stays for form in forms}
     why = f"whole until {ladder[0].after}" if not reached else f"no {reached[-1].form} form is here instead"
-    return {form: Fate(keeps=(f"ladder: {why}",)) for form in forms}
+    return dict.fromkeys(forms, Fate(keeps=(f"ladder: {why}",)))
 
 
 def span(seconds: float | None) -> str:

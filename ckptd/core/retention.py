@@ -8,6 +8,7 @@ that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
@@ -73,7 +74,8 @@ class RetentionPolicy(Model):
         return any(rung.form == form for rung in self.ladder)
 
 
-class Item(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
     """A committed checkpoint as the policy sees it."""
 
     key: str
@@ -85,7 +87,8 @@ class Item(Model):
     """Of the job's metric, higher is better; None: none is known, and keep_best passes it over."""
 
 
-class Held(Model):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
     """A checkpoint with the forms that a tier holds of it."""
 
     item: Item
@@ -150,7 +153,7 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     best_first = sorted(scored, key=lambda item: item.score or 0.0, reverse=True)
     for rank, item in enumerate(best_first[: policy.keep_best or 0], start=1):
         reasons[item.key].append(f"keep_best: {rank} of {policy.keep_best}")
-    ages = _ages(newest_first)
+    ages = _ages(newest_first) if policy.keep_within_seconds is not None else {}
     for item in newest_first:
         reasons[item.key] += _any(item, policy, ages.get(item.key))
     if newest_first:

@@ -8,6 +8,7 @@ the end, with everything healed, the job must come to rest with nothing left und
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -250,7 +251,7 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             "ckptd.core.retention.step_down",
             lambda rungs, age, forms, standing, otherwise: {
-                form: fate.model_copy(update={"instead": None})
+                form: replace(fate, instead=None)
                 for form, fate in honest(rungs, age, every, every, otherwise).items()
                 if form in forms
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -122,7 +123,7 @@ def test_carried_out_it_comes_to_rest(held: list[Held], ladder: tuple[Rung, ...]
     for _ in range(20):
         left = stays(fates(held, policy))
         after = [
-            one.model_copy(update={"forms": forms, "standing": one.standing & forms})
+            replace(one, forms=forms, standing=one.standing & forms)
             for one in held
             if (forms := frozenset(form for key, form in left if key == one.item.key))
         ]
@@ -192,10 +193,15 @@ def test_a_span_is_counted_from_the_newest_commit() -> None:
         return [key for key, forms in left(held, policy).items() if forms == ["universal"]]
 
     assert stepped(held, 3) == ["1", "2", "3"]
-    ahead = held[-1].item.model_copy(update={"committed_at_seconds": 9000 * HOUR})
-    jumped = [*held[:-1], held[-1].model_copy(update={"item": ahead})]
+    ahead = replace(held[-1].item, committed_at_seconds=9000 * HOUR)
+    jumped = [*held[:-1], replace(held[-1], item=ahead)]
     assert stepped(jumped, 3) == ["1", "2", "3", "4", "5"]
     assert stepped(jumped, 9) == []
+
+
+def undated(one: Held) -> Held:
+    """Its COMMIT carries no time that can be read."""
+    return replace(one, item=replace(one.item, committed_at_seconds=None))
 
 
 def test_an_undated_one_is_as_old_as_the_one_after_it() -> None:
@@ -203,11 +209,7 @@ def test_an_undated_one_is_as_old_as_the_one_after_it() -> None:
     span = Rung(form="gone", after_seconds=3 * HOUR)
     policy = RetentionPolicy(save_total_limit=1, ladder=(span,))
     held = line(6)
-    held[1] = held[1].model_copy(
-        update={"item": held[1].item.model_copy(update={"committed_at_seconds": None})}
-    )
+    held[1] = undated(held[1])
     assert left(held, policy)["2"] == []
-    held[-1] = held[-1].model_copy(
-        update={"item": held[-1].item.model_copy(update={"committed_at_seconds": None})}
-    )
+    held[-1] = undated(held[-1])
     assert left(held[-1:], policy) == {"6": sorted(FORMS)}
