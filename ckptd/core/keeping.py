@@ -80,7 +80,7 @@ def _is_ready(save: SaveView) -> bool:
 
 
 def _dates(view: JobView) -> dict[str, float | None]:
-    """When COMMITs of required remotes were made, by their key, the last of each; None: one carries no time."""
+    """When COMMITs of required remotes were made, the last of each key; None: one carries no time."""
     found: dict[str, float | None] = {}
     for remote in view.remotes:
         for commit in remote.commits if remote.is_required else ():

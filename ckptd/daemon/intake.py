@@ -18,7 +18,6 @@ from ckptd.core.order import next_order, rebuilt_order, sealing_order
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import (
     best_checkpoint_of,
-    best_of,
     memory_of,
     refreshed,
     same_files,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from ckptd.core.facts import FileFacts
     from ckptd.core.layouts import Grid
     from ckptd.core.listing import FolderListing, SaveDirListing
-    from ckptd.core.manifest import Best, SaveWindow
+    from ckptd.core.manifest import SaveWindow
     from ckptd.daemon.workers import OneJobs
 
 log = logging.getLogger("ckptd.intake")
@@ -97,7 +96,7 @@ class Intake:
                 else:
                     self._flush(folder, save_dir_fd)
         self.metrics.look(save_dir_fd)
-        self._seal(ready, save_dir_fd)
+        self._seal(ready)
         state.in_flight = frozenset(
             folder.tag
             for folder in listing.folders
@@ -245,7 +244,7 @@ class Intake:
 
     # --- sealing ---------------------------------------------------------------------------------------
 
-    def _seal(self, ready: list[tuple[FolderListing, Verdict]], save_dir_fd: int) -> None:
+    def _seal(self, ready: list[tuple[FolderListing, Verdict]]) -> None:
         """Seal durable saves in step order, once it is known whether a remote has them already (P8)."""
         found_first = self._recogniser.found_first()
         if found_first is None:
@@ -268,9 +267,7 @@ class Intake:
             assert verdict.grid is not None
             assert verdict.window is not None
             assert verdict.step is not None
-            logged = best_of(folder.tag, self._state.facts[folder.tag], self._config.metric)
-            best = logged or self.metrics.best_of(verdict.step, save_dir_fd)
-            self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, best, found_first)
+            self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
         """One that was written before is about to be sealed: sealed after this one, it would be a rewind."""
@@ -298,7 +295,6 @@ class Intake:
         grid: Grid,
         window: SaveWindow,
         step: int,
-        best: Best | None,
         found_first: frozenset[str],
     ) -> None:
         state = self._state
@@ -326,7 +322,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
-            best=best,
+            best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
         is_first = folder.tag in found_first and not any(

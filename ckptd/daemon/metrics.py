@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.metrics import Values, parse_metrics, value_of
+from ckptd.core.sealing import best_of
 from ckptd.errors import CkptdError, DamagedError, from_os_error
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckptd.config_model import JobConfig
+    from ckptd.core.facts import FileFacts
     from ckptd.core.identity import FileIdentity
     from ckptd.core.manifest import Best
     from ckptd.daemon.state import JobState
@@ -36,26 +40,29 @@ class Metrics:
         self._state = state
         self._values: Values = {}
         self._identity: FileIdentity | None = None
+        self._save_dir_fd = -1
         self._read_at_seconds = -AGAIN_SECONDS
         self.is_put_off = False
         """A save waits for its value, and the file was read a moment ago."""
 
-    def best_of(self, step: int, save_dir_fd: int) -> Best | None:
-        """The value of a save that is about to be sealed."""
-        if self._name is None:
-            return None
-        self._read(save_dir_fd)
+    def best_of(self, tag: str, facts: Mapping[str, FileFacts], step: int) -> Best | None:
+        """The value of a save that is about to be sealed: the trainer's own record, else its metrics file."""
+        recorded = best_of(tag, facts, self._metric or None)
+        if recorded is not None or self._name is None:
+            return recorded
+        self._read()
         earlier = sum(row.save.step == step for row in self._state.rows.values())
         return value_of(self._values, self._metric, step, earlier_saves=earlier)
 
     def look(self, save_dir_fd: int) -> None:
-        """Give values that came late to the saves that have none."""
+        """Give values that came late to saves that have none; the descriptor serves until the next look."""
+        self._save_dir_fd = save_dir_fd
         now = time.monotonic()
         waiting = [row for row in self._state.rows.values() if self._waits(row)] if self._name else []
         self.is_put_off = bool(waiting) and now - self._read_at_seconds < AGAIN_SECONDS
         if not waiting or self.is_put_off:
             return
-        self._read(save_dir_fd)
+        self._read()
         found = False
         for row in waiting:
             earlier = sum(r.save.step == row.save.step and r.id < row.id for r in self._state.rows.values())
@@ -73,12 +80,12 @@ class Metrics:
     def _waits(self, row: SaveRow) -> bool:
         return row.state == "present" and row.save.best is None and time.time() - row.sealed_at < LATE_SECONDS
 
-    def _read(self, save_dir_fd: int) -> None:
+    def _read(self) -> None:
         assert self._name is not None
         self._read_at_seconds = time.monotonic()
         about = self._name
         try:
-            data, is_tail = self._changed(save_dir_fd)
+            data, is_tail = self._changed()
             if data is None:
                 return
             values = parse_metrics(data, self._metric, is_tail=is_tail)
@@ -100,10 +107,10 @@ class Metrics:
         text = f"metrics_file: {error.message}"
         self._state.problems.put("metrics-unreadable", self._name, text, error.hint)
 
-    def _changed(self, save_dir_fd: int) -> tuple[bytes | None, bool]:
+    def _changed(self) -> tuple[bytes | None, bool]:
         """(content, whether it is but the end of the file); None: it is as it was."""
         assert self._name is not None
-        fd = files.open_beneath(save_dir_fd, self._name)
+        fd = files.open_beneath(self._save_dir_fd, self._name)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):

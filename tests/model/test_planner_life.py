@@ -28,7 +28,7 @@ from tests.model.world import Remote, World, order_of
 LIMITS = st.one_of(st.none(), st.integers(1, 3))
 STEPS = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=4))
 SPANS = (Rung(form="universal", after_seconds=20.0), Rung(form="gone", after_seconds=200.0))
-LADDERS = st.sampled_from([(), (), STEPS, STEPS[:1], SPANS, SPANS[:1]])
+LADDERS = st.sampled_from([(), STEPS, STEPS[:1], STEPS[:1], SPANS[:1], SPANS])
 SETTINGS = settings(
     max_examples=600,
     stateful_step_count=40,
@@ -36,6 +36,12 @@ SETTINGS = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+def aged(policy: RetentionPolicy, rungs: tuple[Rung, ...]) -> RetentionPolicy:
+    """With a ladder, which is for what a limit lets go."""
+    limit = policy.save_total_limit or (1 if rungs else None)
+    return policy.model_copy(update={"ladder": rungs, "save_total_limit": limit})
 
 
 class Life(RuleBasedStateMachine):
@@ -61,9 +67,9 @@ class Life(RuleBasedStateMachine):
         """Runs before or after `begin`: a ladder may come with a later configuration."""
         if hasattr(self, "world"):
             world = self.world
-            world.local = world.local.model_copy(update={"ladder": ladders[0]})
+            world.local = aged(world.local, ladders[0])
             for remote, rungs in zip(world.remotes.values(), ladders[1:], strict=True):
-                remote.policy = remote.policy.model_copy(update={"ladder": rungs})
+                remote.policy = aged(remote.policy, rungs)
 
     # --- what the world does -----------------------------------------------------------------------------
 
