@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from ckptd.recover.listing import RemoteListing
 
+_WHAT_IS_LEFT = {"model-only": "only a model", "weights-only": "only weights: nothing to resume from"}
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -75,7 +77,8 @@ def _table(listing: RemoteListing) -> Table:
     for row in listing.checkpoints:
         for index, form in enumerate(row.forms):
             marks = [f"← {name}" for name in form.pointers] + ["pinned"] * (row.pinned and index == 0)
-            marks += ["only a model"] * (row.kind == "model-only" and index == 0)
+            if index == 0 and row.kind in _WHAT_IS_LEFT:
+                marks.append(_WHAT_IS_LEFT[row.kind])
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
             table.add_row(
                 escape(row.tag) if index == 0 else "",

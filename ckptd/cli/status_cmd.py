@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptd.cli.status_tables import ago, checkpoints_table, remote_table, size_of
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -186,23 +187,6 @@ def _age_seconds(at: str) -> float:
     return max(0.0, time.time() - datetime.fromisoformat(at).timestamp())
 
 
-def _ago(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
 def _headline(job: dict[str, Any], age_seconds: float) -> str:
     """The first line: is my run safe?"""
     safe = job.get("safe")
@@ -210,10 +194,10 @@ def _headline(job: dict[str, Any], age_seconds: float) -> str:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
         return f"NOT SAFE: {words.get(job['state'], _unproved(job) or 'nothing is committed yet')}"
     risk = (job.get("seconds_at_risk") or 0) + age_seconds
-    text = f"step {safe['step']} ({safe['tag']}) committed {_ago(safe['age_seconds'] + age_seconds)} ago"
+    text = f"step {safe['step']} ({safe['tag']}) committed {ago(safe['age_seconds'] + age_seconds)} ago"
     steps = job.get("steps_at_risk") or 0
     behind = f"; {steps} saved steps not committed yet" if steps else ""
-    return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {_ago(risk)} of training at risk"
+    return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {ago(risk)} of training at risk"
 
 
 def _unproved(job: dict[str, Any]) -> str | None:
@@ -241,19 +225,21 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
         for text in job["opt_outs"]:
             console.print(f"  opt-out: {escape(text)}")
         if not alive:
-            console.print(f"  [red]the daemon is not running[/red]; this is what it saw {_ago(age)} ago")
+            console.print(f"  [red]the daemon is not running[/red]; this is what it saw {ago(age)} ago")
         elif age > STALE_SECONDS:
-            console.print(f"  [yellow]the daemon has not published for {_ago(age)}[/yellow]")
+            console.print(f"  [yellow]the daemon has not published for {ago(age)}[/yellow]")
         _disk(console, job)
         for remote in job.get("remotes", []):
             console.print(f"  {escape(_abilities(remote))}", style="dim")
         for problem in job["problems"]:
             mark = {"attention": "[red]![/red]", "behind": "[yellow]~[/yellow]"}.get(problem["severity"], "·")
-            console.print(f"  {mark} {escape(problem['text'])} ({_ago(_age_seconds(problem['since']))})")
+            console.print(f"  {mark} {escape(problem['text'])} ({ago(_age_seconds(problem['since']))})")
             if problem["next_step"]:
                 console.print(f"    → {escape(problem['next_step'])}")
         if job["checkpoints"]:
-            console.print(_table(job, retention))
+            console.print(checkpoints_table(job, retention=retention))
+        for remote in job.get("remotes", []) if retention else []:
+            console.print(remote_table(remote))
     if document["daemon"].get("notify_error"):
         console.print(f"[yellow]![/yellow] nobody was told: {escape(document['daemon']['notify_error'])}")
 
@@ -272,61 +258,27 @@ def _disk(console: Any, job: dict[str, Any]) -> None:
     disk = job.get("disk")
     if not disk:
         return
-    parts = [f"{_size(disk['free_bytes'])} free"]
+    parts = [f"{size_of(disk['free_bytes'])} free"]
     if disk.get("full_in_saves") is not None:
-        parts.append(f"full in {disk['full_in_saves']} saves / {_ago(disk['full_in_seconds'])} at this pace")
+        parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
     if job.get("production_bytes_per_second"):
-        parts.append(f"production {_size(job['production_bytes_per_second'])}/s")
+        parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
     if job.get("link_bytes_per_second"):
-        parts.append(f"link {_size(job['link_bytes_per_second'])}/s")
+        parts.append(f"link {size_of(job['link_bytes_per_second'])}/s")
     console.print("  " + ", ".join(parts), style="dim")
 
 
-def _table(job: dict[str, Any], retention: bool) -> Any:
-    from rich.table import Table
-
-    remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("tag", "step", "state", "size", "local", *remotes, "kept because" if retention else "note"):
-        table.add_column(title, justify="right" if title in ("step", "size") else "left")
-    for checkpoint in job["checkpoints"]:
-        local = checkpoint["local"]
-        here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
-        here += " +hold" if local["held"] else ""
-        cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
-        note = "; ".join(checkpoint["keep"]) if retention else (checkpoint["reason"] or "")
-        if checkpoint.get("kind") == "model-only":
-            note = f"only a model: nothing to resume from {note}".strip()
-        if checkpoint["pinned"] and not retention:
-            note = f"pinned {note}".strip()
-        step = f"{checkpoint['step']}" if checkpoint["step"] is not None else "?"
-        if checkpoint["branch"] and checkpoint["branch"] > 1:
-            step = f"{step} (branch {checkpoint['branch']})"
-        size = _size(checkpoint["bytes"])
-        table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
-    return table
-
-
-def _forms(forms: dict[str, Any]) -> str:
-    parts = []
-    for form, state in forms.items():
-        if state["state"] == "none":
-            continue
-        text = state["state"]
-        if text == "shipping" and state["bytes_total"]:
-            text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
-            if state.get("eta_seconds") is not None:
-                text += f" (in {_ago(state['eta_seconds'])})"
-        parts.append(text if form == "zero" else f"{form} {text}")
-    return ", ".join(parts)
-
-
 def _story(jobs: list[dict[str, Any]], tag: str) -> None:
+    """One checkpoint: on this node, its way to each remote, and what retention makes of it there."""
     for job in jobs:
-        for checkpoint in job["checkpoints"]:
-            if checkpoint["tag"] == tag:
-                print(json.dumps(checkpoint, indent=2))
-                return
+        here = next((c for c in job["checkpoints"] if c["tag"] == tag), None)
+        held = {
+            remote["name"]: [one for one in remote.get("held", []) if one["tag"] == tag]
+            for remote in job.get("remotes", [])
+        }
+        if here is not None or any(held.values()):
+            print(json.dumps((here or {"tag": tag}) | {"held": held}, indent=2))
+            return
     msg = f"no checkpoint {tag!r} in the published status"
     raise NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
 

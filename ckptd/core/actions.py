@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptd.core.ladder import Fate
     from ckptd.core.permit import CommitRef, DeletePermit
     from ckptd.core.view import RemoteCommit
 
@@ -93,6 +94,8 @@ class Retire:
     remote: str
     commit: RemoteCommit
     reason: str
+    instead: RemoteCommit | None = None
+    """The form of the same save that must be whole there before this one goes."""
 
 
 Action = (
@@ -111,9 +114,10 @@ Action = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Actions in order, and for every save why it stays (empty: it may go)."""
+    """Actions in order, and for everything there is why it stays or goes."""
 
     actions: tuple[Action, ...]
-    local_keeps: dict[int, tuple[str, ...]]
-    remote_keeps: dict[tuple[str, str], tuple[str, ...]]
-    """(remote, COMMIT key) → reasons."""
+    local_fates: dict[int, Fate]
+    """Save on the node → what becomes of its folder."""
+    remote_fates: dict[tuple[str, str], Fate]
+    """(remote, COMMIT key) → what becomes of it."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.actions import Action, Convert, DropDerived, PointUniversal
+from ckptd.core.ladder import Fate
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
+    from ckptd.core.keeping import LocalFates
     from ckptd.core.view import DerivedRecord, JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
@@ -27,16 +29,23 @@ def is_open(record: DerivedRecord, now_seconds: float) -> bool:
 
 
 def make_weights(view: JobView) -> list[Action]:
-    """Of the newest whole save, once its ZeRO form is committed where the weights go; one at a time."""
-    whole = [s for s in view.saves if s.is_intact and not s.is_model_only]
-    save = max(whole, key=lambda s: s.save.order, default=None)
-    if save is None or save.is_busy:
-        return []
+    """Of the newest whole save, once its ZeRO form is committed where the weights go; one at a time.
+
+    Of older ones too where a ladder will leave them in that form alone.
+    """
+    whole = sorted(
+        (s for s in view.saves if s.is_intact and not s.is_model_only),
+        key=lambda s: s.save.order,
+        reverse=True,
+    )
     for form in WEIGHTS:
-        if is_open(save.derived(form), view.now_seconds) and _is_wanted(view, save, form):
-            # fp32 masters are a third of what a save holds, or less
-            fits = view.disk.free_bytes - save.save.total_bytes // 2 >= view.disk.reserve_bytes
-            return [Convert(save_id=save.id, form=form)] if fits else []
+        is_rung = any(remote.retention.has_rung(form) for remote in view.remotes)
+        for save in whole if is_rung else whole[:1]:
+            is_due = is_open(save.derived(form), view.now_seconds) and _is_wanted(view, save, form)
+            if is_due and not save.is_busy:
+                # fp32 masters are a third of what a save holds, or less
+                fits = view.disk.free_bytes - save.save.total_bytes // 2 >= view.disk.reserve_bytes
+                return [Convert(save_id=save.id, form=form)] if fits else []
     return []
 
 
@@ -59,7 +68,7 @@ def _lacks(remote: RemoteView, save: SaveView, form: str) -> bool:
     return is_there and save.ship(remote.name, form).state not in _SETTLED
 
 
-def keep_derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
     ready = sorted(
         (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
@@ -74,8 +83,10 @@ def keep_derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list
     is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
     if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
         actions.append(PointUniversal(tag=target))
+    here = {s.save.tag for s in view.saves if s.is_present}
     for save in ready:
-        reason = _why_drop(view, save, proven, local_keeps)
+        is_replaced = not save.is_present and save.save.tag in here
+        reason = "its tag was saved again" if is_replaced else _why_drop(view, save, proven, local)
         if reason and not save.is_busy and save.save.tag != target:
             actions.append(DropDerived(save_id=save.id, reason=reason))
     return actions
@@ -101,13 +112,14 @@ def _is_shipped_anywhere(save: SaveView) -> bool:
     return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
 
 
-def _why_drop(
-    view: JobView, save: SaveView, proven: list[SaveView], local_keeps: dict[int, tuple[str, ...]]
-) -> str | None:
+def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalFates) -> str | None:
     if save.is_present and not save.is_intact:
         return "its source was saved again"
+    rung = local.universal.get(save.id) or Fate()
+    if rung.keeps or _is_rung_of_a_remote(view, save):
+        return None
     if not save.is_present:
-        return "its source is gone"
+        return rung.goes or "its source is gone"
     is_newest = bool(proven) and proven[-1].id == save.id
     if is_newest or not proven or save.save.order > proven[-1].save.order:
         return None
@@ -115,4 +127,18 @@ def _why_drop(
         return "not kept on this node"
     if not view.disk.can_clone:
         return "a newer one is ready"
-    return None if local_keeps.get(save.id) else "its source may go"
+    return None if local.zero[save.id].keeps else "its source may go"
+
+
+def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
+    """A remote will be left with this form alone, and has not got it yet."""
+    for remote in view.remotes:
+        if UNIVERSAL not in remote.forms or not remote.retention.has_rung(UNIVERSAL):
+            continue
+        zero = save.ship(remote.name, ZERO).state
+        may_come = save.is_intact and zero not in (ShipState.RETIRED, ShipState.REFUSED)
+        if (zero is ShipState.COMMITTED or may_come) and save.ship(
+            remote.name, UNIVERSAL
+        ).state not in _SETTLED:
+            return True
+    return False

@@ -173,6 +173,11 @@ class Commit(Document):
         except ValueError:
             return None
 
+    @property
+    def stands_alone(self) -> bool:
+        """Usable without the ZeRO form: all but a universal form that lies beside a trainer's other files."""
+        return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
+
 
 class Tombstone(Document):
     """`_ckptd/retired/…`: what retention removed, so that it is never sent again (H16)."""

@@ -21,12 +21,14 @@ from ckptd.core.actions import (
     Ship,
 )
 from ckptd.core.deriving import drop_weights, is_open, keep_derived, make_weights
-from ckptd.core.keeping import commits_of, is_committed, keep_local, keep_remote
+from ckptd.core.keeping import commits_of, is_committed, keep_local
+from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.permit import DeletePermit
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from ckptd.core.view import JobView, RemoteView, SaveView
+    from ckptd.core.ladder import Fate
+    from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
@@ -34,19 +36,19 @@ CONFIRMATION_SECONDS = 20.0
 
 def plan(view: JobView) -> Plan:
     """Decide one turn."""
-    local_keeps = keep_local(view)
-    remote_keeps = keep_remote(view)
+    local = keep_local(view)
+    remote_fates = keep_remote(view)
     actions: list[Action] = []
     if not view.is_paused:
         actions += _holds(view)
         for remote in view.remotes:
             actions += _ship(view, remote)
         actions += _convert(view)
-        actions += keep_derived(view, local_keeps)
+        actions += keep_derived(view, local)
         actions += drop_weights(view)
-        actions += _prune(view, local_keeps)
-        actions += _retire(view, remote_keeps)
-    return Plan(actions=tuple(actions), local_keeps=local_keeps, remote_keeps=remote_keeps)
+        actions += _prune(view, local.zero)
+        actions += _retire(view, remote_fates)
+    return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates)
 
 
 def _holds(view: JobView) -> list[Action]:
@@ -100,8 +102,10 @@ def _ship(view: JobView, remote: RemoteView) -> list[Action]:
             return [_ship_or_describe(view, save, remote, ZERO)]
     committed = [s for s in newest_first if s.ship(remote.name, ZERO).state is ShipState.COMMITTED]
     for form in (UNIVERSAL, *WEIGHTS):
-        # of universal forms the newest alone; weights were made for a remote, whichever save they are of
-        for save in committed[:1] if form == UNIVERSAL else committed:
+        # of universal forms the newest alone, unless older ones will be left in no other; weights were made
+        # for a remote, whichever save they are of
+        is_newest_alone = form == UNIVERSAL and not remote.retention.has_rung(form)
+        for save in committed[:1] if is_newest_alone else committed:
             if save.derived(form).state is DerivedState.READY and _is_due(view, save, remote, form):
                 return [_ship_or_describe(view, save, remote, form)]
     return []
@@ -160,12 +164,12 @@ def _convert_universal(view: JobView) -> list[Action]:
     return []
 
 
-def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+def _prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
     """Oldest first; a permit only from a young confirmation, else ask for one."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
         return []
     victims = sorted(
-        (s for s in view.saves if s.is_present and not local_keeps.get(s.id)), key=lambda s: s.save.order
+        (s for s in view.saves if s.is_present and not fates[s.id].keeps), key=lambda s: s.save.order
     )
     actions: list[Action] = []
     for save in victims[: view.deletions_left]:
@@ -176,7 +180,6 @@ def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Actio
             if all(r.is_attached for r in view.remotes if r.is_required):
                 actions.append(AskConfirmation(save_id=save.id, commits=commits))
             continue
-        limit = view.local_retention.save_total_limit
         permit = DeletePermit(
             tag=save.save.tag,
             generation=max(r.generation or 1 for r in save.ships.values() if r.form == ZERO),
@@ -184,13 +187,13 @@ def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Actio
             files=save.save.files + save.added,
             commits=commits,
             issued_at_seconds=view.now_seconds,
-            reason=f"save_total_limit {limit}" if limit is not None else "no retention key keeps it",
+            reason=fates[save.id].goes,
         )
         actions.append(Prune(save_id=save.id, permit=permit))
     return actions
 
 
-def _retire(view: JobView, remote_keeps: dict[tuple[str, str], tuple[str, ...]]) -> list[Action]:
+def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete or view.retirements_left <= 0:
         return []
@@ -198,13 +201,21 @@ def _retire(view: JobView, remote_keeps: dict[tuple[str, str], tuple[str, ...]])
     for remote in view.remotes:
         if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
             continue
-        kept = {(c.tag, c.generation) for c in remote.commits if remote_keeps.get((remote.name, c.key))}
-        if not kept:
+        gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
+        if not gone or len(gone) == len(remote.commits):
             continue
-        gone = [c for c in remote.commits if (c.tag, c.generation) not in kept]
-        gone.sort(key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
-        if gone:
-            limit = remote.retention.save_total_limit
-            reason = f"save_total_limit {limit} of {remote.name}" if limit is not None else "no key keeps it"
-            actions.append(Retire(remote=remote.name, commit=gone[0], reason=reason))
+        willing = [c for c in gone if c.sha256 not in view.not_to_retire]
+        if not willing:
+            continue
+        first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
+        fate = fates[remote.name, first.key]
+        instead = next((c for c in remote.commits if _stays_instead(first, c, fate.instead)), None)
+        if instead is None and fate.instead is not None:
+            continue
+        reason = f"{fate.goes} of {remote.name}"
+        actions.append(Retire(remote=remote.name, commit=first, reason=reason, instead=instead))
     return actions
+
+
+def _stays_instead(gone: RemoteCommit, other: RemoteCommit, form: str | None) -> bool:
+    return (other.tag, other.generation, other.form) == (gone.tag, gone.generation, form)

@@ -106,6 +106,8 @@ class SaveView:
     is_busy: bool = False
     """Being read by a worker (shipped, converted, cloned)."""
     is_pinned: bool = False
+    is_pruned: bool = False
+    """We let the folder go, under a permit; what was derived from it may stay (docs/adr/0094)."""
     ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
@@ -141,6 +143,8 @@ class RemoteCommit:
     committed_at_seconds: float | None = None
     """Unix time that the COMMIT carries; None: it carries none that can be read."""
     best: Best | None = None
+    stands_alone: bool = True
+    """It can be used when the other forms of its generation are gone."""
 
     @property
     def order(self) -> Order:
@@ -219,6 +223,10 @@ class JobView:
     metric: str | None = None
     """What keep_best compares."""
     is_higher_better: bool = False
+    pinned_tags: frozenset[str] = frozenset()
+    """Whether a save of the tag is on this node or not."""
+    not_to_retire: frozenset[str] = frozenset()
+    """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3
     """The seat belt for remotes."""
     unsealed_tags: frozenset[str] = frozenset()

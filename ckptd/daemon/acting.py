@@ -94,7 +94,7 @@ class Actor:
             case a.Prune():
                 self._chores.pruner.prune(action, save_dir_fd)
             case a.Retire():
-                self._shipping.retire(action)
+                self._shipping.retiring.retire(action)
 
     def sweep(self, save_dir_fd: int) -> None:
         """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""

@@ -209,7 +209,7 @@ def is_idle(job: Job) -> bool:
 def is_at_rest(job: Job) -> bool:
     """Idle, and the mere passing of time brings nothing to do: all is safe and nothing is tried again."""
     state = job.state
-    if state is None or not is_idle(job) or _is_behind(job):
+    if state is None or not is_idle(job) or _is_behind(job) or job.intake.metrics.is_put_off:
         return False
     here = [row for row in state.rows.values() if row.state == "present" or row.held]
     ships = [record for row in here for record in state.ships.get(row.id, {}).values()]

@@ -18,13 +18,13 @@ from ckptd.core.order import next_order, rebuilt_order, sealing_order
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import (
     best_checkpoint_of,
-    best_of,
     memory_of,
     refreshed,
     same_files,
     sealed_extra,
     sealed_file,
 )
+from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
@@ -72,6 +72,7 @@ class Intake:
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+        self.metrics = Metrics(config, state)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
@@ -94,6 +95,7 @@ class Intake:
                     ready.append((folder, verdict))
                 else:
                     self._flush(folder, save_dir_fd)
+        self.metrics.look(save_dir_fd)
         self._seal(ready)
         state.in_flight = frozenset(
             folder.tag
@@ -112,7 +114,7 @@ class Intake:
             for tag, quiet in self._state.quiet.items()
             if now_seconds - quiet.since_seconds < settle
         ]
-        return max(0.05, min(waits, default=60.0))
+        return max(0.05, min([*waits, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     # --- verdicts --------------------------------------------------------------------------------------
 
@@ -320,7 +322,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
-            best=best_of(folder.tag, state.facts[folder.tag], self._config.metric),
+            best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
         is_first = folder.tag in found_first and not any(

@@ -278,7 +278,7 @@ class Job:
         self._pace(state)
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
-        self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
+        self.shipping.retiring.finish(is_first_scan=state.is_first_scan)
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)

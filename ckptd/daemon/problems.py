@@ -41,12 +41,14 @@ Code = Literal[
     "trainer-may-outrun",
     "prune-blocked",
     "local-failed",
+    "retire-blocked",
     "hold-released",
     "vanished-uncommitted",
     "waiting-for-remote",
     "journal-set-aside",
     "job-interrupted",
     "no-file-events",
+    "metrics-unreadable",
     "internal",
 ]
 CODES: tuple[str, ...] = get_args(Code)
@@ -70,6 +72,7 @@ _SEVERITY: dict[str, Severity] = {
     "hold-released": "note",
     "journal-set-aside": "note",
     "no-file-events": "note",
+    "metrics-unreadable": "note",
     "save-dir-missing": "note",
 }
 

@@ -15,6 +15,7 @@ from ckptd.core.view import ZERO, Confirmation, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.links import error_of
 from ckptd.daemon.orders import files_to_ship, ship_order
+from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import JobState, Moving
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.actions import AskConfirmation, Retire, Ship
+    from ckptd.core.actions import AskConfirmation, Ship
     from ckptd.daemon.links import RemoteLink
     from ckptd.observe.audit import Audit
 
@@ -47,8 +48,8 @@ class Shipping:
         self._config_digest = config_digest
         self._state = state
         self._links = links
-        self._audit = audit
         self._wake = wake
+        self.retiring = Retiring(config, state, links, audit, wake)
 
     # --- ship ------------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Shipping:
                 state.problems.put("upload-failed", about, f"{about}: {error.message}", error.hint)
         state.put_ship(action.save_id, record)
 
-    # --- confirm and retire ----------------------------------------------------------------------------
+    # --- confirm ---------------------------------------------------------------------------------------
 
     def confirm(self, action: AskConfirmation) -> None:
         """Ask every required remote for a fresh read of the COMMITs (P1)."""
@@ -281,68 +282,3 @@ class Shipping:
         state.generations.pop((action.save_id, remote, ZERO), None)
         link.tag_views.pop(tag, None)
         link.observe()
-
-    def retire(self, action: Retire) -> None:
-        """Remote retention: tombstone, COMMIT, objects."""
-        link, commit = self._links[action.remote], action.commit
-        self._audit.write(
-            "retire",
-            tag=commit.tag,
-            generation=commit.generation,
-            form=commit.form,
-            reason=action.reason,
-            commits=[(commit.key, commit.sha256)],
-        )
-        if commit.form == ZERO:
-            self._state.retired_at.append(time.monotonic())
-        order = m.Retire(
-            tag=commit.tag,
-            generation=commit.generation,
-            form=commit.form,
-            reason=action.reason,
-            commit_sha256=commit.sha256,
-        )
-
-        def done(answer: m.Answer) -> None:
-            if isinstance(answer, m.Failed):
-                link.move_failed(error_of(answer))
-                return
-            link.forget_commit(commit.key)
-            for save_id, records in list(self._state.ships.items()):
-                for record in list(records.values()):
-                    if record.remote == action.remote and record.commit_sha256 == commit.sha256:
-                        gone = record.model_copy(update={"state": ShipState.RETIRED})
-                        self._state.put_ship(save_id, gone)
-            link.tag_views.pop(commit.tag, None)
-            link.observe()
-            self._wake()
-
-        link.ship_order = link.order(order, done)
-        log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
-
-    def finish_retiring(self, *, is_first_scan: bool) -> None:
-        """Removals that a crash cut short: the tombstone is there, the rest goes now (P7)."""
-        for link in () if is_first_scan else self._links.values():
-            seen = link.observation
-            if seen is None or not link.may_move or not seen.retiring:
-                continue
-            tag, generation, form = seen.retiring[0]
-            stone = next(
-                (t for t in seen.retired if (t.tag, t.generation, t.form) == (tag, generation, form)), None
-            )
-            if stone is None:
-                continue
-            order = m.Retire(
-                tag=tag,
-                generation=generation,
-                form=form,
-                reason=stone.reason,
-                commit_sha256=stone.commit_sha256,
-            )
-            link.ship_order = link.order(order, partial(self._finished, link))
-
-    def _finished(self, link: RemoteLink, answer: m.Answer) -> None:
-        if isinstance(answer, m.Failed):
-            link.move_failed(error_of(answer))
-        link.observe()
-        self._wake()

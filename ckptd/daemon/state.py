@@ -97,6 +97,8 @@ class JobState:
     """Monotonic times of prunes, for the seat belt."""
     retired_at: deque[float] = field(default_factory=deque)
     """Monotonic times of zero COMMITs retired, likewise."""
+    retire_refused_at: dict[str, float] = field(default_factory=dict)
+    """Digest of a COMMIT that a remote would not let go → when; it is asked again an hour later."""
     completed_at: deque[float] = field(default_factory=deque)
     problems: Problems = field(default_factory=Problems)
     failures: dict[str, LocalFailure] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from ckptd.convert.cutting import pieces
 from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
-from ckptd.recover.derived import DESCRIPTION
+from ckptd.recover.choose import DESCRIPTION
 from ckptd.remote.again import briefly
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import is_s3

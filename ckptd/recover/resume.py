@@ -26,7 +26,7 @@ from ckptd.errors import (
 )
 from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import Candidate, Choice, Nodes, choose
+from ckptd.recover.choose import Candidate, Choice, Nodes, choose, forms_alone
 from ckptd.recover.derived import derived_accelerate, derived_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
@@ -288,6 +288,8 @@ class Resume:
         }
         alone |= {s.tag for s in seen.local if s.is_complete and s.listing.is_model_only}
         msg += f" (only a model: {', '.join(sorted(alone))})" if alone else ""
+        weights = sorted(forms_alone(self._sources.remotes))
+        msg += f" (only weights: {', '.join(weights)})" if weights else ""
         raise NothingCommitted(msg)
 
     def _clear(self, fd: int | None, seen: _Seen) -> None:

@@ -136,6 +136,8 @@ class Retire(Model):
     form: str
     reason: str
     commit_sha256: str
+    instead: tuple[str, str] | None = None
+    """(form, digest of its COMMIT) of the same save: it must be whole there, or nothing goes (adr/0094)."""
 
 
 class Record(Model):

@@ -84,7 +84,7 @@ def test_each_protection_of_a_save_keeps_it(change: dict[str, Any]) -> None:
     """P5: not adopted, changed, being read, pinned, holding other files, uncommitted: it stays."""
     view = job_view(_first(three(), **change))
     assert pruned(view) == ["s2b1"]
-    assert plan(view).local_keeps[1]
+    assert plan(view).local_fates[1].keeps
 
 
 @pytest.mark.parametrize(

@@ -197,9 +197,12 @@ def test_universal_whose_zero_form_is_gone(scene: RestoreScene) -> None:
     scene.commit(TAG, 10)
     scene.commit_universal(TAG, 10)
     (scene.nas / "_ckptd" / "commits" / f"{TAG}~g1~zero.json").unlink()
-    with pytest.raises(NothingCommitted):
-        scene.restore()
-    assert scene.restore(form="universal").path == scene.derived
+    with pytest.raises(RefusedError, match="only the universal form"):
+        scene.restore(TAG, form="zero")
+    with pytest.raises(DamagedError):
+        scene.restore(form="zero")
+    assert scene.restore().path == scene.derived
+    assert scene.restore(form="universal").plan.steps == ()
 
 
 def test_a_damaged_universal_falls_back_to_the_zero_form(scene: RestoreScene) -> None:
