@@ -73,7 +73,8 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     ready = sorted(
         (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
     )
-    valid = [s for s in ready if s.is_intact or not s.is_present]
+    here = {s.save.tag for s in view.saves if s.is_present}
+    valid = [s for s in ready if s.is_intact or s.save.tag not in here]
     proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
     actions: list[Action] = []
     # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
@@ -83,7 +84,6 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
     if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
         actions.append(PointUniversal(tag=target))
-    here = {s.save.tag for s in view.saves if s.is_present}
     for save in ready:
         is_replaced = not save.is_present and save.save.tag in here
         reason = "its tag was saved again" if is_replaced else _why_drop(view, save, proven, local)

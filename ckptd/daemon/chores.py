@@ -105,7 +105,8 @@ class Chores:
         if action.reason != "committed":
             text = f"{tag} lost its hold: {action.reason}; the trainer may delete it before it is uploaded"
             state.problems.put("hold-released", tag, text, "free space, or save less often")
-        self._audit.write("release-hold", tag=tag, generation=0, form="hold", reason=action.reason)
+        rests_on = state.rests_on(row.id)
+        self._audit.write("release-hold", tag=tag, form="hold", reason=action.reason, **rests_on)
         state.journal.set_held(row.id, held=False)
         state.load()
         self._in_worker(
@@ -177,6 +178,9 @@ class Chores:
                 layout=found.layout,
                 alignment=found.alignment,
             )
+        if found is not None:
+            why = "made from another save of the tag"
+            self._audit.write("drop-derived", tag=tag, generation=0, form=form, reason=why)
         fs.remove_ours(fd, place, tag)
         save_dir = self._config.save_dir
         report = supervise.convert(
@@ -247,7 +251,7 @@ class Chores:
         self._dropping.add(key)
         row = state.rows[action.save_id]
         tag = row.save.tag
-        self._audit.write("drop-derived", tag=tag, generation=0, form=form, reason=action.reason)
+        self._audit.write("drop-derived", tag=tag, form=form, reason=action.reason, **state.rests_on(row.id))
 
         def done(_: None) -> None:
             self._dropping.discard(key)

@@ -269,9 +269,9 @@ class Job:
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
-        self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
         self.intake.look(listing, save_dir_fd, now_seconds)
+        self.knowledge.adopt()
         notice_gone(self, state)
         self._may_delete = prove_rights(self, state, save_dir_fd, had_them=self._may_delete)
         self.knowledge.choose_generations()

@@ -58,7 +58,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 )
                 log.warning("%s was in the trash without a permit on record; moved back", tag)
     _take_up_again(state)
-    _sweep_partials(state, save_dir_fd)
+    _sweep_partials(state, save_dir_fd, audit)
     _sweep_holds(state, save_dir_fd)
     state.load()
 
@@ -85,7 +85,7 @@ def _sweep_holds(state: JobState, save_dir_fd: int) -> None:
             fs.remove_ours(save_dir_fd, fs.HOLD, name)
 
 
-def _sweep_partials(state: JobState, save_dir_fd: int) -> None:
+def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     """Half conversions of saves that are no longer here: nothing will ever continue them."""
     place = f"{fs.DERIVED}/{UNIVERSAL}"
     present = {row.save.tag for row in state.rows.values() if row.state == "present"}
@@ -102,4 +102,6 @@ def _sweep_partials(state: JobState, save_dir_fd: int) -> None:
     for form in WEIGHTS:  # made to be shipped: what no row knows is made again where it is still wanted
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
             if (form, name) not in ready:
+                why = "no save on record needs it"
+                audit.write("drop-derived", tag=name, generation=0, form=form, reason=why)
                 fs.remove_ours(save_dir_fd, f"{fs.DERIVED}/{form}", name)
