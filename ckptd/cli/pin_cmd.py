@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.core.manifest import Decision
+    from ckptd.recover.owner import Owner
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
@@ -54,9 +55,11 @@ def _decide(job: str, kind: Kind, tags: list[str]) -> None:
     from ckptd.config import resolve_job
     from ckptd.core.manifest import Decision
     from ckptd.daemon.knowledge import write_decision
+    from ckptd.recover.owner import owner_of
 
     config = resolve_job(job, os.environ)
     state_dir = _state_dir(config)
+    owner = owner_of(config, state_dir)
     for tag in tags:
         # a name that is written wrong would change nothing and pass for done
         if kind == "pin" or (kind == "adopt" and tag != "*"):
@@ -71,7 +74,7 @@ def _decide(job: str, kind: Kind, tags: list[str]) -> None:
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             serial=time.time_ns(),
         )
-        write_decision(state_dir, _record_remotely(config, decision))
+        write_decision(state_dir, _record_remotely(config, decision, owner))
         print(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
 
 
@@ -99,14 +102,17 @@ def _remotes_of(config: JobConfig) -> JobConfig:
     return config
 
 
-def _record_remotely(config: JobConfig, decision: Decision) -> Decision:
+def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """The decision as the remotes hold it: a serial above every earlier one of its subject."""
     from ckptd.remote.access import access_of
-    from ckptd.remote.observe import record
+    from ckptd.remote.observe import record, still_ours
     from ckptd.remote.open import open_store
 
     for remote in _remotes_of(config).remotes:
-        decision = record(open_store(remote.url, access=access_of(remote)), decision)
+        store = open_store(remote.url, access=access_of(remote))
+        identity = still_ours(store, None)
+        owner.must_own(remote.name, remote.url, identity)
+        decision = record(store, decision, identity)
     return decision
 
 

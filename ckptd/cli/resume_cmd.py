@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.progress import progress_bar
         from ckptd.cli.text import say
         from ckptd.recover.choose import Nodes
+        from ckptd.recover.owner import state_dir_hint
         from ckptd.recover.resume import Resume, ResumeOptions
 
         environ = dict(os.environ)
@@ -47,7 +48,7 @@ def register(app: typer.Typer) -> None:
             nodes=Nodes(count=nnodes, rank=node_rank),
             dry_run=dry_run,
             remote=remote,
-            state_dir=_state_dir(config, environ, directory),
+            state_dir=state_dir_hint(config, environ, directory),
         )
 
         with progress_bar() as tell:
@@ -71,16 +72,3 @@ def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | N
     if known is not None and known.file is not None:
         options = {"name": known.name}
     return job_from_arguments(job, url, options, environ)
-
-
-def _state_dir(config: JobConfig, environ: dict[str, str], directory: Path | None) -> Path | None:
-    """Where the daemon's status may lie: a hint, so a wrong ckptd.toml does not stop a resume."""
-    from ckptd.config import default_config_dir, load_daemon
-    from ckptd.errors import CkptdError
-    from ckptd.local.state_dir import state_dir_of
-
-    try:
-        daemon = load_daemon((directory or default_config_dir(environ)) / "ckptd.toml", environ)
-        return state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
-    except CkptdError:
-        return None

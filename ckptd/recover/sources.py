@@ -21,6 +21,7 @@ from ckptd.errors import (
     SourceChanged,
     StorageError,
 )
+from ckptd.recover.owner import owner_of, state_dir_hint
 from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, ConvertFrom, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.recover.choose import Copy
+    from ckptd.recover.owner import Owner
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.steps import Step
 
@@ -43,7 +45,7 @@ class Where:
     """What JOB|URL names: remotes, whose they must be (None: anybody's), and the job where there is one."""
 
     remotes: tuple[RemoteConfig, ...]
-    owner: str | None
+    owner: Owner | None
     job: JobConfig | None = None
 
 
@@ -60,7 +62,8 @@ def where_of(
         return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)
     found = resolve_job(job, environ, config_dir=config_dir)
     if found.remotes:
-        return Where(remotes=named(found.remotes, only), owner=found.name, job=found)
+        owner = owner_of(found, state_dir_hint(found, environ, config_dir))
+        return Where(remotes=named(found.remotes, only), owner=owner, job=found)
     if not found.save_dir.exists():
         remote = remote_from_arguments(str(found.save_dir), environ)
         return Where(remotes=named((remote,), only), owner=None)
@@ -90,9 +93,9 @@ class Sources:
     remotes: list[RemoteSight] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
-    _asked: dict[str, tuple[RemoteConfig, str | None]] = field(default_factory=dict)
+    _asked: dict[str, tuple[RemoteConfig, Owner | None]] = field(default_factory=dict)
 
-    def look(self, remotes: Sequence[RemoteConfig], owner: str | None) -> None:
+    def look(self, remotes: Sequence[RemoteConfig], owner: Owner | None) -> None:
         """Read each remote; one that is not there is said and left out."""
         for remote in remotes:
             self._asked[remote.name] = (remote, owner)
