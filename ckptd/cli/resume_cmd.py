@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -22,14 +24,16 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP)
     def resume(
-        job: str = typer.Argument(..., metavar="JOB|SAVE_DIR", help="A job's name or file, or its save_dir."),
+        job: str = typer.Argument(
+            ..., metavar="JOB|SAVE_DIR", envvar=ENV_JOB, help="A job's name or file, or its save_dir."
+        ),
         url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
         world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
         nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
-        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
         from pathlib import Path

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.config_quantities import show_bytes
-from ckptd.config_values import url_path
+from ckptd.config_values import shown_remote, url_path
 from ckptd.convert.supervise import probe_restrictions
 from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir
@@ -83,7 +83,7 @@ def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], job
 def _remote(
     job: JobConfig, remote: RemoteConfig, owner: Owner, *, writes: bool, init_remote: bool
 ) -> Iterator[Finding]:
-    what, access = f"remote {remote.name}", access_of(remote)
+    what, access = shown_remote(remote.name, remote.url), access_of(remote)
     if not writes:
         rows = settings_rows(remote, access)
         yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)", rows=rows)

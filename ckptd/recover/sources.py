@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.config import remote_from_arguments, resolve_job
+from ckptd.config_values import shown_remote
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -71,6 +72,12 @@ def where_of(
     raise NotFoundError(msg, hint="name the job or the remote's directory")
 
 
+def said_of(name: str, url: str, text: str) -> str:
+    """A line about a remote; a URL that the text names already is not said twice."""
+    shown = shown_remote(name, url)
+    return text if shown == url and url in text else f"{shown}: {text}"
+
+
 def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
     """All remotes, or the one called `only`.
 
@@ -103,20 +110,19 @@ class Sources:
                 sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
             except CkptdError as error:
                 self.absent.append(error)
-                self.say(f"remote {remote.name}: {error}")
+                self.say(said_of(remote.name, remote.url, str(error)))
             else:
                 self.remotes.append(sight)
                 for text in sight.observation.damaged:
-                    self.say(f"remote {remote.name}: {text}")
+                    self.say(said_of(remote.name, remote.url, text))
 
     def drop(self, name: str, error: CkptdError) -> None:
         """A remote failed half-way: it is asked no more."""
         self.remotes = [remote for remote in self.remotes if remote.name != name]
         self.absent.append(error)
         others = ", ".join(remote.name for remote in self.remotes)
-        self.say(
-            f"remote {name}: {error.message}; {f'going on with {others}' if others else 'no other is left'}"
-        )
+        going = f"going on with {others}" if others else "no other is left"
+        self.say(said_of(name, self._asked[name][0].url, f"{error.message}; {going}"))
 
     def _look_again(self, copy: Copy) -> None:
         """A COMMIT that retention removed meanwhile is no damage, and what was seen then is history."""
@@ -129,7 +135,8 @@ class Sources:
             self.drop(remote.name, error)
         else:
             self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
-            self.say(f"remote {remote.name}: {copy.view.commit.tag} was retired meanwhile; looked again")
+            text = f"{copy.view.commit.tag} was retired meanwhile; looked again"
+            self.say(said_of(remote.name, remote.url, text))
 
     def give_up_on(self, step: Step | None, steps: Sequence[Step], error: CkptdError) -> bool:
         """Leave out the copy or the remote that made `step` fail; False when that is not its fault.
