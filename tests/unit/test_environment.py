@@ -18,7 +18,7 @@ from tests.unit.restore_scene import TAG
 
 __all__ = ["built", "scene"]
 
-NO_JOB = ("run", "init", "inspect", "convert", "quickstart")
+NO_JOB = ("run", "init", "inspect", "convert", "quickstart", "uninstall-service")
 """Verbs that read no job file by name (`run` has --config-dir of its own)."""
 
 
