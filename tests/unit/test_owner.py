@@ -69,7 +69,8 @@ def test_by_the_id_that_is_remembered(
     for job in (renamed, same):
         done = run_here(capsys, *words(scene, command, job))
         assert done.returncode == 0, done
-    assert (state / "journal.db").read_bytes() == before
+    # `gc` asks the journal for what uploads left; the others only read it
+    assert command[0] == "gc" or (state / "journal.db").read_bytes() == before
 
     remember(scene, job_id="another", remote_id="another")
     done = run_here(capsys, *words(scene, command, same))
