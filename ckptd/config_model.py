@@ -45,6 +45,7 @@ from ckptd.config_values import (
     not_shared,
     only_never,
     reject,
+    shown_remote,
 )
 
 MIN_MEMORY_BUDGET_BYTES = 256 << 20
@@ -227,8 +228,8 @@ class JobConfig(Section):
     @property
     def opt_outs(self) -> tuple[str, ...]:
         """Promises that the configuration weakens; the first line of status says them (P1)."""
-        lax = [r.name for r in self.remotes if r.verify == "none"]
-        return tuple(f'remote {name}: verify = "none", copies are not proved' for name in lax)
+        lax = [shown_remote(r.name, r.url) for r in self.remotes if r.verify == "none"]
+        return tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
 
 
 def _budget(value: Share) -> Share:

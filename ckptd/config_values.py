@@ -18,6 +18,15 @@ from ckptd.config_schemes import url_fault
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
 
 
+UNNAMED = "remote"
+"""Name of a remote that only a command line gives."""
+
+
+def shown_remote(name: str, url: str) -> str:
+    """How messages call a remote: by its name, or its URL where nobody gave it one."""
+    return url if name == UNNAMED else f"remote {name}"
+
+
 def reject(text: str) -> NoReturn:
     """End a validation with this reason."""
     raise ValueError(text)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptd.cli.status_tables import ago, checkpoints_table, remote_table, size_of
+from ckptd.cli.text import ENV_JOB
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -32,14 +33,19 @@ def register(app: typer.Typer) -> None:
 
     @app.command("status", help="Is my run safe? What is under way, what needs a person.")
     def status(
-        job: str | None = typer.Argument(None, help="SAVE_DIR, job file or job name; default: every job."),
+        job: str | None = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
         tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
         as_json: bool = typer.Option(False, "--json", help="The published document."),
         retention: bool = typer.Option(False, "--retention", help="Why each checkpoint is kept."),
         live: bool = typer.Option(False, "--live", help="Exit 0 only if the daemon lives."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        document = find_status(job, Path(state_dir) if state_dir else None)
+        document = find_status(
+            job, Path(state_dir) if state_dir else None, Path(config_dir) if config_dir else None
+        )
         alive = _is_alive(document)
         jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
         if job is not None and not jobs and not as_json and not live:
@@ -59,7 +65,7 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(_exit_code(jobs, alive))
 
 
-def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
+def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None = None) -> dict[str, Any]:
     """The published document of the daemon that runs a job (None: the newest that is known).
 
     Raises:
@@ -70,7 +76,7 @@ def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
         raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
     found: list[dict[str, Any]] = []
     looked: list[str] = []
-    for place in _given(state_dir) if state_dir else _places(job):
+    for place in _given(state_dir) if state_dir else _places(job, config_dir):
         path = place / "status.json"
         looked.append(str(path))
         try:
@@ -112,24 +118,25 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return newest | {"jobs": list(jobs.values())}
 
 
-def _places(job: str | None) -> Iterator[Path]:
+def _places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
     """Where a state directory may be; the configuration is read only when a save_dir's own place has none."""
     if job is None:
-        yield from _all_known()
+        yield from _all_known(config_dir)
         return
     if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
         save_dir = Path(os.path.normpath(os.path.abspath(job)))
         yield from _state_dirs(save_dir)
         yield from _base_dirs(save_dir.name)
-    yield from _configured(job)
+    yield from _configured(job, config_dir)
 
 
-def _configured(job: str) -> list[Path]:
+def _configured(job: str, config_dir: Path | None) -> list[Path]:
     """Where a job that the configuration knows keeps its state."""
     from ckptd.config import default_config_dir, load_daemon, resolve_job
 
-    config = resolve_job(job, os.environ)
-    base = load_daemon(default_config_dir(os.environ) / "ckptd.toml", os.environ).state_dir
+    directory = config_dir or default_config_dir(os.environ)
+    config = resolve_job(job, os.environ, config_dir=directory)
+    base = load_daemon(directory / "ckptd.toml", os.environ).state_dir
     named = [base / config.name] if base is not None else []
     return [*named, *_base_dirs(config.name), *_state_dirs(config.save_dir)]
 
@@ -152,10 +159,10 @@ def _base_dirs(name: str) -> list[Path]:
     return places + sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())
 
 
-def _all_known() -> list[Path]:
+def _all_known(config_dir: Path | None) -> list[Path]:
     from ckptd.config import default_config_dir, load_all
 
-    loaded = load_all(default_config_dir(os.environ), os.environ)
+    loaded = load_all(config_dir or default_config_dir(os.environ), os.environ)
     found: list[Path] = []
     for config in loaded.jobs:
         if loaded.daemon.state_dir is not None:
@@ -246,12 +253,12 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
 
 def _abilities(remote: dict[str, Any]) -> str:
     """What the store was seen to do, and what it does not."""
+    # of an older daemon there is no URL; the name of a remote without one says nothing
+    shown = f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
     if not remote["attached"]:
-        return f"remote {remote['name']}: not attached"
+        return f"{shown}: not attached"
     exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"
-    return "; ".join(
-        [f"remote {remote['name']}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]]
-    )
+    return "; ".join([f"{shown}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]])
 
 
 def _disk(console: Any, job: dict[str, Any]) -> None:

@@ -24,3 +24,9 @@ def cell(text: str) -> Text:
 def say(line: str) -> None:
     """One line for stderr."""
     print(f"ckptd: {printable(line)}", file=sys.stderr, flush=True)
+
+
+ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]
+"""What names the job where the command line does not (docs/contract.md)."""
+ENV_JOB_OR_URL = [*ENV_JOB, "CKPTD_URL"]
+"""The same where a remote alone is enough."""

@@ -9,6 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.config_values import shown_remote
 from ckptd.core import actions as a
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
@@ -83,7 +84,7 @@ def see_problems(job: Job, state: JobState) -> None:
                 "remote-damaged", link.name, text, "what it lists counts as not committed; see ckptd list"
             )
         if (alone := link.left_alone) is not None:
-            text = f"remote {link.name} is {alone}"
+            text = f"{shown_remote(link.name, link.settings.url)} is {alone}"
             see.see(
                 "remote-left-alone", link.name, text, "nothing to do but to mend the reason; tried by itself"
             )

@@ -86,11 +86,12 @@ def job_status(job: Job) -> st.JobStatus:
 def _remote(job: Job, link: RemoteLink) -> st.RemoteStatus:
     """What the store was seen to do when it was attached."""
     if link.attached is None:
-        return st.RemoteStatus(name=link.name, attached=False)
+        return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)
     can = link.attached.abilities
     is_proved = link.settings.verify != "none" or can.checksum is not None
     return st.RemoteStatus(
         name=link.name,
+        url=link.settings.url,
         attached=True,
         create_only=can.create_only,
         proof=can.proof if is_proved else "none",

@@ -136,6 +136,7 @@ class RemoteStatus:
     """A remote as its store was last seen; None and empty before it answered."""
 
     name: str
+    url: str
     attached: bool
     create_only: bool | None = None
     proof: str | None = None

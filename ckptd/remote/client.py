@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 import ckptd
 from ckptd.config_schemes import scheme_of
+from ckptd.config_values import shown_remote
 from ckptd.remote.messages import (
     ANSWER_LINE,
     LONG_ORDERS,
@@ -311,7 +312,9 @@ class RemoteClient:
             with self._lock:
                 if self._is_closed or self._open.pop(order_id, None) is None:
                     continue
-                message = f"remote {self._settings.name} ({self._settings.url}): {reason}"
+                name, url = self._settings.name, self._settings.url
+                shown = shown_remote(name, url)
+                message = f"{shown}{'' if shown == url else f' ({url})'}: {reason}"
             hint = "ckptd tries again by itself; check the mount or the network"
             self._on_answer(order_id, Failed(error="RemoteUnreachable", message=message, hint=hint))
 

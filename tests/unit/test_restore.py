@@ -22,6 +22,7 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.recover.choose import Nodes
+from ckptd.recover.owner import Owner
 from ckptd.recover.restore import RestoreOptions
 from ckptd.recover.restore_plan import Wish, show_ranks
 from ckptd.recover.sources import Where, where_of
@@ -300,7 +301,7 @@ def test_another_content_under_the_tag(scene: RestoreScene) -> None:
 def test_places_that_are_somebodys(scene: RestoreScene) -> None:
     scene.two()
     job = scene.job()
-    mine = Where(remotes=job.remotes, owner="run", job=job)
+    mine = Where(remotes=job.remotes, owner=Owner(job="run"), job=job)
     with pytest.raises(RefusedError, match="save_dir of job run"):
         scene.restore(where=mine, to=scene.save_dir)
     for to in (scene.nas, scene.nas / "inner", scene.nas.parent):
