@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
 
         from rich.console import Console
 
+        from ckptd.cli.text import say
         from ckptd.errors import CkptdError
         from ckptd.recover.listing import list_remote
         from ckptd.recover.sight import look_at_remote
@@ -48,7 +49,7 @@ def register(app: typer.Typer) -> None:
                 listings.append(list_remote(sight, datetime.now(UTC)))
             except CkptdError as error:
                 failures.append(error)
-                print(f"ckptd: {one.name}: {error}", file=sys.stderr)
+                say(f"{one.name}: {error}")
         if as_json:
             shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
             print(json.dumps(shown, indent=1))
@@ -57,7 +58,7 @@ def register(app: typer.Typer) -> None:
             for listing in listings:
                 console.print(_table(listing))
                 for problem in listing.problems:
-                    print(f"ckptd: {listing.name}: {problem}", file=sys.stderr)
+                    say(f"{listing.name}: {problem}")
         if failures:
             raise typer.Exit(failures[0].exit_code)
 
