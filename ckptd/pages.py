@@ -235,10 +235,14 @@ def mount_of(fd: int) -> str:
     A bind mount of the same file system has its device number and is another place all the same.
     """
     try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
-            return next((line for line in info if line.startswith("mnt_id:")), "")
+        info = os.open(f"/proc/self/fdinfo/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        lines = os.read(info, 4096).decode().splitlines()
+    finally:
+        os.close(info)
+    return next((line for line in lines if line.startswith("mnt_id:")), "")
 
 
 def free_bytes(fd: int) -> int:
