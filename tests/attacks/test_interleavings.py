@@ -206,6 +206,26 @@ def test_nothing_is_sealed_early_or_mixed(facts: Facts) -> None:
     assert whole > HISTORIES // 10
 
 
+def test_model_states_over_a_finished_save(facts: Facts) -> None:
+    """Saved again and stopped after the model states, before anybody saw the first save: suspect (P4)."""
+    world = World(random.Random(0), facts)
+    for rank in range(RANKS):
+        list(world.rank(7, rank))
+    world.now_seconds += 2
+    for rank in range(RANKS):
+        for name in world.names(9, rank):
+            if "model" in name:
+                world.files[name] = File(99 + rank, 9, 1.0, world.now_seconds)
+    world.now_seconds += 10
+    world.look()
+    world.now_seconds += 10
+    world.look()
+    assert not world.sealed
+    verdict = world.verdict(world.listing())
+    assert verdict.state is State.SUSPECT
+    assert "model_states" in (verdict.reason or "")
+
+
 @pytest.mark.parametrize("defect", ["all is whole", "mixed is fine", "torn is fine", "gaps are fine"])
 def test_the_histories_find_a_broken_judgement(
     facts: Facts, defect: str, monkeypatch: pytest.MonkeyPatch
