@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptd.cli.status_tables import ago, checkpoints_table, remote_table, size_of
-from ckptd.cli.text import ENV_JOB
+from ckptd.cli.text import ENV_JOB, printable_everywhere
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     age = _age_seconds(document["generated_at"])
-    for job in jobs:
+    for job in printable_everywhere(jobs):
         since = _age_seconds(job["as_of"]) if job.get("as_of") else age
         console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, since))}")
         for text in job["opt_outs"]:

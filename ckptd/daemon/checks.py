@@ -107,6 +107,10 @@ def see_problems(job: Job, state: JobState) -> None:
 
 def _see_verdicts(job: Job, state: JobState) -> None:
     see = job.problems
+    for name in state.listing.nameless if state.listing is not None else ():
+        see.see(
+            "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
+        )
     for tag, verdict in state.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
         if verdict.state is State.TORN_RESAVE:

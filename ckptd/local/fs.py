@@ -79,7 +79,8 @@ def everything_in(folder_fd: int, prefix: str = "") -> list[str]:
                 found.append(prefix + name)
                 continue
             with files.opened_dir(name, folder_fd) as child:
-                found += everything_in(child, f"{prefix}{name}/")
+                is_here = files.mount_of(child) == files.mount_of(folder_fd)
+                found += everything_in(child, f"{prefix}{name}/") if is_here else [prefix + name]
         else:
             found.append(prefix + name)
     return found
