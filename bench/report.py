@@ -107,8 +107,7 @@ def _table(stage: Stage) -> list[str]:
             f"| {s.median('read_bytes') / 1e9:.2f} | {s.median('written_bytes') / 1e9:.2f} "
             f"| {s.median('peak_disk_bytes') / 1e9:.3f} |"
         )
-    children = [b for s in stage.series for b in s.child_rss_bytes]
-    lines += ["", f"Largest resident set of a converting child: {max(children) / 2**20:.0f} MiB.", ""]
+    lines.append("")
     lines += [f"* {words}" for words in verdicts(stage)]
     return [*lines, ""]
 
@@ -131,10 +130,9 @@ def verdicts(stage: Stage) -> list[str]:
         said.append(f"XFS, at least {CLONE_TIMES:.0f} × faster than stock: {times:.0f} ({_word(fast)})")
         said.append(f"XFS, less than {CLONE_SHARE:.1%} new disk: {share:.2%} ({_word(small)})")
     children = [b for s in stage.series for b in s.child_rss_bytes]
-    ok = max(children) <= CHILD_LIMIT_BYTES
-    said.append(
-        f"child at most 64 MiB: {max(children) / 2**20:.0f} MiB ({'reached' if ok else 'NOT reached'})"
-    )
+    largest, ok = max(children), max(children) <= CHILD_LIMIT_BYTES
+    words = "largest resident set of a converting child, at most 64 MiB"
+    said.append(f"{words}: {largest / 2**20:.0f} MiB ({_word(ok)})")
     return said
 
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from ckptd.config_env import settings_from_environment
+from ckptd.config_env import remote_settings, settings_from_environment
 from ckptd.config_explain import explain
 from ckptd.config_globs import expand, is_glob, root_of
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
 from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
 from ckptd.config_section import Section
-from ckptd.config_values import url_path
+from ckptd.config_values import UNNAMED, url_path
 from ckptd.errors import ConfigError, NotFoundError, from_os_error
 
 if TYPE_CHECKING:
@@ -141,8 +141,9 @@ def job_from_arguments(
     data.setdefault("name", Path(data["save_dir"]).name)
     data["local"] = settings.local | dict(given.get("local", {}))
     if url is not None:
-        remote = {"name": "remote"} | settings.remote | dict(given.get("remote", {}))
-        data["remote"] = [remote | {"url": url if "://" in url else _absolute(url)}]
+        url = url if "://" in url else _absolute(url)
+        remote = {"name": UNNAMED} | remote_settings(environ or {}, url) | dict(given.get("remote", {}))
+        data["remote"] = [remote | {"url": url}]
     job = _validate(JobConfig, data, "arguments and environment")
     if check_paths:
         check_job_paths(job, "arguments")
@@ -155,7 +156,7 @@ def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
     Raises:
         ConfigError: a variable or the URL is wrong.
     """
-    data = {"name": "remote"} | settings_from_environment(environ).remote | {"url": url}
+    data = {"name": UNNAMED} | remote_settings(environ, url) | {"url": url}
     return _validate(RemoteConfig, data, "arguments and environment")
 
 
@@ -196,7 +197,7 @@ def load_all(config_dir: Path, environ: Mapping[str, str] | None = None) -> Load
 def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
     """JOB as everywhere: a job file, a SAVE_DIR, or a name in the configuration directory.
 
-    A SAVE_DIR that no job file names becomes a job without remotes.
+    A SAVE_DIR that no job file names becomes a job with the remote `$CKPTD_URL`, else with none.
 
     Raises:
         NotFoundError: no such job (66).
@@ -210,7 +211,8 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
     if "/" in job or path.is_dir():
         target = Path(_absolute(job))
         found = next((j for j in loaded if isinstance(j, JobConfig) and j.save_dir == target), None)
-        return found or job_from_arguments(job, None, environ=environ, check_paths=False)
+        url = environ.get("CKPTD_URL") or None
+        return found or job_from_arguments(job, url, environ=environ, check_paths=False)
     for candidate in loaded:
         if isinstance(candidate, JobConfig) and candidate.name == job:
             return candidate

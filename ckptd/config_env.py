@@ -8,10 +8,13 @@ makes such names for services).
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_s3 import S3Keys
 from ckptd.config_section import Section
 from ckptd.config_words import LATER
 from ckptd.errors import ConfigError
@@ -65,6 +68,30 @@ def settings_from_environment(environ: Mapping[str, str]) -> Settings:
             continue
         getattr(settings, variable.section)[variable.key] = _value(name, text, variable.kinds)
     return settings
+
+
+def remote_settings(environ: Mapping[str, str], url: str) -> dict[str, Any]:
+    """`CKPTD_REMOTE_<KEY>` for a URL of a command line; what means nothing there is said and left out.
+
+    The variables are set once for a shell or a job; a URL beside them may be of another kind.
+
+    Raises:
+        ConfigError: as `settings_from_environment`.
+    """
+    found = settings_from_environment(environ).remote
+    if url.startswith("s3://"):
+        return found
+    foreign = {field.validation_alias or name for name, field in S3Keys.model_fields.items()} | {"part_size"}
+    if url.startswith(("/", "file://")):
+        foreign |= {"credentials"}
+    for key in sorted(found.keys() & foreign):
+        _say_once(f"CKPTD_REMOTE_{key.upper()} is set and means nothing for {url}: not used")
+    return {key: value for key, value in found.items() if key not in foreign}
+
+
+@cache
+def _say_once(text: str) -> None:
+    logging.getLogger("ckptd.config").warning("ckptd: %s", text)
 
 
 def _variables() -> dict[str, _Variable]:

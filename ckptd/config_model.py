@@ -32,6 +32,7 @@ from ckptd.config_timetable import Bandwidth, Timetable
 from ckptd.config_values import (
     Credentials,
     Form,
+    MetricsFile,
     Name,
     Names,
     StateDir,
@@ -44,6 +45,7 @@ from ckptd.config_values import (
     not_shared,
     only_never,
     reject,
+    shown_remote,
 )
 
 MIN_MEMORY_BUDGET_BYTES = 256 << 20
@@ -66,6 +68,12 @@ class LocalConfig(Retention):
         '"5%"',
         "ckptd never leaves less than this and the next save's room free",
     )
+
+    @model_validator(mode="after")
+    def _ladder_of_own_forms(self) -> LocalConfig:
+        for form in self.rungs_beyond(self.forms):
+            reject(f'ladder: "{form}" does not stay on the node; [local] takes universal (in forms) and gone')
+        return self
 
 
 class RemoteConfig(S3Keys, Retention):
@@ -114,6 +122,8 @@ class RemoteConfig(S3Keys, Retention):
             reject('a required remote takes "zero"; add it to forms or set required = false')
         if self.required and self.verify == "none":
             reject('verify = "none" proves nothing; set required = false')
+        for form in self.rungs_beyond(self.forms):
+            reject(f'ladder: "{form}" never comes to this remote; add it to forms')
         self._check_access()
         return self
 
@@ -165,7 +175,10 @@ class JobConfig(Section):
         60.0, "save_spread", '"60s"', "shards written further apart than this are of two saves"
     )
     metric: Name | None = _key(
-        None, "metric", '"eval_loss"', "what keep_best compares: a name in log_history of trainer_state.json"
+        None, "metric", '"eval_loss"', "what keep_best compares: a name in trainer_state.json or metrics_file"
+    )
+    metrics_file: MetricsFile | None = _key(
+        None, "metrics_file", '"metrics.jsonl"', "in save_dir, written by the trainer: step and metric a line"
     )
     metric_mode: Literal["min", "max"] | None = _key(
         None, "metric_mode", '"min"', "what is better; default min for names that end in loss, else max"
@@ -192,6 +205,8 @@ class JobConfig(Section):
             reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
         if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
             reject('keep_best compares a metric; name it: metric = "eval_loss"')
+        if self.metric is None and self.metrics_file is not None:
+            reject('metrics_file is read for one metric; name it: metric = "eval_loss"')
         return self
 
     @property
@@ -213,8 +228,8 @@ class JobConfig(Section):
     @property
     def opt_outs(self) -> tuple[str, ...]:
         """Promises that the configuration weakens; the first line of status says them (P1)."""
-        lax = [r.name for r in self.remotes if r.verify == "none"]
-        return tuple(f'remote {name}: verify = "none", copies are not proved' for name in lax)
+        lax = [shown_remote(r.name, r.url) for r in self.remotes if r.verify == "none"]
+        return tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
 
 
 def _budget(value: Share) -> Share:
@@ -254,7 +269,7 @@ class DaemonConfig(Section):
 
 _DIGEST_JOB = {
     "name", "trainer", "unuploaded", "extra", "save_spread_seconds", "incomplete_after_seconds",
-    "metric", "metric_mode",
+    "metric", "metric_mode", "metrics_file",
 }  # fmt: skip
 
 

@@ -1,17 +1,20 @@
 """The retention keys of `[local]` and `[[remote]]`: one set of words for the node's disk and each remote.
 
-They become a `RetentionPolicy`, which one pure function reads (docs/design.md §5 *Retention*).
+They become a `RetentionPolicy`, which one pure function reads (docs/design.md §5 *Retention*). What a rung
+of a ladder says is checked here; whether its form is made for that tier, in the section that says so.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
-from pydantic import Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from ckptd.config_quantities import Seconds
+from ckptd.config_quantities import Seconds, parse_duration
 from ckptd.config_section import Section, key
 from ckptd.config_values import Count, reject
+from ckptd.core.ladder import GONE, Rung, RungForm, fullness
 from ckptd.core.retention import Ephemeral, RetentionPolicy
 
 _Span = Annotated[Seconds, Field(gt=0)]
@@ -22,6 +25,27 @@ class EphemeralConfig(Section):
 
     every_steps: Count
     keep: Annotated[int, Field(ge=0)]
+
+
+def _after(value: object) -> int | float:
+    """How many newer ones, or a span."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if value >= 0 else reject('after is a span such as "2d", or how many newer ones')
+    return parse_duration(value)
+
+
+class RungConfig(Section):
+    """`{ after = "7d", form = "universal" }`, or `after = 5`: that many newer ones."""
+
+    after: Annotated[int | float, BeforeValidator(_after)]
+    form: RungForm
+
+    @property
+    def rung(self) -> Rung:
+        """As the policy has it."""
+        if isinstance(self.after, int):
+            return Rung(form=self.form, after_newer=self.after)
+        return Rung(form=self.form, after_seconds=self.after)
 
 
 class Retention(Section):
@@ -53,10 +77,34 @@ class Retention(Section):
         "other steps than its multiples: only the newest keep stay, counted apart",
     )
 
+    ladder: Annotated[tuple[RungConfig, ...], Strict(False)] = key(
+        (),
+        "ladder",
+        '[{ after = "7d", form = "universal" }, { after = "30d", form = "gone" }]',
+        "what the keys above let go steps down instead of going at once; after = 5: five newer ones",
+    )
+
+    @model_validator(mode="after")
+    def _climbs_down(self) -> Retention:
+        for upper, lower in itertools.pairwise(self.ladder):
+            if isinstance(upper.after, int) != isinstance(lower.after, int):
+                reject("ladder: every after is a span, or every one a number of newer checkpoints")
+            if lower.after <= upper.after:
+                reject(f"ladder: {lower.form} must come after {upper.form}, not at the same time or before")
+            if fullness(lower.form) >= fullness(upper.form):
+                reject(f"ladder: {lower.form} holds no less than {upper.form}, the rung before it")
+        return self
+
+    def rungs_beyond(self, forms: tuple[str, ...]) -> list[str]:
+        """Forms of rungs that this tier does not take."""
+        return [rung.form for rung in self.ladder if rung.form not in (*forms, GONE)]
+
     @model_validator(mode="after")
     def _one_limit(self) -> Retention:
         if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
             reject("save_total_limit and keep_last are one key; they say different numbers")
+        if self.ladder and not self.policy.deletes:
+            reject("ladder is for what another key lets go; set save_total_limit")
         return self
 
     @property
@@ -74,4 +122,5 @@ class Retention(Section):
             ephemeral=None
             if ephemeral is None
             else Ephemeral(every_steps=ephemeral.every_steps, keep=ephemeral.keep),
+            ladder=tuple(rung.rung for rung in self.ladder),
         )

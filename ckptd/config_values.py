@@ -18,6 +18,15 @@ from ckptd.config_schemes import url_fault
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
 
 
+UNNAMED = "remote"
+"""Name of a remote that only a command line gives."""
+
+
+def shown_remote(name: str, url: str) -> str:
+    """How messages call a remote: by its name, or its URL where nobody gave it one."""
+    return url if name == UNNAMED else f"remote {name}"
+
+
 def reject(text: str) -> NoReturn:
     """End a validation with this reason."""
     raise ValueError(text)
@@ -121,6 +130,14 @@ def check_pattern(value: str) -> str:
     return value
 
 
+def check_metrics_file(value: str) -> str:
+    """A file below save_dir: no link is followed there (P15)."""
+    parts = value.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in value or parts[0].startswith("_ckptd"):
+        reject('metrics_file is a relative path below save_dir, such as "metrics.jsonl"')
+    return value
+
+
 def url_path(url: str) -> Path | None:
     """The directory that a remote's URL names; None for other kinds of stores."""
     parts = urlsplit(url)
@@ -134,6 +151,7 @@ Url = Annotated[str, AfterValidator(check_url)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Credentials = Annotated[str, AfterValidator(check_credentials)]
 StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else absolute_path(v))]
+MetricsFile = Annotated[str, AfterValidator(check_metrics_file)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(check_pattern)], ...], Strict(False)]
 Count = Annotated[int, Field(ge=1)]
 

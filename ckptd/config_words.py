@@ -52,10 +52,8 @@ _NEIGHBOURS = {
 _OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in words.split()}
 
 LATER = {
-    "ladder": "form ladders",
     "abort_after": "giving up half uploads by their age (set a lifecycle rule of the bucket)",
     "metrics": "the metrics endpoint",
-    "metrics_file": "metrics of the trainer",
     "run_id_env": "run ids from the environment",
 }
 """Keys of docs/contract.md that this version knows and does not act on: refused, never silently ignored."""

@@ -17,6 +17,8 @@ import stat
 from typing import TYPE_CHECKING
 
 from ckptd import place
+from ckptd.core.names import TEMPORARY_PREFIX as TEMPORARY_PREFIX
+from ckptd.core.names import stays_inside
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.pages import allocate as allocate
 from ckptd.pages import cached_bytes as cached_bytes
@@ -29,6 +31,7 @@ from ckptd.pages import drop_pages_but as drop_pages_but
 from ckptd.pages import extent_at as extent_at
 from ckptd.pages import flush_range as flush_range
 from ckptd.pages import free_bytes as free_bytes
+from ckptd.pages import mount_of as mount_of
 from ckptd.pages import start_flush as start_flush
 from ckptd.pages import write_all as write_all
 from ckptd.pages import write_at as write_at
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-TEMPORARY_PREFIX = ".ckptd-tmp-"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -68,11 +70,10 @@ def folder_identity(fd: int) -> FolderIdentity:
 
 def check_relative(name: str) -> tuple[str, ...]:
     """Split a relative `/`-name into components; refuses empty, `.`, `..`, absolute, NUL (P15)."""
-    parts = tuple(name.split("/"))
-    if not name or any(part in ("", ".", "..") or "\0" in part for part in parts):
+    if not stays_inside(name):
         msg = f"unsafe path {name!r}"
         raise RefusedError(msg, hint="paths stay inside their root")
-    return parts
+    return tuple(name.split("/"))
 
 
 @contextlib.contextmanager
@@ -105,6 +106,7 @@ def open_dir_beneath(
         if os.fstat(current).st_dev != device:
             msg = f"{relative} lies beside its save_dir, on another file system"
             raise RefusedError(msg, hint="mount the file system one level higher")
+        mount = mount_of(current)
         for part in parts if beside is None else parts[1:]:
             if create_mode is not None:
                 with contextlib.suppress(FileExistsError):
@@ -117,6 +119,8 @@ def open_dir_beneath(
             if os.fstat(current).st_dev != device:
                 msg = f"{relative} crosses into another file system at {part}"
                 raise RefusedError(msg, hint="mounts inside a save_dir are not followed")
+        if mount_of(current) != mount:
+            raise RefusedError(f"{relative} lies on another mount", hint="unmount it; nothing was touched")
     except BaseException:
         os.close(current)
         raise

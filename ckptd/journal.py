@@ -61,9 +61,8 @@ class Journal:
         """Remotes where uploads lie that no attempt goes on with."""
 
     def _open(self) -> Database:
-        for tail in ("", *_TAILS):
-            if not is_own_file(self._path.with_name(self._path.name + tail)):
-                raise JournalDamaged(f"the journal {self._path}{tail} is a link, or no file")
+        if not all(is_own_file(self._path.with_name(self._path.name + tail)) for tail in ("", *_TAILS)):
+            raise JournalDamaged(f"the journal {self._path} is a link, or no file")
         db = connect(self._path)
         try:
             db.execute("PRAGMA journal_mode=WAL")

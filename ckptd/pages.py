@@ -229,6 +229,22 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
+def mount_of(fd: int) -> str:
+    """Which mount a descriptor lies on; empty where the kernel does not tell.
+
+    A bind mount of the same file system has its device number and is another place all the same.
+    """
+    try:
+        info = os.open(f"/proc/self/fdinfo/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        lines = os.read(info, 4096).decode().splitlines()
+    finally:
+        os.close(info)
+    return next((line for line in lines if line.startswith("mnt_id:")), "")
+
+
 def free_bytes(fd: int) -> int:
     """Bytes that an ordinary user may still write on the file system of `fd`."""
     status = os.fstatvfs(fd)

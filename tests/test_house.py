@@ -62,6 +62,7 @@ REMOVERS = {
 MAY_REMOVE = {
     "files.py": "defines the descriptor-relative primitives",
     "local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
+    "local/incomplete.py": "one folder that a person gave up",
     "local/rights.py": "proves rights on its own temporaries (P19)",
     "local/probe.py": "proves rights on its own temporaries (P19)",
     "remote/directory.py": "remote retention, its own parts",

@@ -93,8 +93,11 @@ def _service(target: Target, missing: tuple[str, ...]) -> Finding:
 def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:
     from pathlib import Path
 
+    from ckptd.cli.run_cmd import load
     from ckptd.config import default_config_dir, load_all, load_daemon, load_jobs
 
+    if not files and not config_dir and (environ.get("CKPTD_SAVE_DIR") or environ.get("CKPTD_JOB")):
+        return load(environ), Path()
     directory = Path(config_dir) if config_dir else default_config_dir(environ)
     if files:
         daemon = load_daemon(directory / "ckptd.toml", environ)

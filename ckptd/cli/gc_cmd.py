@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB_OR_URL
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -24,14 +26,16 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP)
     def gc(
-        job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
+        ),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         incomplete: str = typer.Option(
             None, metavar="TAG", help="Remove this incomplete or torn folder from save_dir, nothing else."
         ),
         aside: bool = typer.Option(False, "--aside", help="Also what was moved to _ckptd/aside."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
-        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
         from pathlib import Path

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB_OR_URL
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ckptd.recover.listing import RemoteListing
+
+_WHAT_IS_LEFT = {"model-only": "only a model", "weights-only": "only weights: nothing to resume from"}
 
 
 def register(app: typer.Typer) -> None:
@@ -18,35 +22,39 @@ def register(app: typer.Typer) -> None:
     @app.command(name="list", help="List committed checkpoints, oldest first.")
     def list_command(
         job: str = typer.Argument(
-            ..., metavar="JOB|URL", help="A job's name, file or save_dir; or a remote."
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; or a remote."
         ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import json
         import os
         import sys
         from dataclasses import asdict
         from datetime import UTC, datetime
+        from pathlib import Path
 
         from rich.console import Console
 
+        from ckptd.cli.text import say
         from ckptd.errors import CkptdError
         from ckptd.recover.listing import list_remote
         from ckptd.recover.sight import look_at_remote
-        from ckptd.recover.sources import where_of
+        from ckptd.recover.sources import said_of, where_of
         from ckptd.remote.access import access_of
 
         listings: list[RemoteListing] = []
         failures: list[CkptdError] = []
-        where = where_of(job, dict(os.environ), only=remote)
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         for one in where.remotes:
             try:
                 sight = look_at_remote(one.name, one.url, where.owner, access_of(one))
                 listings.append(list_remote(sight, datetime.now(UTC)))
             except CkptdError as error:
                 failures.append(error)
-                print(f"ckptd: {one.name}: {error}", file=sys.stderr)
+                say(said_of(one.name, one.url, str(error)))
         if as_json:
             shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
             print(json.dumps(shown, indent=1))
@@ -55,7 +63,7 @@ def register(app: typer.Typer) -> None:
             for listing in listings:
                 console.print(_table(listing))
                 for problem in listing.problems:
-                    print(f"ckptd: {listing.name}: {problem}", file=sys.stderr)
+                    say(said_of(listing.name, listing.url, problem))
         if failures:
             raise typer.Exit(failures[0].exit_code)
 
@@ -75,7 +83,8 @@ def _table(listing: RemoteListing) -> Table:
     for row in listing.checkpoints:
         for index, form in enumerate(row.forms):
             marks = [f"← {name}" for name in form.pointers] + ["pinned"] * (row.pinned and index == 0)
-            marks += ["only a model"] * (row.kind == "model-only" and index == 0)
+            if index == 0 and row.kind in _WHAT_IS_LEFT:
+                marks.append(_WHAT_IS_LEFT[row.kind])
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
             table.add_row(
                 escape(row.tag) if index == 0 else "",

@@ -15,48 +15,55 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.core.manifest import Decision
+    from ckptd.recover.owner import Owner
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
 _JOB: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir.")
 _TAG: str = typer.Argument(..., metavar="TAG", help="The folder's name.")
+_CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
 
     @app.command("pin", help="Never delete this checkpoint, here or in a remote.")
-    def pin(job: str = _JOB, tag: str = _TAG) -> None:
-        _decide(job, "pin", [tag])
+    def pin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
+        _decide(job, "pin", [tag], config_dir)
 
     @app.command("unpin", help="Take a pin back.")
-    def unpin(job: str = _JOB, tag: str = _TAG) -> None:
-        _decide(job, "unpin", [tag])
+    def unpin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
+        _decide(job, "unpin", [tag], config_dir)
 
     @app.command("accept", help="A suspect checkpoint is one save after all: ship and commit it.")
-    def accept(job: str = _JOB, tag: str = _TAG) -> None:
-        _decide(job, "accept", [tag])
+    def accept(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
+        _decide(job, "accept", [tag], config_dir)
 
     @app.command("adopt", help="Checkpoints found at the first start may be deleted like any other.")
     def adopt(
         job: str = _JOB,
         tags: list[str] = typer.Argument(None, metavar="[TAG ...]", help="Some of them; default: all."),
+        config_dir: str = _CONFIG_DIR,
     ) -> None:
-        _decide(job, "adopt", tags or ["*"])
+        _decide(job, "adopt", tags or ["*"], config_dir)
 
 
-def _decide(job: str, kind: Kind, tags: list[str]) -> None:
+def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> None:
     import getpass
     import os
     import time
     from datetime import UTC, datetime
+    from pathlib import Path
 
-    from ckptd.config import resolve_job
+    from ckptd.config import default_config_dir, resolve_job
     from ckptd.core.manifest import Decision
     from ckptd.daemon.knowledge import write_decision
+    from ckptd.recover.owner import owner_of
 
-    config = resolve_job(job, os.environ)
-    state_dir = _state_dir(config)
+    directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
+    config = resolve_job(job, os.environ, config_dir=directory)
+    state_dir = _state_dir(config, directory)
+    owner = owner_of(config, state_dir)
     for tag in tags:
         # a name that is written wrong would change nothing and pass for done
         if kind == "pin" or (kind == "adopt" and tag != "*"):
@@ -71,18 +78,18 @@ def _decide(job: str, kind: Kind, tags: list[str]) -> None:
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             serial=time.time_ns(),
         )
-        write_decision(state_dir, _record_remotely(config, decision))
+        write_decision(state_dir, _record_remotely(config, decision, owner))
         print(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
 
 
-def _state_dir(config: JobConfig) -> Path:
+def _state_dir(config: JobConfig, config_dir: Path) -> Path:
     import os
 
-    from ckptd.config import default_config_dir, load_daemon
+    from ckptd.config import load_daemon
     from ckptd.errors import NotFoundError
     from ckptd.local.state_dir import state_dir_of
 
-    daemon = load_daemon(default_config_dir(os.environ) / "ckptd.toml", os.environ)
+    daemon = load_daemon(config_dir / "ckptd.toml", os.environ)
     path = state_dir_of(config.save_dir, config.name, daemon.state_dir, os.environ)
     if not path.is_dir():
         msg = f"job {config.name} has no state in {path}"
@@ -99,14 +106,17 @@ def _remotes_of(config: JobConfig) -> JobConfig:
     return config
 
 
-def _record_remotely(config: JobConfig, decision: Decision) -> Decision:
+def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """The decision as the remotes hold it: a serial above every earlier one of its subject."""
     from ckptd.remote.access import access_of
-    from ckptd.remote.observe import record
+    from ckptd.remote.observe import record, still_ours
     from ckptd.remote.open import open_store
 
     for remote in _remotes_of(config).remotes:
-        decision = record(open_store(remote.url, access=access_of(remote)), decision)
+        store = open_store(remote.url, access=access_of(remote))
+        identity = still_ours(store, None)
+        owner.must_own(remote.name, remote.url, identity)
+        decision = record(store, decision, identity)
     return decision
 
 

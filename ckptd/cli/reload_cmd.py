@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptd.cli.text import ENV_JOB
 from ckptd.errors import BehindError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
@@ -24,13 +25,17 @@ def register(app: typer.Typer) -> None:
 
     @app.command("reload", help="Let the running daemon read its configuration again.")
     def reload(
-        job: str | None = typer.Argument(None, help="SAVE_DIR, job file or job name; default: every job."),
+        job: str | None = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         from ckptd.cli.status_cmd import find_status
 
         def look() -> dict[str, Any]:
-            return find_status(job, Path(state_dir) if state_dir else None)
+            places = (Path(place) if place else None for place in (state_dir, config_dir))
+            return find_status(job, *places)
 
         before = look()["daemon"]
         os.kill(_daemon(before["pid"]), signal.SIGHUP)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB_OR_URL
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,7 +26,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP)
     def restore(
-        job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
+        ),
         tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
         to: str = typer.Option(
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
@@ -42,7 +46,7 @@ def register(app: typer.Typer) -> None:
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
-        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
         from pathlib import Path

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -22,14 +24,16 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP)
     def resume(
-        job: str = typer.Argument(..., metavar="JOB|SAVE_DIR", help="A job's name or file, or its save_dir."),
+        job: str = typer.Argument(
+            ..., metavar="JOB|SAVE_DIR", envvar=ENV_JOB, help="A job's name or file, or its save_dir."
+        ),
         url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
         world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
         nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
-        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
         from pathlib import Path
@@ -37,6 +41,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.progress import progress_bar
         from ckptd.cli.text import say
         from ckptd.recover.choose import Nodes
+        from ckptd.recover.owner import state_dir_hint
         from ckptd.recover.resume import Resume, ResumeOptions
 
         environ = dict(os.environ)
@@ -47,7 +52,7 @@ def register(app: typer.Typer) -> None:
             nodes=Nodes(count=nnodes, rank=node_rank),
             dry_run=dry_run,
             remote=remote,
-            state_dir=_state_dir(config, environ, directory),
+            state_dir=state_dir_hint(config, environ, directory),
         )
 
         with progress_bar() as tell:
@@ -71,16 +76,3 @@ def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | N
     if known is not None and known.file is not None:
         options = {"name": known.name}
     return job_from_arguments(job, url, options, environ)
-
-
-def _state_dir(config: JobConfig, environ: dict[str, str], directory: Path | None) -> Path | None:
-    """Where the daemon's status may lie: a hint, so a wrong ckptd.toml does not stop a resume."""
-    from ckptd.config import default_config_dir, load_daemon
-    from ckptd.errors import CkptdError
-    from ckptd.local.state_dir import state_dir_of
-
-    try:
-        daemon = load_daemon((directory or default_config_dir(environ)) / "ckptd.toml", environ)
-        return state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
-    except CkptdError:
-        return None

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from ckptd.config import LoadedConfig
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -55,8 +57,17 @@ def register(app: typer.Typer) -> None:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         logging.getLogger("watchdog").setLevel(logging.WARNING)
-        load = partial(_load, save_dir, url, job, config_dir, save_total_limit, same_filesystem)
-        daemon = Daemon(load(), os.environ, once=once, drain_seconds=drain_seconds, reload=load)
+        again = partial(
+            load,
+            os.environ,
+            save_dir=save_dir,
+            url=url,
+            jobs=job,
+            config_dir=config_dir,
+            save_total_limit=save_total_limit,
+            same_filesystem=same_filesystem,
+        )
+        daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
         raise typer.Exit(daemon.run())
 
 
@@ -70,20 +81,26 @@ def _drain_seconds(text: str) -> float:
         raise UsageError(f"--drain: {error}") from error
 
 
-def _load(
-    save_dir: str | None,
-    url: str | None,
-    jobs: list[Path],
-    config_dir: Path | None,
-    save_total_limit: int | None,
-    same_filesystem: bool,
+def load(
+    environ: Mapping[str, str],
+    *,
+    save_dir: str | None = None,
+    url: str | None = None,
+    jobs: Sequence[Path] = (),
+    config_dir: Path | None = None,
+    save_total_limit: int | None = None,
+    same_filesystem: bool = False,
 ) -> LoadedConfig:
-    import os
+    """What the command line names, else the environment (`CKPTD_SAVE_DIR`, `CKPTD_JOB`), else all jobs.
 
+    Raises:
+        UsageError: two that exclude each other, or no URL. ConfigError, NotFoundError: as `ckptd.config`.
+    """
     from ckptd import config
     from ckptd.errors import UsageError
 
-    environ = os.environ
+    if save_dir is None and not jobs and config_dir is None:
+        save_dir, jobs = _from_environment(environ)
     if save_dir is None:
         directory = config_dir or config.default_config_dir(environ)
         if jobs:
@@ -93,12 +110,31 @@ def _load(
     if jobs:
         msg = "SAVE_DIR and --job exclude each other"
         raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or ckptd run --job FILE")
-    if url is None and "CKPTD_URL" not in environ:
+    url = url or environ.get("CKPTD_URL")
+    if not url:
         msg = "there is no URL: nothing would leave this node"
-        raise UsageError(msg, hint="ckptd run SAVE_DIR URL")
+        raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or CKPTD_URL in the environment")
     options: dict[str, object] = {"remote": {"same_filesystem": True} if same_filesystem else {}}
     if save_total_limit is not None:
         options["local"] = {"save_total_limit": save_total_limit}
-    single = config.job_from_arguments(save_dir, url or environ["CKPTD_URL"], options, environ)
+    single = config.job_from_arguments(save_dir, url, options, environ)
     daemon_path = config_dir / "ckptd.toml" if config_dir else None
     return config.LoadedConfig(daemon=config.load_daemon(daemon_path, environ), jobs=(single,))
+
+
+def _from_environment(environ: Mapping[str, str]) -> tuple[str | None, Sequence[Path]]:
+    """What is run where the command line names nothing: `CKPTD_SAVE_DIR`, or the file of `CKPTD_JOB`."""
+    from ckptd import config
+    from ckptd.errors import UsageError
+
+    save_dir, job = environ.get("CKPTD_SAVE_DIR"), environ.get("CKPTD_JOB")
+    if save_dir and job:
+        msg = "CKPTD_SAVE_DIR and CKPTD_JOB are both set, and exclude each other"
+        raise UsageError(msg, hint="unset one of them")
+    if not job:
+        return save_dir or None, ()
+    file = config.resolve_job(job, environ).file
+    if file is None:
+        msg = f"CKPTD_JOB = {job!r} names no job file"
+        raise UsageError(msg, hint="a SAVE_DIR goes into CKPTD_SAVE_DIR, its remote into CKPTD_URL")
+    return None, [file]

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptd.cli.status_tables import ago, checkpoints_table, remote_table, size_of
+from ckptd.cli.text import ENV_JOB, printable_everywhere
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -31,14 +33,19 @@ def register(app: typer.Typer) -> None:
 
     @app.command("status", help="Is my run safe? What is under way, what needs a person.")
     def status(
-        job: str | None = typer.Argument(None, help="SAVE_DIR, job file or job name; default: every job."),
+        job: str | None = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
         tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
         as_json: bool = typer.Option(False, "--json", help="The published document."),
         retention: bool = typer.Option(False, "--retention", help="Why each checkpoint is kept."),
         live: bool = typer.Option(False, "--live", help="Exit 0 only if the daemon lives."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        document = find_status(job, Path(state_dir) if state_dir else None)
+        document = find_status(
+            job, Path(state_dir) if state_dir else None, Path(config_dir) if config_dir else None
+        )
         alive = _is_alive(document)
         jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
         if job is not None and not jobs and not as_json and not live:
@@ -58,7 +65,7 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(_exit_code(jobs, alive))
 
 
-def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
+def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None = None) -> dict[str, Any]:
     """The published document of the daemon that runs a job (None: the newest that is known).
 
     Raises:
@@ -69,7 +76,7 @@ def find_status(job: str | None, state_dir: Path | None) -> dict[str, Any]:
         raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
     found: list[dict[str, Any]] = []
     looked: list[str] = []
-    for place in _given(state_dir) if state_dir else _places(job):
+    for place in _given(state_dir) if state_dir else _places(job, config_dir):
         path = place / "status.json"
         looked.append(str(path))
         try:
@@ -111,24 +118,25 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return newest | {"jobs": list(jobs.values())}
 
 
-def _places(job: str | None) -> Iterator[Path]:
+def _places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
     """Where a state directory may be; the configuration is read only when a save_dir's own place has none."""
     if job is None:
-        yield from _all_known()
+        yield from _all_known(config_dir)
         return
     if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
         save_dir = Path(os.path.normpath(os.path.abspath(job)))
         yield from _state_dirs(save_dir)
         yield from _base_dirs(save_dir.name)
-    yield from _configured(job)
+    yield from _configured(job, config_dir)
 
 
-def _configured(job: str) -> list[Path]:
+def _configured(job: str, config_dir: Path | None) -> list[Path]:
     """Where a job that the configuration knows keeps its state."""
     from ckptd.config import default_config_dir, load_daemon, resolve_job
 
-    config = resolve_job(job, os.environ)
-    base = load_daemon(default_config_dir(os.environ) / "ckptd.toml", os.environ).state_dir
+    directory = config_dir or default_config_dir(os.environ)
+    config = resolve_job(job, os.environ, config_dir=directory)
+    base = load_daemon(directory / "ckptd.toml", os.environ).state_dir
     named = [base / config.name] if base is not None else []
     return [*named, *_base_dirs(config.name), *_state_dirs(config.save_dir)]
 
@@ -151,10 +159,10 @@ def _base_dirs(name: str) -> list[Path]:
     return places + sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())
 
 
-def _all_known() -> list[Path]:
+def _all_known(config_dir: Path | None) -> list[Path]:
     from ckptd.config import default_config_dir, load_all
 
-    loaded = load_all(default_config_dir(os.environ), os.environ)
+    loaded = load_all(config_dir or default_config_dir(os.environ), os.environ)
     found: list[Path] = []
     for config in loaded.jobs:
         if loaded.daemon.state_dir is not None:
@@ -186,23 +194,6 @@ def _age_seconds(at: str) -> float:
     return max(0.0, time.time() - datetime.fromisoformat(at).timestamp())
 
 
-def _ago(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
 def _headline(job: dict[str, Any], age_seconds: float) -> str:
     """The first line: is my run safe?"""
     safe = job.get("safe")
@@ -210,10 +201,10 @@ def _headline(job: dict[str, Any], age_seconds: float) -> str:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
         return f"NOT SAFE: {words.get(job['state'], _unproved(job) or 'nothing is committed yet')}"
     risk = (job.get("seconds_at_risk") or 0) + age_seconds
-    text = f"step {safe['step']} ({safe['tag']}) committed {_ago(safe['age_seconds'] + age_seconds)} ago"
+    text = f"step {safe['step']} ({safe['tag']}) committed {ago(safe['age_seconds'] + age_seconds)} ago"
     steps = job.get("steps_at_risk") or 0
     behind = f"; {steps} saved steps not committed yet" if steps else ""
-    return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {_ago(risk)} of training at risk"
+    return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {ago(risk)} of training at risk"
 
 
 def _unproved(job: dict[str, Any]) -> str | None:
@@ -235,98 +226,66 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     age = _age_seconds(document["generated_at"])
-    for job in jobs:
+    for job in printable_everywhere(jobs):
         since = _age_seconds(job["as_of"]) if job.get("as_of") else age
         console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, since))}")
         for text in job["opt_outs"]:
             console.print(f"  opt-out: {escape(text)}")
         if not alive:
-            console.print(f"  [red]the daemon is not running[/red]; this is what it saw {_ago(age)} ago")
+            console.print(f"  [red]the daemon is not running[/red]; this is what it saw {ago(age)} ago")
         elif age > STALE_SECONDS:
-            console.print(f"  [yellow]the daemon has not published for {_ago(age)}[/yellow]")
+            console.print(f"  [yellow]the daemon has not published for {ago(age)}[/yellow]")
         _disk(console, job)
         for remote in job.get("remotes", []):
             console.print(f"  {escape(_abilities(remote))}", style="dim")
         for problem in job["problems"]:
             mark = {"attention": "[red]![/red]", "behind": "[yellow]~[/yellow]"}.get(problem["severity"], "·")
-            console.print(f"  {mark} {escape(problem['text'])} ({_ago(_age_seconds(problem['since']))})")
+            console.print(f"  {mark} {escape(problem['text'])} ({ago(_age_seconds(problem['since']))})")
             if problem["next_step"]:
                 console.print(f"    → {escape(problem['next_step'])}")
         if job["checkpoints"]:
-            console.print(_table(job, retention))
+            console.print(checkpoints_table(job, retention=retention))
+        for remote in job.get("remotes", []) if retention else []:
+            console.print(remote_table(remote))
     if document["daemon"].get("notify_error"):
         console.print(f"[yellow]![/yellow] nobody was told: {escape(document['daemon']['notify_error'])}")
 
 
 def _abilities(remote: dict[str, Any]) -> str:
     """What the store was seen to do, and what it does not."""
+    # of an older daemon there is no URL; the name of a remote without one says nothing
+    shown = f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
     if not remote["attached"]:
-        return f"remote {remote['name']}: not attached"
+        return f"{shown}: not attached"
     exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"
-    return "; ".join(
-        [f"remote {remote['name']}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]]
-    )
+    return "; ".join([f"{shown}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]])
 
 
 def _disk(console: Any, job: dict[str, Any]) -> None:
     disk = job.get("disk")
     if not disk:
         return
-    parts = [f"{_size(disk['free_bytes'])} free"]
+    parts = [f"{size_of(disk['free_bytes'])} free"]
     if disk.get("full_in_saves") is not None:
-        parts.append(f"full in {disk['full_in_saves']} saves / {_ago(disk['full_in_seconds'])} at this pace")
+        parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
     if job.get("production_bytes_per_second"):
-        parts.append(f"production {_size(job['production_bytes_per_second'])}/s")
+        parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
     if job.get("link_bytes_per_second"):
-        parts.append(f"link {_size(job['link_bytes_per_second'])}/s")
+        parts.append(f"link {size_of(job['link_bytes_per_second'])}/s")
     console.print("  " + ", ".join(parts), style="dim")
 
 
-def _table(job: dict[str, Any], retention: bool) -> Any:
-    from rich.table import Table
-
-    remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("tag", "step", "state", "size", "local", *remotes, "kept because" if retention else "note"):
-        table.add_column(title, justify="right" if title in ("step", "size") else "left")
-    for checkpoint in job["checkpoints"]:
-        local = checkpoint["local"]
-        here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
-        here += " +hold" if local["held"] else ""
-        cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
-        note = "; ".join(checkpoint["keep"]) if retention else (checkpoint["reason"] or "")
-        if checkpoint.get("kind") == "model-only":
-            note = f"only a model: nothing to resume from {note}".strip()
-        if checkpoint["pinned"] and not retention:
-            note = f"pinned {note}".strip()
-        step = f"{checkpoint['step']}" if checkpoint["step"] is not None else "?"
-        if checkpoint["branch"] and checkpoint["branch"] > 1:
-            step = f"{step} (branch {checkpoint['branch']})"
-        size = _size(checkpoint["bytes"])
-        table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
-    return table
-
-
-def _forms(forms: dict[str, Any]) -> str:
-    parts = []
-    for form, state in forms.items():
-        if state["state"] == "none":
-            continue
-        text = state["state"]
-        if text == "shipping" and state["bytes_total"]:
-            text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
-            if state.get("eta_seconds") is not None:
-                text += f" (in {_ago(state['eta_seconds'])})"
-        parts.append(text if form == "zero" else f"{form} {text}")
-    return ", ".join(parts)
-
-
 def _story(jobs: list[dict[str, Any]], tag: str) -> None:
+    """One checkpoint: on this node, its way to each remote, and what retention makes of it there."""
     for job in jobs:
-        for checkpoint in job["checkpoints"]:
-            if checkpoint["tag"] == tag:
-                print(json.dumps(checkpoint, indent=2))
-                return
+        here = next((c for c in job["checkpoints"] if c["tag"] == tag), None)
+        held = {
+            remote["name"]: [one for one in remote.get("held", []) if one["tag"] == tag]
+            for remote in job.get("remotes", [])
+        }
+        if here is not None or any(held.values()):
+            print(json.dumps((here or {"tag": tag}) | {"held": held}, indent=2))
+            return
     msg = f"no checkpoint {tag!r} in the published status"
     raise NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB
+
 if TYPE_CHECKING:
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.journal import Journal
@@ -21,9 +23,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP)
     def takeover(
-        job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help="A job's name, file or save_dir."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
-        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import fcntl
         import os

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import ENV_JOB_OR_URL
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -25,7 +27,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP)
     def verify(
-        job: str = typer.Argument(..., metavar="JOB|URL", help="A job's name, file or save_dir; a remote."),
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
+        ),
         tag: str = typer.Argument(None, metavar="TAG", help="Only this one; default: every COMMIT."),
         read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
         part: str | None = typer.Option(
@@ -35,7 +39,7 @@ def register(app: typer.Typer) -> None:
         repair: bool = typer.Option(False, "--repair", help="Put right what differs, from intact bytes."),
         dry_run: bool = typer.Option(False, "--dry-run", help="With --repair: only say what it would do."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-        config_dir: str = typer.Option(None, help="Where jobs.d/ lies."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
         from pathlib import Path
@@ -44,7 +48,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.text import say
         from ckptd.errors import CkptdError, UsageError
         from ckptd.recover.sight import look_at_remote
-        from ckptd.recover.sources import where_of
+        from ckptd.recover.sources import said_of, where_of
         from ckptd.recover.verified import Slice, exit_code, slice_of
         from ckptd.recover.verify import Verifier
         from ckptd.remote.access import access_of
@@ -68,7 +72,7 @@ def register(app: typer.Typer) -> None:
                     found.append(Verifier(sight, read=read, on_progress=tell).run(tag))
                 except CkptdError as error:
                     failures.append(error)
-                    say(f"{one.name}: {error}")
+                    say(said_of(one.name, one.url, str(error)))
         show(found, as_json=as_json)
         code = exit_code(found) or (failures[0].exit_code if failures else 0)
         if code:
@@ -84,6 +88,7 @@ def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | 
     from rich.console import Console
 
     from ckptd.cli.text import say
+    from ckptd.recover.sources import said_of
 
     if as_json:
         shown = {"schema_version": 1, "remotes": [asdict(one) for one in found]}
@@ -96,7 +101,7 @@ def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | 
             console.print(_table(verified))
     for verified in found:
         for line in _lines(verified):
-            say(f"{verified.name}: {line}")
+            say(said_of(verified.name, verified.url, line))
 
 
 def _lines(verified: VerifiedRemote) -> list[str]:

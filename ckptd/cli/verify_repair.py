@@ -92,6 +92,7 @@ def look(where: Where) -> tuple[list[RemoteSight], dict[str, CkptdError]]:
     from ckptd.cli.text import say
     from ckptd.errors import CkptdError
     from ckptd.recover.sight import look_at_remote
+    from ckptd.recover.sources import said_of
     from ckptd.remote.access import access_of
 
     sights: list[RemoteSight] = []
@@ -101,7 +102,7 @@ def look(where: Where) -> tuple[list[RemoteSight], dict[str, CkptdError]]:
             sights.append(look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True))
         except CkptdError as error:
             failures[one.name] = error
-            say(f"{one.name}: {error}")
+            say(said_of(one.name, one.url, str(error)))
     if failures and not sights:
         raise next(iter(failures.values()))
     return sights, failures

@@ -131,7 +131,7 @@ def _named(path: str) -> NamedShard | None:
     return parse_shard_name(path.rpartition("/")[2])
 
 
-def _asked(path: str, identity: FileIdentity | None) -> dict[str, Any]:
+def _asked(path: str, identity: FileIdentity | None = None) -> dict[str, Any]:
     i = identity
     shard = _named(path)
     is_state = path.rpartition("/")[2] == TRAINER_STATE

@@ -18,6 +18,7 @@ from ckptd import files
 from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
 from ckptd.convert.sources import identity_of
 from ckptd.core.layouts import NamedShard, parse_shard_name
+from ckptd.core.names import NAME_BYTES
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, StorageError, TargetExists, UsageError
 from ckptd.real import opened_real, real_path
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 TEMPORARIES = "tmp"
 OUTPUT = "out"
 PLAN = "plan.jsonl"
-NAME_BYTES = 255
-"""That Linux file systems take."""
 
 
 def partial_name(name: str) -> str:

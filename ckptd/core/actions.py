@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptd.core.ladder import Fate
     from ckptd.core.permit import CommitRef, DeletePermit
     from ckptd.core.view import RemoteCommit
 
@@ -29,14 +30,22 @@ class Ship:
     form: str
     generation: int
     attempt: int
+    is_streamed: bool = False
+    """A form that lies nowhere here: made of the shards while it is sent (docs/adr/0093)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeWay:
+    """Cancel the upload of a derived form: a ZeRO form waits for that remote."""
+
+    remote: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
-    """Make a derived form of a save on this node."""
+    """Make the universal form of a save on this node."""
 
     save_id: int
-    form: str = "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +65,10 @@ class ReleaseHold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropDerived:
-    """Remove a derived form of a save from this node."""
+    """Remove the universal form of a save from this node."""
 
     save_id: int
     reason: str
-    form: str = "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +101,14 @@ class Retire:
     remote: str
     commit: RemoteCommit
     reason: str
+    instead: RemoteCommit | None = None
+    """The form of the same save that must be whole there before this one goes."""
 
 
 Action = (
     Describe
     | Ship
+    | MakeWay
     | Convert
     | Hold
     | ReleaseHold
@@ -111,9 +122,10 @@ Action = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Actions in order, and for every save why it stays (empty: it may go)."""
+    """Actions in order, and for everything there is why it stays or goes."""
 
     actions: tuple[Action, ...]
-    local_keeps: dict[int, tuple[str, ...]]
-    remote_keeps: dict[tuple[str, str], tuple[str, ...]]
-    """(remote, COMMIT key) → reasons."""
+    local_fates: dict[int, Fate]
+    """Save on the node → what becomes of its folder."""
+    remote_fates: dict[tuple[str, str], Fate]
+    """(remote, COMMIT key) → what becomes of it."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.actions import Action, Convert, DropDerived, PointUniversal
+from ckptd.core.actions import Action, DropDerived, PointUniversal
+from ckptd.core.ladder import Fate
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
-from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
+    from ckptd.core.keeping import LocalFates
     from ckptd.core.view import DerivedRecord, JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
@@ -26,45 +28,50 @@ def is_open(record: DerivedRecord, now_seconds: float) -> bool:
     return record.state is DerivedState.NONE
 
 
-def make_weights(view: JobView) -> list[Action]:
-    """Of the newest whole save, once its ZeRO form is committed where the weights go; one at a time."""
-    whole = [s for s in view.saves if s.is_intact and not s.is_model_only]
-    save = max(whole, key=lambda s: s.save.order, default=None)
-    if save is None or save.is_busy:
-        return []
-    for form in WEIGHTS:
-        if is_open(save.derived(form), view.now_seconds) and _is_wanted(view, save, form):
-            # fp32 masters are a third of what a save holds, or less
-            fits = view.disk.free_bytes - save.save.total_bytes // 2 >= view.disk.reserve_bytes
-            return [Convert(save_id=save.id, form=form)] if fits else []
-    return []
+def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
+    """Saves whose derived form that remote is to get, by preference: the newest whole one whose ZeRO form is
+    committed; older ones too where a ladder will leave them in that form alone.
+
+    Those that were begun and can be gone on with come first: on a slow link none would be finished.
+    """
+    ready = sorted(
+        (s for s in view.saves if not s.is_model_only and _has_zero(view, s, remote)),
+        key=lambda s: s.save.order,
+        reverse=True,
+    )
+    begun = [s for s in ready if _is_begun(view, s, remote, form)]
+    if remote.retention.has_rung(form):
+        return begun + [s for s in ready if s not in begun]
+    return begun or ready[:1]
 
 
-def drop_weights(view: JobView) -> list[Action]:
-    """What every remote that takes it has, or takes no more, needs no place here."""
-    return [
-        DropDerived(save_id=save.id, form=form, reason="shipped")
-        for save in view.saves
-        for form, record in save.weights.items()
-        if record.state is DerivedState.READY and not save.is_busy and not _is_wanted(view, save, form)
-    ]
+def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
+    record = save.ship(remote.name, form)
+    is_open_there = record.state in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED)
+    return is_open_there and record.generation is not None and is_streamed(view, save, form, is_now=False)
 
 
-def _is_wanted(view: JobView, save: SaveView, form: str) -> bool:
-    return any(form in remote.forms and _lacks(remote, save, form) for remote in view.remotes)
+def _has_zero(view: JobView, save: SaveView, remote: RemoteView) -> bool:
+    """Committed there; for a remote that takes no ZeRO form, on every required one."""
+    names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
+    return all(save.ship(name, ZERO).state is ShipState.COMMITTED for name in names)
 
 
-def _lacks(remote: RemoteView, save: SaveView, form: str) -> bool:
-    is_there = save.ship(remote.name, ZERO).state is ShipState.COMMITTED
-    return is_there and save.ship(remote.name, form).state not in _SETTLED
+def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
+    """Whether a form that is not kept here can be made of the shards as it is sent; `is_now`: may begin."""
+    if form in view.local_forms or not save.is_intact:
+        return False
+    may_begin = not view.is_converting and not view.is_save_in_flight
+    return is_open(save.derived(form), view.now_seconds) and (may_begin or not is_now)
 
 
-def keep_derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
     ready = sorted(
         (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
     )
-    valid = [s for s in ready if s.is_intact or not s.is_present]
+    here = {s.save.tag for s in view.saves if s.is_present}
+    valid = [s for s in ready if s.is_intact or s.save.tag not in here]
     proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
     actions: list[Action] = []
     # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
@@ -75,7 +82,8 @@ def keep_derived(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list
     if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
         actions.append(PointUniversal(tag=target))
     for save in ready:
-        reason = _why_drop(view, save, proven, local_keeps)
+        is_replaced = not save.is_present and save.save.tag in here
+        reason = "its tag was saved again" if is_replaced else _why_drop(view, save, proven, local)
         if reason and not save.is_busy and save.save.tag != target:
             actions.append(DropDerived(save_id=save.id, reason=reason))
     return actions
@@ -101,13 +109,14 @@ def _is_shipped_anywhere(save: SaveView) -> bool:
     return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
 
 
-def _why_drop(
-    view: JobView, save: SaveView, proven: list[SaveView], local_keeps: dict[int, tuple[str, ...]]
-) -> str | None:
+def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalFates) -> str | None:
     if save.is_present and not save.is_intact:
         return "its source was saved again"
+    rung = local.universal.get(save.id) or Fate()
+    if rung.keeps or _is_rung_of_a_remote(view, save):
+        return None
     if not save.is_present:
-        return "its source is gone"
+        return rung.goes or "its source is gone"
     is_newest = bool(proven) and proven[-1].id == save.id
     if is_newest or not proven or save.save.order > proven[-1].save.order:
         return None
@@ -115,4 +124,18 @@ def _why_drop(
         return "not kept on this node"
     if not view.disk.can_clone:
         return "a newer one is ready"
-    return None if local_keeps.get(save.id) else "its source may go"
+    return None if local.zero[save.id].keeps else "its source may go"
+
+
+def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
+    """A remote will be left with this form alone, and has not got it yet."""
+    for remote in view.remotes:
+        if UNIVERSAL not in remote.forms or not remote.retention.has_rung(UNIVERSAL):
+            continue
+        zero = save.ship(remote.name, ZERO).state
+        may_come = save.is_intact and zero not in (ShipState.RETIRED, ShipState.REFUSED)
+        if (zero is ShipState.COMMITTED or may_come) and save.ship(
+            remote.name, UNIVERSAL
+        ).state not in _SETTLED:
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, on the node and on each remote, each with its reasons (docs/design.md P1, P5, §5).
+"""Which checkpoints stay on the node, each with its reasons (docs/design.md P1, P5, §5).
 
 The policy's keeps are joined with everything that must never go, whatever the policy says; what is left
 without a reason is for the planner to remove, with a permit.
@@ -9,14 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.core.ladder import Fate
 from ckptd.core.permit import CommitRef
-from ckptd.core.retention import Item, keep_reasons
-from ckptd.core.view import ZERO, ShipState
+from ckptd.core.retention import Held, Item, fates
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckptd.core.manifest import Best
     from ckptd.core.save import Order
     from ckptd.core.view import JobView, SaveView
+
+
+_ALONE = frozenset({UNIVERSAL})
 
 
 def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
@@ -31,45 +37,79 @@ def is_committed(view: JobView, save: SaveView) -> bool:
     return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
 
 
-def keep_local(view: JobView) -> dict[int, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFates:
+    """What becomes of the forms on this node, by save."""
+
+    zero: dict[int, Fate]
+    """Of every save whose folder is here."""
+    universal: dict[int, Fate]
+    """Of the universal forms of a ladder: one that does not keep its form leaves it to the other rules."""
+
+
+def keep_local(view: JobView) -> LocalFates:
     """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
-    kept: dict[int, tuple[str, ...]] = {}
+    zero: dict[int, Fate] = {}
+    universal: dict[int, Fate] = {}
+    dates = _dates(view)
     for is_model_only in (False, True):
-        present = [s for s in view.saves if s.is_present and s.is_model_only == is_model_only]
+        kind = [s for s in view.saves if s.is_model_only == is_model_only]
+        present = [s for s in kind if s.is_present]
         committed = [s for s in present if is_committed(view, s) and s.is_intact]
-        items = [_item(view, s) for s in committed]
-        by_policy = keep_reasons(items, view.local_retention)
+        stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
+        by_policy = fates([_held(view, s, dates) for s in (*committed, *stepped)], view.local_retention)
         ground = _Ground(
             top=newest(view, is_model_only=is_model_only),
             newest_committed=max((s.save.order for s in committed), default=None),
             latest=view.latest,
             best=best_tag(view),
         )
-        kept |= {
-            s.id: by_policy.get(str(s.id), ()) + _protection(s, ground, is_committed=is_committed(view, s))
-            for s in present
-        }
-    return kept
+        for save in present:
+            fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
+            zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_committed(view, save)))
+        for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
+            fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()
+            if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
+                fate = fate.kept_for(*zero[save.id].keeps)
+            universal[save.id] = fate
+    return LocalFates(zero=zero, universal=universal)
 
 
-def _item(view: JobView, save: SaveView) -> Item:
+def _is_ready(save: SaveView) -> bool:
+    return save.universal.state is DerivedState.READY
+
+
+def _dates(view: JobView) -> dict[str, float | None]:
+    """When COMMITs of required remotes were made, the last of each key; None: one carries no time."""
+    found: dict[str, float | None] = {}
+    for remote in view.remotes:
+        for commit in remote.commits if remote.is_required else ():
+            before, at = found.get(commit.key, 0.0), commit.committed_at_seconds
+            found[commit.key] = None if before is None or at is None else max(at, before)
+    return found
+
+
+def _held(view: JobView, save: SaveView, dates: Mapping[str, float | None]) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
-    mine = {ref.key for ref in commits_of(view, save)}
-    times = [
-        c.committed_at_seconds for r in view.remotes if r.is_required for c in r.commits if c.key in mine
-    ]
-    known = [t for t in times if t is not None]
-    is_dated = bool(known) and len(known) == len(times)
-    return Item(
-        key=str(save.id),
-        order=save.save.order,
-        pinned=save.is_pinned,
-        committed_at_seconds=max(known) if is_dated else None,
-        score=_score(view, save.save.best),
+    is_ready = _is_ready(save)
+    times = [dates[ref.key] for ref in commits_of(view, save) if ref.key in dates]
+    known = [at for at in times if at is not None]
+    forms = {ZERO} if save.is_present else set()
+    return Held(
+        item=Item(
+            key=str(save.id),
+            order=save.save.order,
+            pinned=save.is_pinned,
+            committed_at_seconds=max(known) if known and len(known) == len(times) else None,
+            score=score_of(view, save.save.best),
+        ),
+        forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
+        # beside a trainer's own files the universal form alone loads nowhere
+        standing=_ALONE if is_ready and save.save.roots == ("",) else frozenset(),
     )
 
 
-def _score(view: JobView, best: Best | None) -> float | None:
+def score_of(view: JobView, best: Best | None) -> float | None:
     """Higher is better; None: no value of the job's metric is known."""
     if best is None or best.metric != view.metric:
         return None
@@ -112,39 +152,6 @@ def best_tag(view: JobView) -> str | None:
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
     """At or above the newest complete step (H7, H10): never deleted, whatever its branch."""
     return top is not None and save.id != top.id and save.save.step >= top.save.step
-
-
-def keep_remote(view: JobView) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Reasons to keep each zero COMMIT of each remote; local facts only add reasons (§5 *Retention*)."""
-    reasons: dict[tuple[str, str], tuple[str, ...]] = {}
-    here = {(s.save.tag, s.save.order): s for s in view.saves if s.is_present}
-    pinned = {s.save.tag for s in view.saves if s.is_pinned}
-    best = best_tag(view)
-    for remote in view.remotes:
-        commits = [c for c in remote.commits if c.form == ZERO]
-        by_policy: dict[str, tuple[str, ...]] = {}
-        for is_model_only in (False, True):
-            mine = [c for c in commits if c.is_model_only == is_model_only]
-            items = [
-                Item(
-                    key=c.key,
-                    order=c.order,
-                    pinned=c.tag in pinned,
-                    committed_at_seconds=c.committed_at_seconds,
-                    score=_score(view, c.best),
-                )
-                for c in mine
-            ]
-            by_policy |= keep_reasons(items, remote.retention)
-        for commit in commits:
-            kept = by_policy[commit.key]
-            is_here = (commit.tag, commit.order) in here or commit.tag in view.unsealed_tags
-            if is_here and remote.retention.deletes:
-                kept += ("still on this node",)
-            if commit.tag == best:
-                kept += ("best_model_checkpoint",)
-            reasons[remote.name, commit.key] = kept
-    return reasons
 
 
 def commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:

@@ -15,7 +15,7 @@ from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.grids import expert_notes, known, named, prove_grid
 from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_name
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
-from ckptd.core.marks import judge_marks
+from ckptd.core.marks import judge_marks, out_of_order
 from ckptd.core.trainers import Trainer, missing_weights, step_of_folder
 
 if TYPE_CHECKING:
@@ -200,6 +200,9 @@ def _whole(
     if renewed and kept:
         state = State.RESAVING if context.is_in_flight else State.TORN_RESAVE
         return _with(verdict, state, f"{renewed[0]} was saved again, {kept[0]} was not")
+    late = out_of_order(listing, shards)
+    if late:
+        return _with(verdict, State.SUSPECT, f"two saves? {late}")
     wide_seconds = (window.last - window.first) / 1e9
     limit = max(
         context.save_spread_seconds,

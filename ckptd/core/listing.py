@@ -32,7 +32,7 @@ class ListedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderListing:
-    """One folder of save_dir. `irregular`: links, sockets, devices, mounts, with what they are."""
+    """One folder of save_dir. `irregular`: links, sockets, devices, mounts, and names that may not be."""
 
     tag: str
     folder: FolderIdentity
@@ -98,3 +98,5 @@ class SaveDirListing:
     latest_universal: str | None = None
     foreign: tuple[str, ...] = ()
     """Names that are no checkpoint and no file of ours: left alone."""
+    nameless: tuple[str, ...] = ()
+    """Checkpoints whose names are no text (bytes that are not UTF-8), as shown: left alone, too."""

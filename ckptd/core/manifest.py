@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.core.names import name_problem
 from ckptd.core.trainers import universal_name
 from ckptd.errors import DamagedError, RefusedError
 
@@ -29,6 +30,8 @@ EXTRA_FOLDER = "_extra"
 Proof = Literal["store-checksum", "part-etags", "read-back", "none"]
 
 _ID = re.compile(r"^[A-Za-z0-9._=+-]+$")
+_TAG_BYTES = 220
+_DIGITS = 10
 _RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
 
 AnyDocument = TypeVar("AnyDocument", bound="Document")
@@ -173,6 +176,11 @@ class Commit(Document):
         except ValueError:
             return None
 
+    @property
+    def stands_alone(self) -> bool:
+        """Usable without the ZeRO form: all but a universal form that lies beside a trainer's other files."""
+        return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
+
 
 class Tombstone(Document):
     """`_ckptd/retired/…`: what retention removed, so that it is never sent again (H16)."""
@@ -256,7 +264,11 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
             else "`ckptd list` shows what is left"
         )
         raise DamagedError(msg, hint=f"it was cut or edited; {what}") from error
-    if int(document.format.split(".")[0]) > MAJOR:
+    major = document.format.split(".")[0]
+    if not (major.isascii() and major.isdigit() and len(major) < _DIGITS):
+        msg = f"{where} has format {document.format[:40]!r}, which is none"
+        raise DamagedError(msg, hint="it was cut or edited; `ckptd list` shows what is left")
+    if int(major) > MAJOR:
         msg = f"{where} has format {document.format}, this ckptd knows {FORMAT}"
         raise RefusedError(msg, hint="upgrade ckptd; nothing was written or deleted")
     return document
@@ -280,7 +292,10 @@ def tag_problem(tag: str) -> str | None:
         return "starts with '.' or '_ckptd'"
     if _RESERVED_END.search(tag):
         return "ends like a name of ours (_universal, _weights-…, .g<n>, .a<n>)"
-    return None
+    problem = name_problem(tag)
+    if problem is None and len(encode_name(tag)) > _TAG_BYTES:
+        return f"takes more than {_TAG_BYTES} bytes in a remote, where longer names are made from it"
+    return problem
 
 
 def stem(tag: str, generation: int, form: str) -> str:

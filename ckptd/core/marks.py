@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.core.grids import named
+from ckptd.core.layouts import Role
 from ckptd.core.trainers import TRAINER_STATE, Trainer, step_of_folder, wanted_marks
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 600.0
 """How long random states are waited for: trainers resume without them."""
+COPY_GAP_SECONDS = 0.5
+SLOWEST_COPY_BYTES_PER_SECOND = 10e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,30 @@ class Marks:
     waits_for: str | None = None
     is_patient: bool = False
     notes: tuple[str, ...] = ()
+
+
+def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str | None:
+    """Model states that were written long after the optimizer shard of the same rank; None: there are none.
+
+    The engine writes a rank's model states first (docs/formats.md §1.1). The other way round they are of a save
+    that was begun over a finished one and has not come to its optimizer shards; steps do not tell, for only
+    one of the two kinds of file holds each. A copy may well change the order, but leaves no gap.
+    """
+    at = {file.path: file.identity for file in listing.shards if file.path in shards}
+    optim = {
+        (named(path).shard.d, named(path).shard.mm): identity
+        for path, identity in at.items()
+        if named(path).role is Role.OPTIM
+    }
+    for path, identity in at.items():
+        shard = named(path)
+        other = optim.get((shard.shard.d or 0, shard.shard.mm)) if shard.role is Role.MODEL else None
+        if other is None:
+            continue
+        gap_seconds = (identity.mtime_ns - other.mtime_ns) / 1e9
+        if gap_seconds > COPY_GAP_SECONDS + identity.size_bytes / SLOWEST_COPY_BYTES_PER_SECOND:
+            return f"{path} was written {gap_seconds:.1f} s after its optimizer shard"
+    return None
 
 
 def judge_marks(

@@ -14,19 +14,22 @@ from ckptd.core.actions import (
     Convert,
     Describe,
     Hold,
+    MakeWay,
     Plan,
     Prune,
     ReleaseHold,
     Retire,
     Ship,
 )
-from ckptd.core.deriving import drop_weights, is_open, keep_derived, make_weights
-from ckptd.core.keeping import commits_of, is_committed, keep_local, keep_remote
+from ckptd.core.deriving import is_open, is_streamed, keep_derived, to_derive
+from ckptd.core.keeping import commits_of, is_committed, keep_local
+from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.permit import DeletePermit
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from ckptd.core.view import JobView, RemoteView, SaveView
+    from ckptd.core.ladder import Fate
+    from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
@@ -34,19 +37,18 @@ CONFIRMATION_SECONDS = 20.0
 
 def plan(view: JobView) -> Plan:
     """Decide one turn."""
-    local_keeps = keep_local(view)
-    remote_keeps = keep_remote(view)
+    local = keep_local(view)
+    remote_fates = keep_remote(view)
     actions: list[Action] = []
     if not view.is_paused:
         actions += _holds(view)
         for remote in view.remotes:
             actions += _ship(view, remote)
         actions += _convert(view)
-        actions += keep_derived(view, local_keeps)
-        actions += drop_weights(view)
-        actions += _prune(view, local_keeps)
-        actions += _retire(view, remote_keeps)
-    return Plan(actions=tuple(actions), local_keeps=local_keeps, remote_keeps=remote_keeps)
+        actions += keep_derived(view, local)
+        actions += _prune(view, local.zero)
+        actions += _retire(view, remote_fates)
+    return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates)
 
 
 def _holds(view: JobView) -> list[Action]:
@@ -92,19 +94,26 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
 
 def _ship(view: JobView, remote: RemoteView) -> list[Action]:
     """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
-    if not remote.is_attached or remote.is_shipping:
+    if not remote.is_attached:
         return []
     newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
-    for save in newest_first:
-        if (save.is_intact or save.is_held) and _is_due(view, save, remote, ZERO) and _to_ship(view, save):
-            return [_ship_or_describe(view, save, remote, ZERO)]
-    committed = [s for s in newest_first if s.ship(remote.name, ZERO).state is ShipState.COMMITTED]
+    zero = next((s for s in newest_first if _is_zero_due(view, s, remote)), None)
+    if remote.is_shipping:
+        is_in_the_way = zero is not None and remote.ships not in (None, ZERO)
+        return [MakeWay(remote=remote.name)] if is_in_the_way else []
+    if zero is not None:
+        return [_ship_or_describe(view, zero, remote, ZERO)]
     for form in (UNIVERSAL, *WEIGHTS):
-        # of universal forms the newest alone; weights were made for a remote, whichever save they are of
-        for save in committed[:1] if form == UNIVERSAL else committed:
-            if save.derived(form).state is DerivedState.READY and _is_due(view, save, remote, form):
-                return [_ship_or_describe(view, save, remote, form)]
+        for save in to_derive(view, remote, form) if form in remote.forms else ():
+            is_here = save.derived(form).state is DerivedState.READY
+            if _is_due(view, save, remote, form) and (is_here or is_streamed(view, save, form)):
+                return [_ship_or_describe(view, save, remote, form, is_streamed=not is_here)]
     return []
+
+
+def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:
+    has_source = save.is_intact or save.is_held
+    return has_source and _is_due(view, save, remote, ZERO) and _to_ship(view, save)
 
 
 def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
@@ -115,37 +124,34 @@ def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> boo
     return is_open and view.now_seconds >= record.retry_at_seconds
 
 
-def _ship_or_describe(view: JobView, save: SaveView, remote: RemoteView, form: str) -> Action:
+def _ship_or_describe(
+    view: JobView, save: SaveView, remote: RemoteView, form: str, *, is_streamed: bool = False
+) -> Action:
     answer = view.generations.get((save.id, remote.name, form))
-    if form != ZERO:
+    record = save.ship(remote.name, form)
+    attempt = answer.attempt if answer else record.attempt
+    if form != ZERO and ZERO in remote.forms:
         generation = save.ship(remote.name, ZERO).generation or 1
-        attempt = answer.attempt if answer else save.ship(remote.name, form).attempt
-        return Ship(save_id=save.id, remote=remote.name, form=form, generation=generation, attempt=attempt)
-    if answer is None and save.save.tag in remote.known_tags:
+    elif answer is None and save.save.tag in remote.known_tags:
         return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=form)
+    else:
+        generation = answer.generation if answer else 1
     return Ship(
         save_id=save.id,
         remote=remote.name,
         form=form,
-        generation=answer.generation if answer else 1,
-        attempt=answer.attempt if answer else 1,
+        generation=generation,
+        attempt=attempt,
+        is_streamed=is_streamed,
     )
 
 
-def wants_universal(view: JobView) -> bool:
-    """True when the node keeps universal forms or a remote takes them."""
-    return UNIVERSAL in view.local_forms or any(UNIVERSAL in r.forms for r in view.remotes)
-
-
 def _convert(view: JobView) -> list[Action]:
-    """One at a time, newest first; every save where extents clone, else only the newest (contract)."""
-    if view.is_converting or view.is_save_in_flight:
-        return []
-    return _convert_universal(view) or make_weights(view)
+    """What is kept here, one at a time: newest first, every save where extents clone, else only the newest.
 
-
-def _convert_universal(view: JobView) -> list[Action]:
-    if not wants_universal(view):
+    What remotes alone take is never made here (`_ship`).
+    """
+    if view.is_converting or view.is_save_in_flight or UNIVERSAL not in view.local_forms:
         return []
     whole = (s for s in view.saves if s.is_intact and not s.is_model_only)
     candidates = sorted(whole, key=lambda s: s.save.order, reverse=True)
@@ -160,12 +166,12 @@ def _convert_universal(view: JobView) -> list[Action]:
     return []
 
 
-def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Action]:
+def _prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
     """Oldest first; a permit only from a young confirmation, else ask for one."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
         return []
     victims = sorted(
-        (s for s in view.saves if s.is_present and not local_keeps.get(s.id)), key=lambda s: s.save.order
+        (s for s in view.saves if s.is_present and not fates[s.id].keeps), key=lambda s: s.save.order
     )
     actions: list[Action] = []
     for save in victims[: view.deletions_left]:
@@ -176,7 +182,6 @@ def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Actio
             if all(r.is_attached for r in view.remotes if r.is_required):
                 actions.append(AskConfirmation(save_id=save.id, commits=commits))
             continue
-        limit = view.local_retention.save_total_limit
         permit = DeletePermit(
             tag=save.save.tag,
             generation=max(r.generation or 1 for r in save.ships.values() if r.form == ZERO),
@@ -184,13 +189,13 @@ def _prune(view: JobView, local_keeps: dict[int, tuple[str, ...]]) -> list[Actio
             files=save.save.files + save.added,
             commits=commits,
             issued_at_seconds=view.now_seconds,
-            reason=f"save_total_limit {limit}" if limit is not None else "no retention key keeps it",
+            reason=fates[save.id].goes,
         )
         actions.append(Prune(save_id=save.id, permit=permit))
     return actions
 
 
-def _retire(view: JobView, remote_keeps: dict[tuple[str, str], tuple[str, ...]]) -> list[Action]:
+def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete or view.retirements_left <= 0:
         return []
@@ -198,13 +203,21 @@ def _retire(view: JobView, remote_keeps: dict[tuple[str, str], tuple[str, ...]])
     for remote in view.remotes:
         if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
             continue
-        kept = {(c.tag, c.generation) for c in remote.commits if remote_keeps.get((remote.name, c.key))}
-        if not kept:
+        gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
+        if not gone or len(gone) == len(remote.commits):
             continue
-        gone = [c for c in remote.commits if (c.tag, c.generation) not in kept]
-        gone.sort(key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
-        if gone:
-            limit = remote.retention.save_total_limit
-            reason = f"save_total_limit {limit} of {remote.name}" if limit is not None else "no key keeps it"
-            actions.append(Retire(remote=remote.name, commit=gone[0], reason=reason))
+        willing = [c for c in gone if c.sha256 not in view.not_to_retire]
+        if not willing:
+            continue
+        first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
+        fate = fates[remote.name, first.key]
+        instead = next((c for c in remote.commits if _stays_instead(first, c, fate.instead)), None)
+        if instead is None and fate.instead is not None:
+            continue
+        reason = f"{fate.goes} of {remote.name}"
+        actions.append(Retire(remote=remote.name, commit=first, reason=reason, instead=instead))
     return actions
+
+
+def _stays_instead(gone: RemoteCommit, other: RemoteCommit, form: str | None) -> bool:
+    return (other.tag, other.generation, other.form) == (gone.tag, gone.generation, form)

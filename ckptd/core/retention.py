@@ -8,9 +8,11 @@ that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
+from ckptd.core.ladder import Age, Fate, Rung, span, step_down
 from ckptd.core.save import Order
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class RetentionPolicy(Model):
     keep_best: int | None = None
     keep_steps: tuple[int, ...] = ()
     ephemeral: Ephemeral | None = None
+    ladder: tuple[Rung, ...] = ()
+    """Oldest rung last; only for what the other keys let go."""
 
     @property
     def limits(self) -> bool:
@@ -59,8 +63,19 @@ class RetentionPolicy(Model):
         """Thrown away after the next few."""
         return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
 
+    @property
+    def lets_go(self) -> str:
+        """Why something goes that no key keeps."""
+        limit = self.save_total_limit
+        return f"save_total_limit {limit}" if limit is not None else "no retention key keeps it"
 
-class Item(Model):
+    def has_rung(self, form: str) -> bool:
+        """Whether something may one day be left in this form alone."""
+        return any(rung.form == form for rung in self.ladder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
     """A committed checkpoint as the policy sees it."""
 
     key: str
@@ -70,6 +85,51 @@ class Item(Model):
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
     score: float | None = None
     """Of the job's metric, higher is better; None: none is known, and keep_best passes it over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A checkpoint with the forms that a tier holds of it."""
+
+    item: Item
+    forms: frozenset[str]
+    standing: frozenset[str]
+    """Those that can be used without the others."""
+
+
+def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, Fate]]:
+    """What becomes of each form of each checkpoint: key → form → fate.
+
+    Whole ones (with their ZeRO form) are ranked among themselves; what has stepped down already takes the
+    place of none, and stays as well where the keys would keep it. The newest whole one stays whole.
+    """
+    whole = [one.item for one in held if "zero" in one.forms]
+    everything = [one.item for one in held]
+    reasons = keep_reasons(everything, policy)
+    if len(whole) < len(everything):
+        reasons |= keep_reasons(whole, policy)
+    ages = ages_of(everything) if policy.ladder else {}
+    found: dict[str, dict[str, Fate]] = {}
+    for one in held:
+        key = one.item.key
+        if reasons[key]:
+            found[key] = dict.fromkeys(one.forms, Fate(keeps=reasons[key]))
+        else:
+            age = ages.get(key, Age(0, None))
+            found[key] = step_down(policy.ladder, age, one.forms, one.standing, policy.lets_go)
+    return found
+
+
+def ages_of(items: Sequence[Item]) -> dict[str, Age]:
+    """How old each is among the others; without a date at least as old as the dated one after it."""
+    newest_first = sorted(items, key=lambda item: item.order, reverse=True)
+    known = _ages(newest_first)
+    ages: dict[str, Age] = {}
+    seconds: float | None = None
+    for newer, item in enumerate(newest_first):
+        seconds = known.get(item.key, seconds)
+        ages[item.key] = Age(newer, seconds)
+    return ages
 
 
 def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tuple[str, ...]]:
@@ -84,7 +144,7 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     for rank, item in enumerate(permanent, start=1):
         reasons[item.key] += _permanent(item, rank, policy)
     for key in _spaced(permanent, policy):
-        reasons[key].append(f"keep_every {_span(policy.keep_every_seconds)}")
+        reasons[key].append(f"keep_every {span(policy.keep_every_seconds)}")
     if policy.ephemeral is not None:
         ephemeral = [item for item in newest_first if policy.is_ephemeral(item.order.step)]
         for rank, item in enumerate(ephemeral[: policy.ephemeral.keep], start=1):
@@ -93,7 +153,7 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     best_first = sorted(scored, key=lambda item: item.score or 0.0, reverse=True)
     for rank, item in enumerate(best_first[: policy.keep_best or 0], start=1):
         reasons[item.key].append(f"keep_best: {rank} of {policy.keep_best}")
-    ages = _ages(newest_first)
+    ages = _ages(newest_first) if policy.keep_within_seconds is not None else {}
     for item in newest_first:
         reasons[item.key] += _any(item, policy, ages.get(item.key))
     if newest_first:
@@ -122,7 +182,7 @@ def _any(item: Item, policy: RetentionPolicy, age_seconds: float | None) -> list
     if within is not None and age_seconds is None:
         why.append("keep_within: the time of its COMMIT is not known")
     elif within is not None and age_seconds is not None and age_seconds <= within:
-        why.append(f"keep_within {_span(within)}")
+        why.append(f"keep_within {span(within)}")
     if item.order.step in policy.keep_steps:
         why.append(f"keep_steps {item.order.step}")
     if item.pinned:
@@ -165,12 +225,3 @@ def _spaced(newest_first: Sequence[Item], policy: RetentionPolicy) -> list[str]:
             kept.append(item.key)
             last = at if at is not None else last
     return kept
-
-
-def _span(seconds: float | None) -> str:
-    """A duration as a job file says it."""
-    left = int(seconds or 0)
-    for unit, size in (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60)):
-        if left >= size and left % size == 0:
-            return f"{left // size}{unit}"
-    return f"{left}s"

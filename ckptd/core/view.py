@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ZERO = "zero"
 UNIVERSAL = "universal"
 WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
-"""Forms that are made for a remote alone, and lie here until it has them (docs/adr/0092)."""
+"""Forms that remotes alone hold: they never lie here (docs/adr/0093)."""
 
 
 class ShipState(StrEnum):
@@ -106,10 +106,12 @@ class SaveView:
     is_busy: bool = False
     """Being read by a worker (shipped, converted, cloned)."""
     is_pinned: bool = False
+    is_pruned: bool = False
+    """We let the folder go, under a permit; what was derived from it may stay (docs/adr/0094)."""
     ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
-    """By form."""
+    """By form; what is known of making them, for they lie nowhere here."""
 
     @property
     def is_model_only(self) -> bool:
@@ -141,6 +143,8 @@ class RemoteCommit:
     committed_at_seconds: float | None = None
     """Unix time that the COMMIT carries; None: it carries none that can be read."""
     best: Best | None = None
+    stands_alone: bool = True
+    """It can be used when the other forms of its generation are gone."""
 
     @property
     def order(self) -> Order:
@@ -158,7 +162,9 @@ class RemoteView:
     is_attached: bool
     """There, ours, observed, and not backing off."""
     is_shipping: bool
-    """Its one mover (ship or retire) is busy."""
+    """Its one mover (ship or retire) is busy, or left alone for a while."""
+    ships: str | None = None
+    """The form that the mover ships just now."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are shipped."""
@@ -219,6 +225,10 @@ class JobView:
     metric: str | None = None
     """What keep_best compares."""
     is_higher_better: bool = False
+    pinned_tags: frozenset[str] = frozenset()
+    """Whether a save of the tag is on this node or not."""
+    not_to_retire: frozenset[str] = frozenset()
+    """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3
     """The seat belt for remotes."""
     unsealed_tags: frozenset[str] = frozenset()

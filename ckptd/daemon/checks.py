@@ -9,6 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.config_values import shown_remote
 from ckptd.core import actions as a
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
@@ -84,7 +85,7 @@ def see_problems(job: Job, state: JobState) -> None:
                 "remote-damaged", link.name, text, "what it lists counts as not committed; see ckptd list"
             )
         if (alone := link.left_alone) is not None:
-            text = f"remote {link.name} is {alone}"
+            text = f"{shown_remote(link.name, link.settings.url)} is {alone}"
             see.see(
                 "remote-left-alone", link.name, text, "nothing to do but to mend the reason; tried by itself"
             )
@@ -107,6 +108,10 @@ def see_problems(job: Job, state: JobState) -> None:
 
 def _see_verdicts(job: Job, state: JobState) -> None:
     see = job.problems
+    for name in state.listing.nameless if state.listing is not None else ():
+        see.see(
+            "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
+        )
     for tag, verdict in state.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
         if verdict.state is State.TORN_RESAVE:
@@ -210,7 +215,13 @@ def is_idle(job: Job) -> bool:
 def is_at_rest(job: Job) -> bool:
     """Idle, and the mere passing of time brings nothing to do: all is safe and nothing is tried again."""
     state = job.state
-    if state is None or not is_idle(job) or _is_behind(job) or state.failures:
+    if (
+        state is None
+        or not is_idle(job)
+        or _is_behind(job)
+        or job.intake.metrics.is_put_off
+        or state.failures
+    ):
         return False
     here = [row for row in state.rows.values() if row.state == "present" or row.held]
     ships = [record for row in here for record in state.ships.get(row.id, {}).values()]

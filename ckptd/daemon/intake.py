@@ -18,13 +18,13 @@ from ckptd.core.order import next_order, rebuilt_order, sealing_order
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import (
     best_checkpoint_of,
-    best_of,
     memory_of,
     refreshed,
     same_files,
     sealed_extra,
     sealed_file,
 )
+from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
@@ -72,6 +72,7 @@ class Intake:
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+        self.metrics = Metrics(config, state)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
@@ -94,6 +95,7 @@ class Intake:
                     ready.append((folder, verdict))
                 else:
                     self._flush(folder, save_dir_fd)
+        self.metrics.look(save_dir_fd)
         self._seal(ready)
         state.in_flight = frozenset(
             folder.tag
@@ -112,7 +114,7 @@ class Intake:
             for tag, quiet in self._state.quiet.items()
             if now_seconds - quiet.since_seconds < settle
         ]
-        return max(0.05, min(waits, default=60.0))
+        return max(0.05, min([*waits, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     # --- verdicts --------------------------------------------------------------------------------------
 
@@ -248,13 +250,14 @@ class Intake:
         if found_first is None:
             return
         due = {folder.tag for folder, _ in ready}
-        waits_for = [t for t in found_first if self._is_undecided(t) and t not in due]
+        may_seal = {tag: self._recogniser.may_seal(tag) for tag in due}
+        waits_for = [t for t in found_first if not may_seal.get(t, not self._is_undecided(t))]
         latest = self._state.listing.latest if self._state.listing else None
         rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest)
         for folder, verdict in sorted(ready, key=lambda row: rank.index(row[0].tag)):
             if folder.tag in found_first and waits_for:
                 continue
-            if not self._recogniser.may_seal(folder.tag) or self._waits_for_older(folder, due):
+            if not may_seal[folder.tag] or self._waits_for_older(folder, due):
                 continue
             row = self._state.row_of_tag(folder.tag)
             same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None
@@ -320,7 +323,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
-            best=best_of(folder.tag, state.facts[folder.tag], self._config.metric),
+            best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
         is_first = folder.tag in found_first and not any(

@@ -170,6 +170,7 @@ class Job:
             self.node,
             self._tags_at_start or frozenset(),
             self.config.save_spread_seconds,
+            {remote.name: remote.forms for remote in self.config.remotes},
             self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
@@ -270,16 +271,16 @@ class Job:
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
-        self.knowledge.adopt()
         self.intake.accepted = self.knowledge.accepted
         self.intake.look(listing, save_dir_fd, now_seconds)
+        self.knowledge.adopt()
         notice_gone(self, state)
         self._may_delete = prove_rights(self, state, save_dir_fd, had_them=self._may_delete)
         self.knowledge.choose_generations()
         self._pace(state)
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
-        self.shipping.finish_retiring(is_first_scan=state.is_first_scan)
+        self.shipping.retiring.finish(is_first_scan=state.is_first_scan)
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         see_problems(self, state)

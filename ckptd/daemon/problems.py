@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ckptd.core.names import shown
+
 Code = Literal[
     "config-invalid",
     "lock-held",
@@ -41,12 +43,14 @@ Code = Literal[
     "trainer-may-outrun",
     "prune-blocked",
     "local-failed",
+    "retire-blocked",
     "hold-released",
     "vanished-uncommitted",
     "waiting-for-remote",
     "journal-set-aside",
     "job-interrupted",
     "no-file-events",
+    "metrics-unreadable",
     "internal",
 ]
 CODES: tuple[str, ...] = get_args(Code)
@@ -70,6 +74,7 @@ _SEVERITY: dict[str, Severity] = {
     "hold-released": "note",
     "journal-set-aside": "note",
     "no-file-events": "note",
+    "metrics-unreadable": "note",
     "save-dir-missing": "note",
 }
 
@@ -101,6 +106,7 @@ class Problems:
 
     def put(self, code: Code, about: str, text: str, next_step: str) -> None:
         """Raise or refresh; stays until `clear`."""
+        about, text = shown(about), shown(text)
         key = (code, about)
         old = self._open.get(key)
         since = old.since if old else time.time()
@@ -108,7 +114,7 @@ class Problems:
 
     def clear(self, code: Code, about: str) -> None:
         """It is over."""
-        self._open.pop((code, about), None)
+        self._open.pop((code, shown(about)), None)
 
     def begin_turn(self) -> None:
         """From here to `end_turn`, `see` renews; what is not seen again is cleared."""
@@ -117,7 +123,7 @@ class Problems:
     def see(self, code: Code, about: str, text: str, next_step: str) -> None:
         """Raise for as long as each turn sees it."""
         self.put(code, about, text, next_step)
-        self._renewed.add((code, about))
+        self._renewed.add((code, shown(about)))
 
     def end_turn(self) -> None:
         """Clear what the turn did not see again."""

@@ -7,6 +7,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ckptd.core.keeping import newest as newest_save
+from ckptd.core.keeping_remote import generations_of
+from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
@@ -41,7 +43,7 @@ def job_status(job: Job) -> st.JobStatus:
         "save_dir": str(job.config.save_dir),
         "as_of": rfc3339(time.time()),
         "opt_outs": job.config.opt_outs,
-        "remotes": tuple(_remote(link) for link in job.links.values()),
+        "remotes": tuple(_remote(job, link) for link in job.links.values()),
         "problems": tuple(
             st.ProblemStatus(
                 code=p.code,
@@ -81,20 +83,50 @@ def job_status(job: Job) -> st.JobStatus:
     )
 
 
-def _remote(link: RemoteLink) -> st.RemoteStatus:
+def _remote(job: Job, link: RemoteLink) -> st.RemoteStatus:
     """What the store was seen to do when it was attached."""
     if link.attached is None:
-        return st.RemoteStatus(name=link.name, attached=False)
+        return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)
     can = link.attached.abilities
     is_proved = link.settings.verify != "none" or can.checksum is not None
     return st.RemoteStatus(
         name=link.name,
+        url=link.settings.url,
         attached=True,
         create_only=can.create_only,
         proof=can.proof if is_proved else "none",
         resumable=can.resumable,
         notes=can.notes,
+        held=_held(job, link.name),
     )
+
+
+def _held(job: Job, name: str) -> tuple[st.HeldStatus, ...]:
+    """Every checkpoint of a remote with keep or delete, and why, as the last plan had it."""
+    if job.state is None or job.state.plan is None or job.view is None:
+        return ()
+    remote = next(r for r in job.view.remotes if r.name == name)
+    fates = job.state.plan.remote_fates
+    found = []
+    for generation in reversed(generations_of(remote)):
+        mine = {form: fates[name, c.key] for form, c in generation.commits.items()}
+        stay = [form for form, fate in mine.items() if fate.keeps]
+        why = [text for fate in mine.values() for text in (fate.keeps or (fate.goes,))]
+        lead = generation.leader
+        found.append(
+            st.HeldStatus(
+                tag=lead.tag,
+                generation=lead.generation,
+                branch=lead.branch,
+                step=lead.step,
+                forms=tuple(sorted(mine, key=fullness, reverse=True)),
+                verdict="delete" if not stay else "keep" if len(stay) == len(mine) else "step-down",
+                why=tuple(dict.fromkeys(why)),
+                leaves=tuple(sorted(stay, key=fullness, reverse=True)),
+                kind=generation.kind,
+            )
+        )
+    return tuple(found)
 
 
 def _safe(job: Job) -> st.SafeStatus | None:
@@ -199,7 +231,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
         remotes[remote.name] = forms
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
-    keep = state.plan.local_keeps.get(row.id, ()) if state.plan else ()
+    fate = state.plan.local_fates.get(row.id) if state.plan else None
     return st.CheckpointStatus(
         tag=save.tag,
         generation=max((r.generation or 1 for r in zero), default=None),
@@ -216,7 +248,8 @@ def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
             ended_at=rfc3339(row.ended_at) if row.ended_at else None,
         ),
         remotes=remotes,
-        keep=keep if row.state == "present" else (),
+        keep=fate.keeps if fate is not None else (),
+        goes=fate.goes if fate is not None and not fate.keeps else None,
         pinned=save.tag in job.knowledge.pins,
         kind="model-only" if save.grid.is_model_only else "resumable",
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckptd.core.view import UNIVERSAL, ShipRecord, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.problems import Problems
 from ckptd.errors import RefusedError, SourceChanged
 
@@ -97,6 +97,8 @@ class JobState:
     """Monotonic times of prunes, for the seat belt."""
     retired_at: deque[float] = field(default_factory=deque)
     """Monotonic times of zero COMMITs retired, likewise."""
+    retire_refused_at: dict[str, float] = field(default_factory=dict)
+    """Digest of a COMMIT that a remote would not let go → when; it is asked again an hour later."""
     completed_at: deque[float] = field(default_factory=deque)
     problems: Problems = field(default_factory=Problems)
     failures: dict[str, LocalFailure] = field(default_factory=dict)
@@ -147,6 +149,14 @@ class JobState:
     def ship(self, save_id: int, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""
         return self.ships.get(save_id, {}).get((remote, form)) or ShipRecord(remote=remote, form=form)
+
+    def rests_on(self, save_id: int) -> dict[str, Any]:
+        """Generation and COMMITs of a save's ZeRO form, for an audit line about something of that save."""
+        zero = [r for r in self.ships.get(save_id, {}).values() if r.form == ZERO and r.commit_key]
+        return {
+            "generation": max((r.generation or 0 for r in zero), default=0),
+            "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
+        }
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
         """Journal and remember."""

@@ -77,6 +77,8 @@ def build_view(
         is_paused=is_paused,
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
+        pinned_tags=pins,
+        not_to_retire=_refused_lately(state),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
@@ -111,6 +113,11 @@ def _left(state: JobState, done: deque[float], limit: int | None) -> int:
     return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(done)
 
 
+def _refused_lately(state: JobState) -> frozenset[str]:
+    now = time.monotonic()
+    return frozenset(sha for sha, at in state.retire_refused_at.items() if now - at < HOUR_SECONDS)
+
+
 def _largest_limit(config: JobConfig) -> int:
     return max((remote.policy.save_total_limit or 0 for remote in config.remotes), default=0)
 
@@ -129,7 +136,7 @@ def _save(
 
 
 def _has_derived(row: SaveRow) -> bool:
-    return any(d.state is DerivedState.READY for d in (row.derived, *row.weights.values()))
+    return row.derived.state is DerivedState.READY
 
 
 def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
@@ -167,6 +174,7 @@ def _fresh(
         is_held=row.held,
         is_busy=state.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
+        is_pruned=row.state == "pruned",
         ships=ships,
         universal=row.derived,
         weights=row.weights,
@@ -193,6 +201,7 @@ def _remote(
                 is_model_only=v.commit.grid.is_model_only,
                 committed_at_seconds=v.commit.committed_at_seconds,
                 best=v.commit.best,
+                stands_alone=v.commit.stands_alone,
             )
             for v in seen.commits
             if not v.disputed
@@ -204,6 +213,7 @@ def _remote(
         forms=forms,
         is_attached=link.is_ready,
         is_shipping=link.is_shipping or link.seconds_to_move > 0,
+        ships=link.ships,
         commits=commits,
         known_tags=link.known_tags(),
         retention=retention,

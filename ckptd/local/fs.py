@@ -24,7 +24,6 @@ from ckptd.local.scan import scan_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ckptd.core.listing import ListedFile
     from ckptd.core.permit import DeletePermit
     from ckptd.core.save import SealedFile
 
@@ -64,13 +63,14 @@ def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_liste
             raise SourceChanged(msg, hint="it stays; the next turn looks again")
     if only_listed:
         listed = {file.path for file in sealed}
-        for path in _everything_in(folder_fd):
+        for path in everything_in(folder_fd):
             if path not in listed:
                 msg = f"{path} was not part of the committed save"
                 raise SourceChanged(msg, hint="the folder stays; move that file away to let it go")
 
 
-def _everything_in(folder_fd: int, prefix: str = "") -> list[str]:
+def everything_in(folder_fd: int, prefix: str = "") -> list[str]:
+    """Names of all files below a folder, relative to it; what is mounted there is one name."""
     found: list[str] = []
     for name in os.listdir(folder_fd):
         status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
@@ -79,7 +79,8 @@ def _everything_in(folder_fd: int, prefix: str = "") -> list[str]:
                 found.append(prefix + name)
                 continue
             with files.opened_dir(name, folder_fd) as child:
-                found += _everything_in(child, f"{prefix}{name}/")
+                is_here = files.mount_of(child) == files.mount_of(folder_fd)
+                found += everything_in(child, f"{prefix}{name}/") if is_here else [prefix + name]
         else:
             found.append(prefix + name)
     return found
@@ -180,7 +181,8 @@ def remove_empty(dir_fd: int, relative: str) -> None:
 
 
 @contextlib.contextmanager
-def _closing(fd: int) -> Iterator[int]:
+def closing(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of a block."""
     try:
         yield fd
     finally:
@@ -208,7 +210,7 @@ def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
 def names_in(save_dir_fd: int, folder: str) -> list[str]:
     """What lies in a folder of ours; nothing when it is not there."""
     try:
-        with _closing(files.open_dir_beneath(save_dir_fd, folder)) as fd:
+        with closing(files.open_dir_beneath(save_dir_fd, folder)) as fd:
             return sorted(os.listdir(fd))
     except FileNotFoundError:
         return []
@@ -232,7 +234,7 @@ def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) ->
         files.remove_tree(staging_fd, partial)
         target_fd = files.open_dir_beneath(staging_fd, partial, create_mode=0o700)
         try:
-            with _closing(_open_tag(save_dir_fd, tag)) as source:
+            with closing(open_tag(save_dir_fd, tag)) as source:
                 for file in sealed:
                     _clone_one(source, target_fd, file)
                 check_identities(source, sealed, only_listed=False)
@@ -249,7 +251,12 @@ def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) ->
         os.close(staging_fd)
 
 
-def _open_tag(save_dir_fd: int, tag: str) -> int:
+def open_tag(save_dir_fd: int, tag: str) -> int:
+    """A checkpoint folder, open.
+
+    Raises:
+        SourceChanged: it is gone.
+    """
     try:
         return files.open_dir_beneath(save_dir_fd, tag)
     except FileNotFoundError as error:
@@ -300,49 +307,11 @@ def empty_our_trash(save_dir_fd: int) -> None:
     for folder in (TRASH, STAGING):
         for name in names_in(save_dir_fd, folder):
             if name.startswith(("ours.", files.TEMPORARY_PREFIX)):
-                with _closing(ensure_ours(save_dir_fd, folder)) as place:
+                with closing(ensure_ours(save_dir_fd, folder)) as place:
                     try:
                         files.remove_file(place, name)
                     except IsADirectoryError:
                         files.remove_tree(place, name)
-
-
-def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFile]) -> None:
-    """Remove a checkpoint folder that a person gave up: looked at before and after it is renamed aside.
-
-    Killed in between, the next start of the daemon moves it back; once it is ours it goes for good.
-
-    Raises:
-        SourceChanged: it is another than was looked at; it stays where it was.
-    """
-    name = trash_name(tag)
-    trash_fd = ensure_ours(save_dir_fd, TRASH)
-    try:
-        with _closing(_open_tag(save_dir_fd, tag)) as folder:
-            _check_listed(folder, tag, files_seen)
-            files.rename_noreplace(save_dir_fd, tag, trash_fd, name)
-            try:
-                _check_listed(folder, tag, files_seen)
-            except (CkptdError, OSError):
-                files.rename_noreplace(trash_fd, name, save_dir_fd, tag)
-                raise
-        files.fsync_dir(save_dir_fd)
-        aside = f"ours.{secrets.token_hex(6)}"
-        files.rename_noreplace(trash_fd, name, trash_fd, aside)
-        files.remove_tree(trash_fd, aside)
-    except OSError as error:
-        raise from_os_error(error, f"removing {tag}") from error
-    finally:
-        os.close(trash_fd)
-
-
-def _check_listed(folder_fd: int, tag: str, seen: Sequence[ListedFile]) -> None:
-    known = {file.path: file.identity for file in seen}
-    for path in _everything_in(folder_fd):
-        status = files.stat_beneath(folder_fd, path)
-        if status is None or known.get(path) != files.identity_of(status):
-            msg = f"{tag}/{path} changed while {tag} was looked at"
-            raise SourceChanged(msg, hint="somebody writes there; it stays")
 
 
 def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
@@ -356,7 +325,7 @@ def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
 
 def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:
     """Make a complete save durable: fdatasync every file and the folder (trainers never do, H38)."""
-    with _closing(_open_tag(save_dir_fd, tag)) as folder:
+    with closing(open_tag(save_dir_fd, tag)) as folder:
         for path in paths:
             with files.reading(folder, path) as fd:
                 os.fdatasync(fd)

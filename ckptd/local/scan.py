@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
+from ckptd.core.names import name_problem, shown
 from ckptd.core.trainers import layout_of
 from ckptd.errors import CkptdError
 
@@ -35,6 +36,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
     foreign: list[str] = []
+    nameless: list[str] = []
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
             continue
@@ -42,11 +44,16 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
             status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
                 listing = scan_folder(save_dir_fd, entry.name, known.get(entry.name))
-                if listing is not None and listing.is_checkpoint and trainer in ("auto", listing.trainer):
-                    folders.append(listing)
-                else:
+                is_one = (
+                    listing is not None and listing.is_checkpoint and trainer in ("auto", listing.trainer)
+                )
+                if listing is None or not is_one or shown(entry.name) != entry.name:
                     foreign.append(entry.name)
-            elif stat.S_ISREG(status.st_mode):
+                    if is_one:
+                        nameless.append(shown(entry.name))
+                else:
+                    folders.append(listing)
+            elif stat.S_ISREG(status.st_mode) and _is_fit(entry.name):
                 if entry.name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
                     extras.append(_listed(entry.name, status))
             else:
@@ -58,6 +65,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         latest=read_pointer(save_dir_fd, "latest"),
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
         foreign=tuple(foreign),
+        nameless=tuple(nameless),
     )
 
 
@@ -72,10 +80,10 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
         found: list[tuple[str, os.stat_result]] = []
         irregular: list[str] = []
         for path, item in _walk(fd, "", status.st_dev, MAX_DEPTH):
-            if item is not None and stat.S_ISREG(item.st_mode):
+            if item is not None and stat.S_ISREG(item.st_mode) and _is_fit(path):
                 found.append((path, item))
             else:
-                irregular.append(path)
+                irregular.append(shown(path))
         if before is not None and _is_same(before, status, found, irregular):
             return before
         regular = [_listed(path, item) for path, item in found]
@@ -90,6 +98,12 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
         )
     finally:
         os.close(fd)
+
+
+def _is_fit(path: str) -> bool:
+    """Whether a file may be shipped under its name; this runs for every file of a node at every look."""
+    is_plain = path.isascii() and path.isprintable() and files.TEMPORARY_PREFIX not in path
+    return is_plain or name_problem(path) is None
 
 
 def _is_same(
@@ -125,7 +139,10 @@ def _walk(fd: int, prefix: str, device: int, depth: int) -> Iterator[tuple[str, 
             yield path, None
         else:
             with contextlib.suppress(FileNotFoundError), files.opened_dir(name, fd) as child:
-                yield from _walk(child, path + "/", device, depth - 1)
+                if files.mount_of(child) == files.mount_of(fd):
+                    yield from _walk(child, path + "/", device, depth - 1)
+                else:
+                    yield path, None
 
 
 def _listed(path: str, status: os.stat_result) -> ListedFile:

@@ -50,7 +50,7 @@ class Audit:
         }
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with opened_ours(self._path.parent) as folder:
-            is_new = self._path.name not in os.listdir(folder)
+            is_new = not os.access(self._path.name, os.F_OK, dir_fd=folder, follow_symlinks=False)
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
             try:
                 os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")

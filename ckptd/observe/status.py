@@ -105,9 +105,30 @@ class CheckpointStatus:
     reason: str | None = None
     remotes: dict[str, dict[str, FormStatus]] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
+    """Why it stays on this node; empty: it may go."""
+    goes: str | None = None
+    """Why it may go from this node; None: it stays, or is gone."""
     pinned: bool = False
     kind: str = "resumable"
     """Or "model-only": weights alone, nothing to resume from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStatus:
+    """A checkpoint in a remote and what its retention makes of it (docs/adr/0094)."""
+
+    tag: str
+    generation: int
+    branch: int
+    step: int
+    forms: tuple[str, ...]
+    verdict: str
+    """keep, delete, or step-down: some of its forms go."""
+    why: tuple[str, ...]
+    leaves: tuple[str, ...] = ()
+    """The forms that stay."""
+    kind: str = "resumable"
+    """Or "model-only", "weights-only": nothing to resume from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +136,15 @@ class RemoteStatus:
     """A remote as its store was last seen; None and empty before it answered."""
 
     name: str
+    url: str
     attached: bool
     create_only: bool | None = None
     proof: str | None = None
     """How an upload is verified there: store-checksum, part-etags, read-back or none."""
     resumable: bool | None = None
     notes: tuple[str, ...] = ()
+    held: tuple[HeldStatus, ...] = ()
+    """Newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     lines = [first]
     if plan.form != UNIVERSAL:
         return lines
+    if candidate.is_universal_alone:
+        lines.append(f"of {candidate.tag} only the universal form is left: it loads on any number of ranks")
     lines.append('in the DeepSpeed configuration: "checkpoint": {"load_universal": true}')
     if candidate.layout[0] is Trainer.ACCELERATE:
         lines.append(

@@ -5,6 +5,7 @@ A remote is asked through its own child process, so that a dead mount costs a ti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.config_quantities import show_bytes
-from ckptd.config_values import url_path
+from ckptd.config_values import shown_remote, url_path
 from ckptd.convert.supervise import probe_restrictions
 from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
 from ckptd.recover.abilities import abilities_rows, settings_rows
+from ckptd.recover.owner import owner_of
 from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.recover.owner import Owner
     from ckptd.remote.messages import Answer
 
 REMOTE_SECONDS = 30.0
@@ -48,9 +51,18 @@ def check_job(
     """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes)
     yield _state(job, daemon, environ, jobs_in_daemon)
+    owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     for remote in job.remotes:
-        yield from _remote(job, remote, writes=writes, init_remote=init_remote)
+        yield from _remote(job, remote, owner, writes=writes, init_remote=init_remote)
     yield _children()
+
+
+def _state_dir(
+    job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], jobs_in_daemon: int
+) -> Path | None:
+    with contextlib.suppress(CkptdError):
+        return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ, jobs_in_daemon=jobs_in_daemon)
+    return None
 
 
 def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], jobs_in_daemon: int) -> Finding:
@@ -68,8 +80,10 @@ def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], job
     return Finding(what="state", verdict="ok", text=f"{place} ({kind or 'unknown'} file system)")
 
 
-def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: bool) -> Iterator[Finding]:
-    what, access = f"remote {remote.name}", access_of(remote)
+def _remote(
+    job: JobConfig, remote: RemoteConfig, owner: Owner, *, writes: bool, init_remote: bool
+) -> Iterator[Finding]:
+    what, access = shown_remote(remote.name, remote.url), access_of(remote)
     if not writes:
         rows = settings_rows(remote, access)
         yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)", rows=rows)
@@ -78,6 +92,8 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
         name=remote.name,
         url=remote.url,
         job=job.name,
+        job_id=owner.job_ids.get(remote.name),
+        remote_id=owner.remote_ids.get(remote.name),
         may_initialise=init_remote,
         same_filesystem=remote.same_filesystem,
         save_dir=str(job.save_dir),
@@ -89,7 +105,7 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
     )
     answer = attach_once(settings, REMOTE_SECONDS)
     if isinstance(answer, CkptdError):
-        yield _absent(what, remote, job, answer)
+        yield _absent(what, remote, job, owner, answer)
         return
     made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
     free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
@@ -106,14 +122,15 @@ def _remote(job: JobConfig, remote: RemoteConfig, *, writes: bool, init_remote: 
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
 
 
-def _absent(what: str, remote: RemoteConfig, job: JobConfig, error: CkptdError) -> Finding:
+def _absent(what: str, remote: RemoteConfig, job: JobConfig, owner: Owner, error: CkptdError) -> Finding:
     """A place that could become the remote is no failure before the first start."""
     path = url_path(remote.url)
-    has_none = f"has no {IDENTITY_KEY}" in error.message
+    has_none = f"has no {IDENTITY_KEY}" in error.message and remote.name not in owner.remote_ids
     if path is None and isinstance(error, RemoteNotOurs) and has_none:
         text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
         return Finding(what=what, verdict="note", text=text)
-    is_new = isinstance(error, RemoteNotOurs) and path is not None
+    is_known = remote.name in owner.remote_ids
+    is_new = isinstance(error, RemoteNotOurs) and path is not None and not is_known
     if is_new and path is not None and (has_none or not path.exists()):
         place = next(p for p in (path, *path.parents) if p.exists())
         beside = [Path("/"), next(p for p in (job.save_dir, *job.save_dir.parents) if p.exists())]

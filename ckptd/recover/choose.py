@@ -15,6 +15,7 @@ from ckptd.core.manifest import ManifestFile
 from ckptd.core.order import next_order
 from ckptd.core.save import Order
 from ckptd.core.trainers import Trainer, layout_of
+from ckptd.core.view import WEIGHTS
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ckptd.remote.messages import CommitView
 
 ZERO, UNIVERSAL = "zero", "universal"
+DESCRIPTION = "ckptd.json"
+"""At the root of a derived form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,11 @@ class Candidate:
     def is_committed(self) -> bool:
         """On at least one remote."""
         return bool(self.copies or self.universals)
+
+    @property
+    def is_universal_alone(self) -> bool:
+        """Its ZeRO form is nowhere any more."""
+        return self.local is None and not self.copies
 
     @property
     def saved_world_size(self) -> int:
@@ -136,7 +144,7 @@ def choose(
     matched: set[str] = set()
     for index, candidate in enumerate(committed):
         here = next((sight for sight in local if sight.tag == candidate.tag), None)
-        if here is not None and here.tag not in matched and _holds(here, candidate.copies[0]):
+        if here is not None and here.tag not in matched and _is_here(here, candidate):
             committed[index] = replace(candidate, local=here)
             matched.add(here.tag)
     known = list(_every_order(remotes))
@@ -161,7 +169,8 @@ def committed_saves(
 ) -> list[Candidate]:
     """One candidate per (tag, order), newest first, with every remote that holds its ZeRO form.
 
-    A model alone is none, but for the one asked for by its tag (`model`).
+    Where a ladder left the universal form alone, that is enough (adr/0094). A model alone is none, but for
+    the one asked for by its tag (`model`).
     """
     found: dict[tuple[Order, str], Candidate] = {}
     copies = readable_copies(remotes, nodes, damaged, choice)
@@ -173,9 +182,15 @@ def committed_saves(
             found[key] = replace(old, copies=(*old.copies, copy))
     for copy in copies:
         commit = copy.view.commit
-        owner = found.get((order_of(commit), commit.tag))
-        if commit.form == UNIVERSAL and owner is not None and is_made_from(copy, owner.fingerprints):
-            found[order_of(commit), commit.tag] = replace(owner, universals=(*owner.universals, copy))
+        if commit.form != UNIVERSAL:
+            continue
+        key = (order_of(commit), commit.tag)
+        owner = found.get(key)
+        if owner is None:
+            if stands_alone(copy):
+                found[key] = Candidate(tag=commit.tag, order=key[0], grid=commit.grid, universals=(copy,))
+        elif is_made_from(copy, owner.fingerprints):
+            found[key] = replace(owner, universals=(*owner.universals, copy))
     return [found[key] for key in sorted(found, reverse=True)]
 
 
@@ -203,6 +218,20 @@ def readable_copies(
             except (RemoteError, NotPermitted, StorageError) as error:
                 choice.lost[remote.name] = error
     return copies
+
+
+def forms_alone(remotes: Sequence[RemoteSight]) -> dict[str, set[str]]:
+    """Tags of which nothing is left but weights, with the forms of those: no resume points (adr/0094)."""
+    forms: dict[str, set[str]] = {}
+    for remote in remotes:
+        for view in remote.commits:
+            forms.setdefault(view.commit.tag, set()).add(view.commit.form)
+    return {tag: held for tag, held in forms.items() if held <= set(WEIGHTS)}
+
+
+def stands_alone(copy: Copy) -> bool:
+    """A derived form that loads without its ZeRO form: whole at its folder's root."""
+    return any(file.path == DESCRIPTION for file in copy.files)
 
 
 def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
@@ -254,6 +283,14 @@ def _wanted(manifests: Sequence[NodeManifest], nodes: Nodes) -> Iterable[tuple[M
 def lowest_rank(manifest: NodeManifest) -> int:
     """The lowest data-parallel rank among a node's shards."""
     return min((f.shard.d for f in manifest.files if f.shard.d is not None), default=1 << 30)
+
+
+def _is_here(here: LocalSight, candidate: Candidate) -> bool:
+    """The folder is the whole save of a candidate; of a universal form alone: what that was made from."""
+    if candidate.copies:
+        return _holds(here, candidate.copies[0])
+    ours, marks = here.fingerprints, candidate.fingerprints
+    return here.is_complete and bool(marks) and all(ours.get(path) == mark for path, mark in marks.items())
 
 
 def _holds(here: LocalSight, copy: Copy) -> bool:

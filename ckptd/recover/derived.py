@@ -7,9 +7,9 @@ import os
 
 from ckptd import files
 from ckptd.errors import CkptdError
+from ckptd.recover.choose import DESCRIPTION
 from ckptd.recover.steps import DERIVED_ACCELERATE, DERIVED_UNIVERSAL
 
-DESCRIPTION = "ckptd.json"
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.workplace import partial_name
 from ckptd.core.layouts import Role
 from ckptd.core.listing import OURS
 from ckptd.errors import (
@@ -336,8 +337,11 @@ def staging_name(form: str, copy: Copy) -> str:
     return f"{_FETCHED}{form}.{copy.view.sha256[:16]}"
 
 
-def drop_leftovers(save_dir_fd: int) -> None:
-    """Remove what killed recoveries staged of other checkpoints; the caller holds `one_at_a_time`."""
+def drop_leftovers(save_dir_fd: int, tag: str) -> None:
+    """Remove what killed recoveries staged of other checkpoints, and the shell of a conversion of `tag`.
+
+    A conversion that was killed after it got its name leaves one. The caller holds `one_at_a_time`.
+    """
     for name in names_in(save_dir_fd, STAGING):
-        if name.startswith(_FETCHED):
+        if name.startswith(_FETCHED) or name == partial_name(tag):
             remove_ours(save_dir_fd, STAGING, name)

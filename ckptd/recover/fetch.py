@@ -7,6 +7,7 @@ lane, dirty pages a few MiB per lane (P12).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import threading
@@ -15,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.core.names import NAME_BYTES
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.remote import ranges
 from ckptd.remote.checksums import crc64, to_hex
@@ -46,8 +48,11 @@ class _Incoming:
 
     @property
     def partial(self) -> str:
-        """Its name until it is whole."""
-        return f"{files.TEMPORARY_PREFIX}{self.name}"
+        """Its name until it is whole; of a name that leaves no room for the prefix, a digest."""
+        name = f"{files.TEMPORARY_PREFIX}{self.name}"
+        if len(os.fsencode(name)) <= NAME_BYTES:
+            return name
+        return files.TEMPORARY_PREFIX + hashlib.sha256(self.name.encode()).hexdigest()
 
     @property
     def offsets(self) -> range:

@@ -19,6 +19,7 @@ from ckptd.core.lifecycle import Context, State, judge
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.journal import Journal
 from ckptd.local import fs
+from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import scan_folder
 from ckptd.recover.intact import opened_save_dir
 from ckptd.recover.lock import lock, one_at_a_time
@@ -177,7 +178,7 @@ class Collector:
                 for file in listing.files:
                     self._say(f"{tag}/{file.path} ({file.identity.size_bytes} bytes)")
                 if not self._dry_run:
-                    fs.remove_incomplete(fd, tag, listing.files)
+                    remove_incomplete(fd, tag, listing.files)
         self._noted(tag, size, reason)
 
     def _given_up(self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str]) -> str:

@@ -16,8 +16,7 @@ from ckptd import files
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role
 from ckptd.errors import RefusedError, TargetExists
-from ckptd.recover.choose import ZERO
-from ckptd.recover.derived import DESCRIPTION
+from ckptd.recover.choose import DESCRIPTION, ZERO
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL
 from ckptd.remote.checksums import crc64, to_hex
 

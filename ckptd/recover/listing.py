@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptd.core.view import WEIGHTS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,7 +45,8 @@ class ListedCheckpoint:
     pinned: bool
     forms: tuple[ListedForm, ...]
     kind: str = "resumable"
-    """Or "model-only": weights alone, nothing to resume from."""
+    """Or "model-only" (saved as weights alone) or "weights-only" (nothing else is left of it): nothing to
+    resume from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
             zero_stage=grids[key].zero_stage,
             saved_by_ranks=grids[key].dp * grids[key].mm_count,
             pinned=key[3] in pinned,
-            kind="model-only" if grids[key].is_model_only else "resumable",
+            kind=_kind(grids[key], {form.form for form in forms}),
             forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
         )
         for key, forms in sorted(grouped.items())
@@ -118,6 +121,12 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
         checkpoints=rows,
         problems=seen.damaged + disputed,
     )
+
+
+def _kind(grid: Grid, forms: set[str]) -> str:
+    if grid.is_model_only:
+        return "model-only"
+    return "weights-only" if forms <= set(WEIGHTS) else "resumable"
 
 
 def _age_seconds(committed_at: str, now: datetime) -> float | None:

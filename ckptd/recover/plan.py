@@ -68,7 +68,7 @@ def make_plan(
     Raises:
         RefusedError: no load on that many ranks is possible.
     """
-    is_universal = needs_universal(candidate, world_size)
+    is_universal = candidate.is_universal_alone or needs_universal(candidate, world_size)
     steps: list[Step] = [
         MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
         for sight in _in_the_way(candidate, local)

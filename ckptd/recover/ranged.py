@@ -30,7 +30,7 @@ from ckptd.convert.workplace import (
     opened_workplace,
     remove_workplace,
 )
-from ckptd.recover.derived import DESCRIPTION
+from ckptd.recover.choose import DESCRIPTION
 from ckptd.recover.ranged_source import (
     PARALLEL,
     RemoteSource,

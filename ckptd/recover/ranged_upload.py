@@ -19,7 +19,7 @@ from ckptd.convert.cutting import pieces
 from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.reading import blocks_of, same_bytes
 from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
-from ckptd.recover.derived import DESCRIPTION
+from ckptd.recover.choose import DESCRIPTION
 from ckptd.remote.again import briefly
 from ckptd.remote.checksums import crc64
 from ckptd.remote.open import is_s3
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NOTE = "ckptd-partial.json"
 PIECE_BYTES = 4 << 20
-MOST_CURSORS = 16
+MOST_CURSORS = 6
 _HASH_BYTES = 1 << 20
 
 
@@ -97,7 +97,7 @@ class PartsSource:
             cursor.rest = memoryview(block)
         count = min(len(cursor.rest), len(buffer))
         buffer[:count] = cursor.rest[:count]
-        cursor.rest = cursor.rest[count:]
+        cursor.rest = cursor.rest[count:] if count < len(cursor.rest) else memoryview(b"")
         with self._lock:
             self._cursors[offset + count] = cursor
             while len(self._cursors) > MOST_CURSORS:
@@ -134,6 +134,10 @@ class Target:
         self.folder_mode = folder_mode
         self.made: set[str] = set()
         self.there: dict[str, int] = {}
+        self._plan_sha256 = ""
+        self._uploads: dict[str, str] = {}
+        """By path, the words of the store for an upload in parts that is not over."""
+        self._lock = threading.Lock()
 
     def begin(self, plan_sha256: str) -> None:
         """Take the folder: it is empty, or an attempt of this very plan ended in it.
@@ -143,14 +147,34 @@ class Target:
         """
         if is_s3(self.store.url):  # what it keeps its word on; elsewhere trying would leave a folder behind
             self.store.probe()
-        note = json.dumps({"plan_sha256": plan_sha256}).encode()
+        self._plan_sha256 = plan_sha256
         head = f"{self.name}/"
         self.there = {info.key[len(head) :]: info.bytes for info in self.store.list(head)}
-        if self.there and (DESCRIPTION in self.there or self.store.get(head + NOTE) != note):
+        note = _read_note(self.store, head + NOTE) if self.there else None
+        if self.there and (DESCRIPTION in self.there or note is None or note.plan_sha256 != plan_sha256):
             raise target_exists(f"{self.store.url}/{self.name}", DESCRIPTION in self.there)
-        if not self.there:
-            self.store.put(head + NOTE, note)
+        for path, token in note.uploads.items() if note is not None else ():
+            # a killed attempt's: its parts lie there unseen, and are paid for, until somebody gives them up
+            self.store.discard(head + path, token)
+        if note is None or note.uploads:
+            self._write_note()
         self.there.pop(NOTE, None)
+
+    def began(self, path: str, token: str) -> None:
+        """An upload in parts has begun: noted before its first part is sent."""
+        with self._lock:
+            if self._uploads.get(path) != token:
+                self._uploads[path] = token
+                self._write_note()
+
+    def ended(self, path: str) -> None:
+        """It is joined or given up; the note says so when it is written next."""
+        with self._lock:
+            self._uploads.pop(path, None)
+
+    def _write_note(self) -> None:
+        note = {"plan_sha256": self._plan_sha256, "uploads": self._uploads}
+        self.store.put(f"{self.name}/{NOTE}", json.dumps(note).encode())
 
     def publish(self, description: bytes, *, pointer: str | None) -> None:
         """ckptd.json makes it count; then the pointer beside it names it.
@@ -176,6 +200,23 @@ class Target:
         if not self.there:
             with contextlib.suppress(CkptdError):
                 self.store.delete(f"{self.name}/{NOTE}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """What lies in a folder that does not count yet: whose it is, and what is open there."""
+
+    plan_sha256: str
+    uploads: dict[str, str]
+
+
+def _read_note(store: Store, key: str) -> _Note | None:
+    try:
+        raw = json.loads(store.get(key) or b"")
+        uploads = {str(path): str(token) for path, token in dict(raw.get("uploads", {})).items()}
+        return _Note(plan_sha256=str(raw["plan_sha256"]), uploads=uploads)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def target_exists(where: str, is_whole: bool) -> TargetExists:
@@ -244,10 +285,16 @@ class Uploader:
         source = self._source(output, counts=counts)
         target.made.add(path)
 
+        def moving(progress: Progress) -> None:
+            self._check_stop()
+            if progress.token:
+                target.began(path, progress.token)
+
         def send() -> None:
             self._check_stop()
             try:
-                crc = target.store.upload(key, source, resume=None, on_progress=self._on_progress)
+                crc = target.store.upload(key, source, resume=None, on_progress=moving)
+                target.ended(path)
                 target.store.verify(key, output.nbytes, crc, lambda _: self._check_stop())
             except (VerifyError, RemoteUnreachable):
                 target.store.discard(key)
@@ -258,9 +305,6 @@ class Uploader:
                 raise
 
         briefly(VerifyError, RemoteUnreachable, TargetExists)(send)
-
-    def _on_progress(self, _: Progress) -> None:
-        self._check_stop()
 
     def _is_whole(self, path: str, output: OutputFile) -> bool:
         """What a killed attempt left is compared instead of sent."""

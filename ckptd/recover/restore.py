@@ -30,8 +30,18 @@ from ckptd.errors import (
 from ckptd.local.scan import has_open_writer
 from ckptd.place import path_of
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import ZERO, Candidate, Choice, Nodes, committed_saves, readable_copies
-from ckptd.recover.derived import DESCRIPTION, source_of
+from ckptd.recover.choose import (
+    UNIVERSAL,
+    ZERO,
+    Candidate,
+    Choice,
+    Nodes,
+    committed_saves,
+    forms_alone,
+    readable_copies,
+    stands_alone,
+)
+from ckptd.recover.derived import source_of
 from ckptd.recover.execute import Execution, drop_leftovers
 from ckptd.recover.held import Held, look_into
 from ckptd.recover.lock import lock, one_at_a_time
@@ -211,10 +221,10 @@ class Restore:
         while True:
             choice = Choice()
             remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
-            found: list[Candidate] = []
-            if self._options.wish.form not in WEIGHTS:
+            if self._options.wish.form in WEIGHTS:
+                found = self._weights(damaged, choice)
+            else:
                 found = committed_saves(remotes, Nodes(), damaged, choice, model=self._options.tag)
-            found += self._derived_only(found, damaged, choice)
             for name, error in choice.lost.items():
                 self._sources.drop(name, error)
             if choice.lost:
@@ -225,22 +235,15 @@ class Restore:
                     self._said.add(note)
             wanted = self._newest_of_tag()
             tag = self._options.tag
-            fit = [c for c in found if tag is None or (c.tag == tag and c.order == wanted)]
+            fit = [c for c in found if c.tag == tag and c.order == wanted] if tag else found
+            if tag is None and self._options.wish.form == ZERO:
+                fit = [c for c in found if not c.is_universal_alone]
             if not fit:
                 raise self._nothing(wanted)
             return max(fit, key=lambda c: c.order)
 
-    def _derived_only(
-        self, found: list[Candidate], damaged: frozenset[tuple[str, str]], choice: Choice
-    ) -> list[Candidate]:
-        """Saves whose ZeRO form no remote holds (any more): for plain DeepSpeed the form is enough.
-
-        Weights come from copies of that form alone.
-        """
-        form = self._options.wish.form
-        if form in (None, ZERO):
-            return []
-        known = {(c.tag, c.order) for c in found}
+    def _weights(self, damaged: frozenset[tuple[str, str]], choice: Choice) -> list[Candidate]:
+        """Weights come from copies of that form alone, whatever else is left of their save."""
         copies = readable_copies(self._sources.remotes, Nodes(), damaged, Choice(lost=choice.lost))
         return [
             Candidate(
@@ -250,9 +253,7 @@ class Restore:
                 universals=(copy,),
             )
             for copy in copies
-            if copy.view.commit.form == form
-            and (copy.view.commit.tag, order_of(copy.view.commit)) not in known
-            and any(file.path == DESCRIPTION for file in copy.files)
+            if copy.view.commit.form == self._options.wish.form and stands_alone(copy)
         ]
 
     def _newest_of_tag(self) -> Order | None:
@@ -269,7 +270,7 @@ class Restore:
 
     def _is_wanted_form(self, form: str) -> bool:
         wanted = self._options.wish.form
-        return form == wanted or (form == ZERO and wanted not in WEIGHTS)
+        return form == wanted or (form in (ZERO, UNIVERSAL) and wanted not in WEIGHTS)
 
     def _nothing(self, wanted: Order | None) -> CkptdError:
         """Why there is nothing to restore."""
@@ -286,6 +287,10 @@ class Restore:
         if sources.absent:
             return sources.absent[0]
         where = ", ".join(remote.url for remote in sources.remotes)
+        weights = sorted(forms_alone(sources.remotes).get(tag or "", ()))
+        if weights:
+            msg = f"of {tag} only weights are left in {where}: nothing to resume from"
+            return NotFoundError(msg, hint=f"they are had by --form {weights[0]}")
         if tag is not None and there:
             near = difflib.get_close_matches(tag, sorted(there), n=_NEAREST, cutoff=0.0)
             msg = f"{where} holds no committed checkpoint {tag!r}"
@@ -331,7 +336,7 @@ class Restore:
                     )
                     self._say(f"{tag}: {error.message}; {then}")
                 return None
-            drop_leftovers(fd)
+            drop_leftovers(fd, tag)
         here = self._dir / tag / "".join(plan.candidate.layout[1][:1])
         facts = model_facts(path) or model_facts(here)
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))

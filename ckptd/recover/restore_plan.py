@@ -132,10 +132,10 @@ def _wants_universal(candidate: Candidate, wish: Wish) -> bool:
             f"{candidate.tag} was saved by {candidate.saved_world_size} ranks: in ZeRO form no others load it"
         )
         raise RefusedError(msg, hint="leave --form out, or ask for --form universal")
-    if wish.form != UNIVERSAL and not differs and not candidate.copies:
-        msg = f"only the universal form of {candidate.tag} is committed"
-        raise RefusedError(msg, hint="ask for --form universal")
-    return differs or wish.form == UNIVERSAL
+    if wish.form == ZERO and candidate.is_universal_alone:
+        msg = f"only the universal form of {candidate.tag} is left"
+        raise RefusedError(msg, hint="leave --form out: it loads on any number of ranks")
+    return differs or wish.form == UNIVERSAL or candidate.is_universal_alone
 
 
 def _share(whole: Copy, wish: Wish) -> Copy:

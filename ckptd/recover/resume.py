@@ -26,10 +26,11 @@ from ckptd.errors import (
 )
 from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import Candidate, Choice, Nodes, choose
+from ckptd.recover.choose import Candidate, Choice, Nodes, choose, forms_alone
 from ckptd.recover.derived import derived_accelerate, derived_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
+from ckptd.recover.owner import owner_of
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, look_locally, orders_in_status
 from ckptd.recover.sources import Sources, named
@@ -110,7 +111,8 @@ class Resume:
             DamagedError, RefusedError, NoSpaceError, NotPermitted, ConfigError: as they say.
         """
         check_job_paths(self._job, "resume")
-        self._sources.look(named(self._job.remotes, self._options.remote), self._job.name)
+        owner = owner_of(self._job, self._options.state_dir)
+        self._sources.look(named(self._job.remotes, self._options.remote), owner)
         fd = self._open()
         if fd is None:
             return self._resume(None)
@@ -288,6 +290,8 @@ class Resume:
         }
         alone |= {s.tag for s in seen.local if s.is_complete and s.listing.is_model_only}
         msg += f" (only a model: {', '.join(sorted(alone))})" if alone else ""
+        weights = sorted(forms_alone(self._sources.remotes))
+        msg += f" (only weights: {', '.join(weights)})" if weights else ""
         raise NothingCommitted(msg)
 
     def _clear(self, fd: int | None, seen: _Seen) -> None:

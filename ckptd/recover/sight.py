@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptd.core.facts import FileFacts
     from ckptd.core.listing import FolderListing, SaveDirListing
     from ckptd.core.manifest import Commit, NodeManifest
+    from ckptd.recover.owner import Owner
     from ckptd.remote.messages import CommitView, Observation
     from ckptd.remote.store import Store
 
@@ -95,9 +96,9 @@ class LocalSight:
 
 
 def look_at_remote(
-    name: str, url: str, job: str | None, access: Access = _DEFAULT, *, is_tolerant: bool = False
+    name: str, url: str, owner: Owner | None, access: Access = _DEFAULT, *, is_tolerant: bool = False
 ) -> RemoteSight:
-    """Read a remote; `job`: whose it must be (None: anybody's); `is_tolerant`: as `read_remote`.
+    """Read a remote; `owner`: whose it must be (None: anybody's); `is_tolerant`: as `read_remote`.
 
     Raises:
         RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
@@ -110,10 +111,8 @@ def look_at_remote(
             raise
         hint = "is it mounted? before the very first start: `ckptd check --init-remote`, or start `ckptd run`"
         raise RemoteNotOurs(error.message, hint=hint) from error
-    owner = observation.identity.job
-    if job is not None and owner != job:
-        msg = f"{url} belongs to job {owner}, this is job {job} ({IDENTITY_KEY})"
-        raise RemoteNotOurs(msg, hint=f"if it is the one you mean: CKPTD_NAME={owner}, or name the job file")
+    if owner is not None:
+        owner.must_own(name, url, observation.identity)
     return RemoteSight(
         name=name,
         url=url,

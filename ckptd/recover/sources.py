@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.config import remote_from_arguments, resolve_job
+from ckptd.config_values import shown_remote
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -21,6 +22,7 @@ from ckptd.errors import (
     SourceChanged,
     StorageError,
 )
+from ckptd.recover.owner import owner_of, state_dir_hint
 from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, ConvertFrom, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.recover.choose import Copy
+    from ckptd.recover.owner import Owner
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.steps import Step
 
@@ -43,7 +46,7 @@ class Where:
     """What JOB|URL names: remotes, whose they must be (None: anybody's), and the job where there is one."""
 
     remotes: tuple[RemoteConfig, ...]
-    owner: str | None
+    owner: Owner | None
     job: JobConfig | None = None
 
 
@@ -60,12 +63,19 @@ def where_of(
         return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)
     found = resolve_job(job, environ, config_dir=config_dir)
     if found.remotes:
-        return Where(remotes=named(found.remotes, only), owner=found.name, job=found)
+        owner = owner_of(found, state_dir_hint(found, environ, config_dir))
+        return Where(remotes=named(found.remotes, only), owner=owner, job=found)
     if not found.save_dir.exists():
         remote = remote_from_arguments(str(found.save_dir), environ)
         return Where(remotes=named((remote,), only), owner=None)
     msg = f"{found.save_dir} is neither a remote of ckptd nor the save_dir of a job that has one"
     raise NotFoundError(msg, hint="name the job or the remote's directory")
+
+
+def said_of(name: str, url: str, text: str) -> str:
+    """A line about a remote; a URL that the text names already is not said twice."""
+    shown = shown_remote(name, url)
+    return text if shown == url and url in text else f"{shown}: {text}"
 
 
 def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
@@ -90,9 +100,9 @@ class Sources:
     remotes: list[RemoteSight] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
-    _asked: dict[str, tuple[RemoteConfig, str | None]] = field(default_factory=dict)
+    _asked: dict[str, tuple[RemoteConfig, Owner | None]] = field(default_factory=dict)
 
-    def look(self, remotes: Sequence[RemoteConfig], owner: str | None) -> None:
+    def look(self, remotes: Sequence[RemoteConfig], owner: Owner | None) -> None:
         """Read each remote; one that is not there is said and left out."""
         for remote in remotes:
             self._asked[remote.name] = (remote, owner)
@@ -100,20 +110,19 @@ class Sources:
                 sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
             except CkptdError as error:
                 self.absent.append(error)
-                self.say(f"remote {remote.name}: {error}")
+                self.say(said_of(remote.name, remote.url, str(error)))
             else:
                 self.remotes.append(sight)
                 for text in sight.observation.damaged:
-                    self.say(f"remote {remote.name}: {text}")
+                    self.say(said_of(remote.name, remote.url, text))
 
     def drop(self, name: str, error: CkptdError) -> None:
         """A remote failed half-way: it is asked no more."""
         self.remotes = [remote for remote in self.remotes if remote.name != name]
         self.absent.append(error)
         others = ", ".join(remote.name for remote in self.remotes)
-        self.say(
-            f"remote {name}: {error.message}; {f'going on with {others}' if others else 'no other is left'}"
-        )
+        going = f"going on with {others}" if others else "no other is left"
+        self.say(said_of(name, self._asked[name][0].url, f"{error.message}; {going}"))
 
     def _look_again(self, copy: Copy) -> None:
         """A COMMIT that retention removed meanwhile is no damage, and what was seen then is history."""
@@ -126,7 +135,8 @@ class Sources:
             self.drop(remote.name, error)
         else:
             self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
-            self.say(f"remote {remote.name}: {copy.view.commit.tag} was retired meanwhile; looked again")
+            text = f"{copy.view.commit.tag} was retired meanwhile; looked again"
+            self.say(said_of(remote.name, remote.url, text))
 
     def give_up_on(self, step: Step | None, steps: Sequence[Step], error: CkptdError) -> bool:
         """Leave out the copy or the remote that made `step` fail; False when that is not its fault.

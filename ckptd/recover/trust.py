@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import ROOT, tag_problem
-from ckptd.errors import RefusedError
-from ckptd.files import TEMPORARY_PREFIX, check_relative
+from ckptd.core.names import name_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.manifest import Commit, ManifestFile, NodeManifest, RemoteIdentity
 
-_NAME_LIMIT_BYTES = 255
 _POINTERS = ("latest", "latest_universal")
 _INT64 = 1 << 63
 
@@ -69,22 +67,4 @@ def _file_problem(file: ManifestFile) -> str | None:
         return f"key {file.key!r} lies among the documents of ckptd"
     if not (0 <= file.bytes < _INT64 and 0 <= file.mtime_ns < _INT64):
         return f"size or time of {file.path!r} cannot be"
-    return None
-
-
-def name_problem(name: str) -> str | None:
-    """Why a relative name may not be used as a path; None when it may."""
-    try:
-        parts = check_relative(name)
-        encoded = [part.encode() for part in parts]
-    except RefusedError:
-        return "leads out of its folder"
-    except UnicodeEncodeError:
-        return "is no text"
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
-        return "holds a control character"
-    if any(len(part) > _NAME_LIMIT_BYTES for part in encoded):
-        return "is too long"
-    if any(part.startswith(TEMPORARY_PREFIX) for part in parts):
-        return "is the name of a temporary file of ckptd"
     return None

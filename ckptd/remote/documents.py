@@ -132,11 +132,11 @@ def read_commits(
 ) -> Documents:
     """Every COMMIT and tombstone (of one tag); what fails with one of `skip` is named and left out."""
     cache = DocumentCache() if cache is None else cache
-    for _ in range(_TRIES):
-        found = Documents(skip=skip)
-        # what is gone when it is read was retired, and what came instead of it may not have been listed
-        if not _read_commits(store, found, only_tag, cache):
-            break
+    found = Documents(skip=skip)
+    tries = 1
+    # what is gone when it is read was retired, and what came instead of it may not have been listed
+    while _read_commits(store, found, only_tag, cache) and tries < _TRIES:
+        found, tries = Documents(skip=skip), tries + 1
     found.commits.sort(key=lambda view: view.key)
     return found
 

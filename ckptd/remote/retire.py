@@ -26,6 +26,7 @@ from ckptd.remote.documents import (
     read_commit,
     read_commits,
     read_generation,
+    stem_of,
 )
 from ckptd.remote.observe import is_pinned, point, still_ours
 
@@ -43,7 +44,8 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
 
     Raises:
         CommitConflict: the COMMIT is another one than the order names.
-        RefusedError: it is pinned in the remote, the newest ZeRO commit (P5), or a manifest is unreadable.
+        RefusedError: it is pinned in the remote, the newest there (P5), a manifest is unreadable, or the
+            form that is to be left instead is not whole.
         NotFoundError: no such COMMIT and no tombstone.
     """
     store = ground.store
@@ -116,12 +118,44 @@ def _protected(store: Store, order: Retire, commit: CommitView) -> None:
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
         raise RefusedError(msg, hint="`ckptd unpin` first")
-    if order.form != "zero" or commit.disputed:
+    if order.instead is not None:
+        _whole(store, order, *order.instead)
+    if commit.disputed:
         return
-    live = [view.commit for view in read_commits(store).live() if view.commit.form == "zero"]
-    if live and max(order_of(other) for other in live) <= order_of(commit.commit):
+    live = [view.commit for view in read_commits(store).live()]
+    if order.form == "zero":
+        rivals = [other for other in live if other.form == "zero"]
+    elif any(other.form == "zero" and stem_of(other)[:2] == stem_of(commit.commit)[:2] for other in live):
+        return
+    else:  # the last that is left of this save
+        rivals = live
+    if rivals and max(order_of(other) for other in rivals) <= order_of(commit.commit):
         msg = f"{order.tag} is the newest commit of {store.url}"
         raise RefusedError(msg, hint="the newest one always stays")
+
+
+def _whole(store: Store, order: Retire, form: str, sha256: str) -> None:
+    """What stays instead is committed, and every object of it is there with its size (adr/0094)."""
+    where: Stem = (order.tag, order.generation, form)
+    commit = read_commit(store, where)
+    about = f"{order.tag} stays as it is: its {form} form in {store.url}"
+    if commit is None or commit.sha256 != sha256 or commit.disputed or _is_entombed(store, where):
+        msg = f"{about} does not count"
+        raise RefusedError(msg, hint="it was retired, disputed or replaced; see `ckptd list`")
+    listed = [known.manifest for known in read_generation(store, where, []) if _is_listed(known, commit)]
+    if len(listed) != len(commit.commit.manifests):
+        msg = f"{about} lacks a manifest"
+        raise RefusedError(msg, hint="see `ckptd verify`; nothing was removed")
+    sizes = {info.key: info.bytes for info in store.list(f"{commit.commit.folder}/")}
+    for key, file in objects_of(listed).items():
+        found = sizes.get(key) if key in sizes else getattr(store.stat(key), "bytes", None)
+        if found != file.bytes:
+            msg = f"{about} lacks {key}" if found is None else f"{about}: {key} has {found} bytes"
+            raise RefusedError(msg, hint="see `ckptd verify --repair`; nothing was removed")
+
+
+def _is_entombed(store: Store, where: Stem) -> bool:
+    return store.get(side_key("retired", stem(*where))) is not None
 
 
 def _is_listed(known: KnownManifest, commit: CommitView) -> bool:

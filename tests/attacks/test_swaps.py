@@ -18,6 +18,7 @@ from ckptd.daemon.knowledge import read_decisions, write_decision
 from ckptd.daemon.setup import make_state, node_id_of
 from ckptd.errors import CkptdError
 from ckptd.local import fs
+from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import read_pointer, scan
 from ckptd.observe.audit import Audit
 from tests.attacks.swaps import ASIDE, SHARD, SITES, TAG, Swapper, SwapScene, before_each_call
@@ -41,7 +42,7 @@ def _empty_trash(scene: SwapScene, fd: int) -> None:
 
 def _remove_incomplete(scene: SwapScene, fd: int) -> None:
     for folder in scan(fd).folders:
-        fs.remove_incomplete(fd, folder.tag, folder.files)
+        remove_incomplete(fd, folder.tag, folder.files)
 
 
 def _flush(scene: SwapScene, fd: int) -> None:

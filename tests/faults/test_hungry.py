@@ -191,7 +191,7 @@ def test_a_planner_that_ends_well_without_a_plan(source: Path, monkeypatch: pyte
 class Fed:
     """A real daemon under a limit; `said` are the codes and texts of all problems that status showed."""
 
-    def __init__(self, folder: Path, before: Callable[[], None] | None) -> None:
+    def __init__(self, folder: Path, before: Callable[[], object] | None) -> None:
         self.place = Place(folder, Scenario("hungry", saves=2, backfill="all"))
         self.place.make()
         trainer.write(self.place.save_dir, trainer.saves()[0], is_constant=False)
@@ -236,7 +236,7 @@ class Fed:
 
 
 @contextlib.contextmanager
-def fed(folder: Path, before: Callable[[], None] | None = None) -> Iterator[Fed]:
+def fed(folder: Path, before: Callable[[], object] | None = None) -> Iterator[Fed]:
     """A daemon for the block."""
     here = Fed(folder, before)
     try:

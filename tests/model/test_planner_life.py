@@ -8,6 +8,7 @@ the end, with everything healed, the job must come to rest with nothing left und
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -15,14 +16,19 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from ckptd.core import keeping, planner
+from ckptd.core import keeping, ladder, planner
 from ckptd.core.actions import Action, Prune, Retire
-from ckptd.core.keeping import keep_local, keep_remote
+from ckptd.core.keeping import keep_local
+from ckptd.core.keeping_remote import keep_remote
+from ckptd.core.ladder import Fate, Rung
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import ZERO, ShipState
+from ckptd.core.view import ZERO, DerivedState, ShipState
 from tests.model.world import Remote, World, order_of
 
 LIMITS = st.one_of(st.none(), st.integers(1, 3))
+STEPS = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=4))
+SPANS = (Rung(form="universal", after_seconds=20.0), Rung(form="gone", after_seconds=200.0))
+LADDERS = st.sampled_from([(), STEPS, STEPS[:1], STEPS[:1], SPANS[:1], SPANS])
 SETTINGS = settings(
     max_examples=600,
     stateful_step_count=40,
@@ -32,23 +38,38 @@ SETTINGS = settings(
 )
 
 
+def aged(policy: RetentionPolicy, rungs: tuple[Rung, ...]) -> RetentionPolicy:
+    """With a ladder, which is for what a limit lets go."""
+    limit = policy.save_total_limit or (1 if rungs else None)
+    return policy.model_copy(update={"ladder": rungs, "save_total_limit": limit})
+
+
 class Life(RuleBasedStateMachine):
     """One job with a required and an optional remote."""
 
     carried_out: ClassVar[Counter[str]] = Counter()
     """How often each kind of action was executed: a machine that never deletes proves nothing."""
+    stepped_down: ClassVar[Counter[str]] = Counter()
+    """How often a save lost its ZeRO form and kept another, on the node and in remotes."""
 
-    @initialize(local=LIMITS, nas=LIMITS, s3=LIMITS, both=st.booleans(), can_clone=st.booleans())
-    def begin(self, local: int | None, nas: int | None, s3: int | None, both: bool, can_clone: bool) -> None:
+    @initialize(limits=st.tuples(LIMITS, LIMITS, LIMITS), both=st.booleans(), can_clone=st.booleans())
+    def begin(self, limits: tuple[int | None, ...], both: bool, can_clone: bool) -> None:
         self.step = 0
+        local, nas, s3 = (RetentionPolicy(save_total_limit=limit) for limit in limits)
         self.world = World(
-            local=RetentionPolicy(save_total_limit=local),
-            remotes={
-                "nas": Remote("nas", True, RetentionPolicy(save_total_limit=nas)),
-                "s3": Remote("s3", both, RetentionPolicy(save_total_limit=s3)),
-            },
+            local=local,
+            remotes={"nas": Remote("nas", True, nas), "s3": Remote("s3", both, s3)},
             can_clone=can_clone,
         )
+
+    @initialize(ladders=st.tuples(LADDERS, LADDERS, LADDERS))
+    def age(self, ladders: tuple[tuple[Rung, ...], ...]) -> None:
+        """Runs before or after `begin`: a ladder may come with a later configuration."""
+        if hasattr(self, "world"):
+            world = self.world
+            world.local = aged(world.local, ladders[0])
+            for remote, rungs in zip(world.remotes.values(), ladders[1:], strict=True):
+                remote.policy = aged(remote.policy, rungs)
 
     # --- what the world does -----------------------------------------------------------------------------
 
@@ -136,6 +157,10 @@ class Life(RuleBasedStateMachine):
             assert save.save.order != max(complete), "the newest complete one is never deleted"
             assert save.save.tag != world.latest, "what latest names is never deleted"
             assert action.permit.commits, "a permit names COMMITs"
+            if "ladder: universal" in action.permit.reason:
+                assert save.universal.state is DerivedState.READY, (
+                    "the rung's form is here before the save goes"
+                )
         if isinstance(action, Retire) and action.commit.form == ZERO:
             orders = world.remotes[action.remote].zero_orders()
             is_here = any(
@@ -144,6 +169,8 @@ class Life(RuleBasedStateMachine):
             )
             assert not is_here, "what is still on the node stays in the remote"
             assert not orders or order_of(action.commit) != max(orders), "a remote's newest COMMIT stays"
+        if isinstance(action, Prune):
+            self.stepped_down["node"] += "universal" in action.permit.reason
         world.execute(action)
 
     # --- what must hold ----------------------------------------------------------------------------------
@@ -158,6 +185,13 @@ class Life(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for name, order in self.world.best_ever.items():
                 assert max(self.world.remotes[name].zero_orders()) == order
+
+    @invariant()
+    def a_ladder_without_an_end_leaves_a_form_of_everything(self) -> None:
+        if hasattr(self, "world"):
+            for remote in self.world.remotes.values():
+                rungs = remote.policy.ladder
+                assert not rungs or rungs[-1].form == "gone" or not remote.emptied
 
     def teardown(self) -> None:
         """Everything heals; the job comes to rest with all shipped and the limits kept."""
@@ -181,32 +215,36 @@ class Life(RuleBasedStateMachine):
             world.first_scan = False
         else:
             pytest.fail(f"the job never rests: {world.actions()}")
+        self.stepped_down["remote"] += sum(r.stepped_down for r in world.remotes.values())
+        self.a_ladder_without_an_end_leaves_a_form_of_everything()
         self._rests()
 
     def _rests(self) -> None:
         view = self.world.view()
-        keeps, remote_keeps = keep_local(view), keep_remote(view)
+        fates, remote_fates = keep_local(view).zero, keep_remote(view)
         for save in view.saves:
             if save.is_intact:
                 for name in self.world.remotes:
                     state = save.ship(name, ZERO).state
                     assert state in (ShipState.COMMITTED, ShipState.RETIRED), (save.save.tag, name, state)
-                assert keeps[save.id], f"{save.save.tag} may go and did not"
+                assert fates[save.id].keeps, f"{save.save.tag} may go and did not"
             assert not save.is_held, "no hold outlives its commit"
-        for (name, key), reasons in remote_keeps.items():
+        for (name, key), fate in remote_fates.items():
             limited = self.world.remotes[name].policy.save_total_limit is not None
-            assert reasons or not limited, f"{key} of {name} may go and did not"
+            assert fate.keeps or not limited, f"{key} of {name} may go and did not"
 
 
 def test_any_life_keeps_the_promises() -> None:
     """600 lives of 40 events each, in which every kind of action happens."""
     Life.carried_out.clear()
+    Life.stepped_down.clear()
     run_state_machine_as_test(Life, settings=SETTINGS)
     assert set(Life.carried_out) == {kind.__name__ for kind in get_args(Action)}, Life.carried_out
     assert min(Life.carried_out.values()) >= 10, Life.carried_out
+    assert min(Life.stepped_down[where] for where in ("node", "remote")) >= 10, Life.stepped_down
 
 
-@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest"])
+@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest", "ladder"])
 def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each guard taken out by hand is noticed, so the machine is no decoration."""
     if what == "confirmation":
@@ -214,8 +252,18 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
             monkeypatch.setattr(module, "is_committed", lambda view, save: bool(view.remotes))
     elif what == "newest":
         monkeypatch.setattr(keeping, "_protection", lambda save, ground, *, is_committed: ())
+    elif what == "ladder":
+        every, honest = frozenset({"zero", "universal"}), ladder.step_down  # as if each form were there
+        monkeypatch.setattr(
+            "ckptd.core.retention.step_down",
+            lambda rungs, age, forms, standing, otherwise: {
+                form: replace(fate, instead=None)
+                for form, fate in honest(rungs, age, every, every, otherwise).items()
+                if form in forms
+            },
+        )
     else:
-        monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): ("x",)})
+        monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): Fate(keeps=("x",))})
         monkeypatch.setattr(
             planner,
             "_retire",

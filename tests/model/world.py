@@ -59,6 +59,10 @@ class Remote:
     seen: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     shipping: int | None = None
+    emptied: list[tuple[str, int]] = field(default_factory=list)
+    """(tag, generation) of which a removal took the last form."""
+    stepped_down: int = 0
+    """Saves that lost their ZeRO form and kept another."""
 
     def zero_orders(self) -> list[Order]:
         """Orders of the ZeRO forms it holds."""
@@ -190,8 +194,8 @@ class World:
                 self._confirm(save_id, refs)
             case Prune(save_id=save_id):
                 self._prune(save_id)
-            case Retire(remote=name, commit=commit):
-                self._retire(self.remotes[name], commit)
+            case Retire(remote=name, commit=commit, instead=instead):
+                self._retire(self.remotes[name], commit, instead)
 
     def _describe(self, remote: Remote, tag: str, save_id: int) -> None:
         if not remote.is_there:
@@ -229,6 +233,7 @@ class World:
             save_seq=view.save.save_seq,
             key=key,
             sha256=f"sha-{key}-{save_id}",
+            committed_at_seconds=self.now_seconds,
         )
         remote.commits[key] = commit
         if form == ZERO:
@@ -275,13 +280,22 @@ class World:
         save = self.saves[save_id].save
         safe = all(r.holds(save) for r in self.remotes.values() if r.is_required)
         self.pruned.append((save_id, safe))
-        self._change(self.saves[save_id], is_present=False, is_intact=False)
+        self._change(self.saves[save_id], is_present=False, is_intact=False, is_pruned=True)
 
-    def _retire(self, remote: Remote, commit: RemoteCommit) -> None:
+    def _retire(self, remote: Remote, commit: RemoteCommit, instead: RemoteCommit | None) -> None:
+        """As the store does it: what is to stay instead is looked at afresh."""
         if not remote.is_there or commit.key not in remote.commits:
+            return
+        if instead is not None and instead.key not in remote.commits:
+            remote.observe()
             return
         del remote.commits[commit.key]
         remote.tombstones.add(commit.tag)
+        where = (commit.tag, commit.generation)
+        if not any((c.tag, c.generation) == where for c in remote.commits.values()):
+            remote.emptied.append(where)
+        elif commit.form == ZERO:
+            remote.stepped_down += 1
         for save_id in self.saves:
             record = self._record(save_id, remote.name, commit.form)
             if record.commit_sha256 == commit.sha256:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckptd import files
-from ckptd.core import keeping, planner
+from ckptd.core import keeping_remote, planner
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon import intake, recovery
 from ckptd.local import fs
@@ -74,7 +74,7 @@ _real_finish = fs.finish_prune
 def _keep_remote(view: Any) -> Any:
     from dataclasses import replace
 
-    return keeping.keep_remote(replace(view, unsealed_tags=frozenset()))
+    return keeping_remote.keep_remote(replace(view, unsealed_tags=frozenset()))
 
 
 PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {

@@ -238,7 +238,9 @@ class Stage:
         self._plan(files, "drop_pages", lambda *_: None)
         self._plan(files, "drop_pages_but", lambda *_: None)
         self._plan(intake, "has_open_writer", has_open_writer)
-        self._plan(supervise, "inspect_files", lambda folder, paths: inspect_files(kernel, folder, paths))
+        self._plan(
+            supervise, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths)
+        )
         self._plan(inspect_child, "_emit", lambda _line: None)
         self._plan(job, "Watcher", watcher)
         self._plan(links, "RemoteClient", client)

@@ -13,17 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench import sparse
 from ckptd.convert.options import ConvertOptions
+from ckptd.convert.parts import Literal
+from ckptd.convert.plan import OutputFile
+from ckptd.convert.sources import Sources
 from ckptd.convert.supervise import convert
+from ckptd.convert.writing import Counters
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
 from ckptd.recover.ranged import Ranged
+from ckptd.recover.ranged_upload import Target, Uploader
+from ckptd.remote.access import Access
+from ckptd.remote.open import open_store
 from ckptd.torchfile.archive import LEGACY_MAGIC
 from tests.e2e.test_resume_real import ckptd
 from tests.real import REPOSITORY, Recipe, prepare, save_dir_of
 from tests.stores import servers
+from tests.stores.proxy import proxy
 from tests.stores.sshd import needs_sshd, sshd
 
 MIB = 1 << 20
@@ -229,6 +238,94 @@ def test_killed_in_the_middle_and_run_again(stored: Path, saves: Path, tmp_path:
     assert json.loads(done.stdout)["resumed_files"] > 10
     assert content(out / "u") == content(tmp_path / "local")
     assert (out / "latest_universal").read_text() == "u"
+
+
+def test_the_next_attempt_gives_up_what_a_killed_one_left(
+    moto: servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ids in the note, written before the first part; another plan touches nothing."""
+    for name, value in servers.environment(moto).items():
+        monkeypatch.setenv(name, value)
+    root = f"s3://{servers.BUCKET}/{tmp_path.name}"
+    there = moto.client()
+    place = {"Bucket": servers.BUCKET, "Prefix": f"{tmp_path.name}/u/"}
+
+    def target() -> Target:
+        store = open_store(root, access=Access(part_size_bytes=5 * MIB))
+        return Target(store, "u", mode=0o644, folder_mode=0o755)
+
+    class Killed(BaseException):
+        """As kill -9: nothing is tidied."""
+
+    def check_stop() -> None:
+        if there.list_multipart_uploads(**place).get("Uploads") and counters.bytes > 6 * MIB:
+            raise Killed
+
+    output = OutputFile(path="big.pt", parts=(Literal(b"x" * (12 * MIB)),))
+    counters = Counters()
+    first = target()
+    first.begin("plan")
+    with pytest.raises(Killed):
+        Uploader(first, Sources(-1, [], []), {}, counters, check_stop).make(output)
+    (left,) = there.list_multipart_uploads(**place)["Uploads"]
+    stranger = there.create_multipart_upload(Bucket=servers.BUCKET, Key=left["Key"])["UploadId"]
+    with pytest.raises(TargetExists):
+        target().begin("another plan")
+    assert len(there.list_multipart_uploads(**place)["Uploads"]) == 2
+    again = target()
+    again.begin("plan")
+    assert [one["UploadId"] for one in there.list_multipart_uploads(**place)["Uploads"]] == [stranger]
+    Uploader(again, Sources(-1, [], []), {}, Counters(), lambda: None).make(output)
+    again.publish(b"{}", pointer=None)
+    names = [one["Key"].rpartition("/")[2] for one in there.list_objects_v2(**place)["Contents"]]
+    assert names == ["big.pt", "ckptd.json"]
+
+
+@FULL
+def test_no_upload_stays_open_after_a_kill(
+    tmp_path: Path, moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of an upload that nobody joins are seen by no listing and paid for; a stranger's upload stays."""
+    save = sparse.write(tmp_path / TAG, sparse.Model("m", {"wide": (2560, 2048)}, 1, 2))
+    out = f"open-{tmp_path.name}"
+    there = moto.client()
+    place = {"Bucket": servers.BUCKET, "Prefix": f"{out}/u/"}
+    stranger = there.create_multipart_upload(Bucket=servers.BUCKET, Key=f"{out}/u/other")["UploadId"]
+    for name, value in servers.environment(CKPTD_REMOTE_PART_SIZE="5MiB", TMPDIR=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+
+    def with_parts() -> set[str]:
+        """Ids; one that was begun and not yet noted holds no part, and nothing is sent before the note."""
+        found = there.list_multipart_uploads(**place).get("Uploads", [])
+        held = {
+            one["UploadId"]: there.list_parts(
+                Bucket=servers.BUCKET, Key=one["Key"], UploadId=one["UploadId"]
+            ).get("Parts")
+            for one in found
+        }
+        return {upload_id for upload_id, parts in held.items() if parts}
+
+    with proxy(moto.port) as between:
+        between.latency_seconds = 0.1
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.endpoint)
+        command = [sys.executable, "-m", "ckptd", "convert", str(save), url(f"{out}/u")]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 60
+        while not with_parts() and time.monotonic() < end:
+            time.sleep(0.005)
+        children = psutil.Process(process.pid).children(recursive=True)
+        for one in (process.pid, *(child.pid for child in children)):
+            os.kill(one, signal.SIGKILL)
+        process.wait()
+        assert with_parts()
+        between.latency_seconds = 0.0
+        done = cli(save, url(f"{out}/u"))
+        assert done.returncode == 0, done.stderr
+    assert with_parts() == set()
+    assert stranger in {one["UploadId"] for one in there.list_multipart_uploads(**place)["Uploads"]}
+    names = {one["Key"].rpartition("/")[2] for one in there.list_objects_v2(**place)["Contents"]}
+    assert "ckptd.json" in names
+    assert "ckptd-partial.json" not in names
 
 
 @FULL

@@ -11,16 +11,17 @@ import pytest
 
 from ckptd import files
 from ckptd.config import JobConfig, job_from_arguments
-from ckptd.convert.supervise import convert, inspect_files
+from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
 from ckptd.core.layouts import Grid, Role, ShardKey
 from ckptd.core.manifest import DerivedSource, NodeManifest, SaveWindow, folder_name
 from ckptd.recover.choose import Nodes
 from ckptd.recover.resume import Resume, Resumed, ResumeOptions
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
-from ckptd.remote.messages import RemoteSettings, ShipFile, ShipOrder, ShipResult
+from ckptd.remote.messages import RemoteSettings, Retire, ShipFile, ShipOrder, ShipResult
 from ckptd.remote.open import open_store
 from ckptd.remote.pacing import Pacer
+from ckptd.remote.retire import retire
 from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
 from tests.unit.synthetic import Shapes, write_stage12
@@ -138,12 +139,21 @@ class Scene:
 
     def commit_universal(self, tag: str, step: int, *, keep: bool = False) -> ShipResult:
         """Convert, ship the universal form, and remove it from the node unless `keep`."""
+        return self._commit_derived(tag, step, "universal", ConvertOptions(), keep=keep)
+
+    def commit_weights(self, tag: str, step: int) -> ShipResult:
+        """The same with weights in fp32."""
+        return self._commit_derived(tag, step, "weights-fp32", ConvertOptions(form="weights"), keep=False)
+
+    def _commit_derived(
+        self, tag: str, step: int, form: str, options: ConvertOptions, *, keep: bool
+    ) -> ShipResult:
         source = self.save_dir / tag
-        derived = f"_ckptd/derived/universal/{tag}"
+        derived = f"_ckptd/derived/{form}/{tag}"
         (self.save_dir / derived).parent.mkdir(parents=True, exist_ok=True)
-        report = convert(source, self.save_dir / derived)
+        report = convert(source, self.save_dir / derived, options)
         marks = inspect_files(source, sorted(p.name for p in source.iterdir()))
-        folder = folder_name(tag, 1, "universal")
+        folder = folder_name(tag, 1, form)
         paths = sorted(p for p in (self.save_dir / derived).rglob("*") if p.is_file())
         ship_files = tuple(
             ShipFile(
@@ -152,7 +162,7 @@ class Scene:
                 source=str(p.relative_to(self.save_dir)),
                 identity=files.identity_of(p.stat()),
                 bytes=p.stat().st_size,
-                role=Role.UNIVERSAL,
+                role=Role.UNIVERSAL if form == "universal" else Role.WEIGHTS,
                 shard=ShardKey(),
                 fingerprint="",
                 check_zip_crc=False,
@@ -166,10 +176,24 @@ class Scene:
             layout=report.layout,
             alignment=0,
         )
-        result = self._ship("universal", folder, tag, step, (1, 1, 1), ship_files, made_from)
+        result = self._ship(form, folder, tag, step, (1, 1, 1), ship_files, made_from)
         if not keep:
-            (self.save_dir / derived).rename(self.root / f"gone-{tag}")
+            (self.save_dir / derived).rename(self.root / f"gone-{form}-{tag}")
         return result
+
+    def retire(self, gone: ShipResult, instead: ShipResult | None = None) -> None:
+        """Remote retention takes one form, and leaves another."""
+        assert gone.commit is not None
+        commit, left = gone.commit.commit, instead.commit if instead else None
+        order = Retire(
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason="ladder",
+            commit_sha256=gone.commit.sha256,
+            instead=(left.commit.form, left.sha256) if left else None,
+        )
+        retire(self.ground(), order, lambda: None)
 
     def _ship(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ def test_never_empties_keeps_pinned_and_ignores_the_order_of_its_input(
     newest = max(items, key=lambda item: item.order)
     assert newest.key in result
     assert {item.key for item in items if item.pinned} <= result
-    plain = [item.model_copy(update={"pinned": False}) for item in items]
+    plain = [replace(item, pinned=False) for item in items]
     assert len(kept(plain, policy)) == min(limit, len(items))
     assert kept(items[::-1], policy) == result
 
@@ -98,9 +99,9 @@ def test_a_checkpoint_with_an_odd_date_stays() -> None:
     policy = RetentionPolicy(keep_every_seconds=4 * HOUR)
     items = hourly(9)
     assert kept(items, policy) == {"1.1", "1.5", "1.9"}
-    ahead = [items[0], items[1].model_copy(update={"committed_at_seconds": 9000 * HOUR}), *items[2:]]
+    ahead = [items[0], replace(items[1], committed_at_seconds=9000 * HOUR), *items[2:]]
     assert kept(ahead, policy) == {"1.1", "1.2", "1.3", "1.7", "1.9"}
-    dateless = [items[0].model_copy(update={"committed_at_seconds": None}), *items[1:]]
+    dateless = [replace(items[0], committed_at_seconds=None), *items[1:]]
     assert "1.1" in kept(dateless, RetentionPolicy(keep_within_seconds=2 * HOUR))
     assert "1.1" in kept(dateless, policy)
 
@@ -116,11 +117,11 @@ def test_a_clock_that_jumps_lets_nothing_go() -> None:
     items = hourly(9)
     for first in (8, 6, 4, 1):
         ahead = [
-            i.model_copy(update={"committed_at_seconds": (i.committed_at_seconds or 0) + 9000 * HOUR})
+            replace(i, committed_at_seconds=(i.committed_at_seconds or 0) + 9000 * HOUR)
             for i in items[first:]
         ]
         assert len(kept([*items[:first], *ahead], policy)) == 9
-    one = [*items[:4], items[4].model_copy(update={"committed_at_seconds": 9000 * HOUR}), *items[5:]]
+    one = [*items[:4], replace(items[4], committed_at_seconds=9000 * HOUR), *items[5:]]
     assert len(kept(one, policy)) == 9
     assert len(kept(hourly(40), policy)) == 13
 
@@ -138,7 +139,7 @@ def test_ephemeral_ones_have_a_limit_of_their_own() -> None:
 @given(ITEMS, st.integers(1, 6), st.integers(0, 6))
 def test_keys_join_by_union(items: list[Item], limit: int, keep: int) -> None:
     """A further key never lets go what the others keep; pins and the newest stay under all of them."""
-    dated = [i.model_copy(update={"committed_at_seconds": float(n)}) for n, i in enumerate(items)]
+    dated = [replace(i, committed_at_seconds=float(n)) for n, i in enumerate(items)]
     throw = Ephemeral(every_steps=3, keep=keep)
     base = RetentionPolicy(save_total_limit=limit, ephemeral=throw)
     low = kept(dated, base)
@@ -153,7 +154,7 @@ def test_keep_best_keeps_the_best_and_no_others(
     items: list[Item], scores: list[float | None], count: int
 ) -> None:
     """Beside the newest and the pinned; what has no value is passed over, and counts for nobody."""
-    scored = [i.model_copy(update={"score": s}) for i, s in zip(items, scores, strict=False)]
+    scored = [replace(i, score=s) for i, s in zip(items, scores, strict=False)]
     stay = kept(scored, RetentionPolicy(keep_best=count))
     always = {i.key for i in scored if i.pinned} | {max(scored, key=lambda i: i.order).key}
     known = sorted((i.score for i in scored if i.score is not None), reverse=True)

@@ -22,6 +22,7 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.recover.choose import Nodes
+from ckptd.recover.owner import Owner
 from ckptd.recover.restore import RestoreOptions
 from ckptd.recover.restore_plan import Wish, show_ranks
 from ckptd.recover.sources import Where, where_of
@@ -197,9 +198,12 @@ def test_universal_whose_zero_form_is_gone(scene: RestoreScene) -> None:
     scene.commit(TAG, 10)
     scene.commit_universal(TAG, 10)
     (scene.nas / "_ckptd" / "commits" / f"{TAG}~g1~zero.json").unlink()
-    with pytest.raises(NothingCommitted):
-        scene.restore()
-    assert scene.restore(form="universal").path == scene.derived
+    with pytest.raises(RefusedError, match="only the universal form"):
+        scene.restore(TAG, form="zero")
+    with pytest.raises(DamagedError):
+        scene.restore(form="zero")
+    assert scene.restore().path == scene.derived
+    assert scene.restore(form="universal").plan.steps == ()
 
 
 def test_a_damaged_universal_falls_back_to_the_zero_form(scene: RestoreScene) -> None:
@@ -297,7 +301,7 @@ def test_another_content_under_the_tag(scene: RestoreScene) -> None:
 def test_places_that_are_somebodys(scene: RestoreScene) -> None:
     scene.two()
     job = scene.job()
-    mine = Where(remotes=job.remotes, owner="run", job=job)
+    mine = Where(remotes=job.remotes, owner=Owner(job="run"), job=job)
     with pytest.raises(RefusedError, match="save_dir of job run"):
         scene.restore(where=mine, to=scene.save_dir)
     for to in (scene.nas, scene.nas / "inner", scene.nas.parent):

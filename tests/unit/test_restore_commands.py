@@ -9,6 +9,7 @@ import pytest
 
 from ckptd.config_model import RemoteConfig
 from ckptd.errors import NotFoundError, RemoteUnreachable
+from ckptd.recover.owner import Owner
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
 from ckptd.recover.sources import Where, named
@@ -75,7 +76,7 @@ class Two:
             RemoteConfig.model_validate({"name": name, "url": str(path)})
             for name, path in (("first", scene.nas), ("second", self.second))
         )
-        self.where = Where(remotes=self.remotes, owner="run")
+        self.where = Where(remotes=self.remotes, owner=Owner(job="run"))
 
     def cut_off(self, what: str, done: int, total: int) -> None:
         """The first remote goes away as soon as its first bytes arrived."""
@@ -99,7 +100,7 @@ def test_the_first_remote_that_answers(two: Two) -> None:
     with pytest.raises(NotFoundError, match="third"):
         named(two.remotes, "third")
     with pytest.raises(RemoteUnreachable):
-        scene.restore(where=Where(remotes=named(two.remotes, "first"), owner="run"))
+        scene.restore(where=Where(remotes=named(two.remotes, "first"), owner=Owner(job="run")))
 
 
 def test_the_next_remote_when_one_goes_away(two: Two) -> None:

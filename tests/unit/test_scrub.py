@@ -109,7 +109,7 @@ class Thread:
     calls: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        self.state.plan = Plan(actions=(), local_keeps={}, remote_keeps={})
+        self.state.plan = Plan(actions=(), local_fates={}, remote_fates={})
         self.state.is_first_scan = False
         settings = RemoteSettings(
             name="nas",

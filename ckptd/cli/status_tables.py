@@ -1,0 +1,105 @@
+"""The tables of `ckptd status`, from the published document alone: strings, numbers, no models.
+
+Apart from status_cmd.py, which finds and judges the document; rich is imported only when a table is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ago(seconds: float | None) -> str:
+    """A span in words; `?`: not known."""
+    if seconds is None:
+        return "?"
+    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def size_of(count: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
+    """The checkpoints on this node and their way to each remote; with `retention` why each is kept."""
+    from rich.table import Table
+
+    remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in (
+        "tag",
+        "step",
+        "state",
+        "size",
+        "local",
+        *remotes,
+        "kept here because" if retention else "note",
+    ):
+        table.add_column(title, justify="right" if title in ("step", "size") else "left")
+    for checkpoint in job["checkpoints"]:
+        local = checkpoint["local"]
+        here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
+        here += " +hold" if local["held"] else ""
+        cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
+        note = _kept(checkpoint) if retention else (checkpoint["reason"] or "")
+        if checkpoint.get("kind") == "model-only":
+            note = f"only a model: nothing to resume from {note}".strip()
+        if checkpoint["pinned"] and not retention:
+            note = f"pinned {note}".strip()
+        step = f"{checkpoint['step']}" if checkpoint["step"] is not None else "?"
+        if checkpoint["branch"] and checkpoint["branch"] > 1:
+            step = f"{step} (branch {checkpoint['branch']})"
+        size = size_of(checkpoint["bytes"])
+        table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
+    return table
+
+
+def _kept(checkpoint: dict[str, Any]) -> str:
+    """Why it stays on this node, or why it goes."""
+    goes = checkpoint.get("goes")
+    return f"goes: {goes}" if goes else "; ".join(checkpoint["keep"])
+
+
+def remote_table(remote: dict[str, Any]) -> Any:
+    """What a remote holds, newest first: keep, delete or what is left, and why."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim", title=escape(f"remote {remote['name']}"))
+    table.title_justify = "left"
+    for title in ("tag", "gen", "step", "forms", "verdict", "because"):
+        table.add_column(title, justify="right" if title in ("gen", "step") else "left")
+    for held in remote.get("held", []):
+        step = f"{held['step']} (branch {held['branch']})" if held["branch"] > 1 else f"{held['step']}"
+        verdict = held["verdict"]
+        if verdict == "step-down":
+            verdict = f"leaves {', '.join(held['leaves'])}"
+        why = "; ".join(held["why"])
+        if held["kind"] != "resumable":
+            why = f"{held['kind'].replace('-', ' ')}: nothing to resume from; {why}"
+        cells = (str(held["generation"]), step, ", ".join(held["forms"]), verdict, escape(why))
+        table.add_row(escape(held["tag"]), *cells)
+    if not remote.get("held"):
+        table.caption = "holds no checkpoint" if remote["attached"] else "not attached: not known"
+    return table
+
+
+def _forms(forms: dict[str, Any]) -> str:
+    parts = []
+    for form, state in forms.items():
+        if state["state"] == "none":
+            continue
+        text = state["state"]
+        if text == "shipping" and state["bytes_total"]:
+            text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
+            if state.get("eta_seconds") is not None:
+                text += f" (in {ago(state['eta_seconds'])})"
+        parts.append(text if form == "zero" else f"{form} {text}")
+    return ", ".join(parts)

@@ -1,0 +1,95 @@
+"""Which COMMITs of each remote stay, each with its reasons: one pure function of the remote's data (§5).
+
+Facts of this node (a save still here, a pin, the trainer's best) only ever add reasons to keep, so that all
+nodes of a job let go the same set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.keeping import best_tag, score_of
+from ckptd.core.ladder import Fate
+from ckptd.core.retention import Held, Item, fates
+from ckptd.core.view import WEIGHTS, ZERO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.save import Order
+    from ckptd.core.view import JobView, RemoteCommit, RemoteView
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All COMMITs of one save on one remote."""
+
+    commits: Mapping[str, RemoteCommit]
+    """By form."""
+
+    @property
+    def leader(self) -> RemoteCommit:
+        """The COMMIT that says what the save is: of the ZeRO form where that is still there."""
+        return self.commits.get(ZERO) or next(iter(self.commits.values()))
+
+    @property
+    def order(self) -> Order:
+        """(branch, step, save_seq)."""
+        return self.leader.order
+
+    @property
+    def kind(self) -> str:
+        """resumable; model-only and weights-only are nothing to resume from."""
+        if self.leader.is_model_only:
+            return "model-only"
+        return "resumable" if any(form not in WEIGHTS for form in self.commits) else "weights-only"
+
+    def held(self, view: JobView) -> Held:
+        """As the policy sees it; dated by the earliest of its COMMITs, which is the ZeRO form's."""
+        times = (c.committed_at_seconds for c in self.commits.values())
+        best = next((c.best for c in self.commits.values() if c.best is not None), None)
+        lead = self.leader
+        return Held(
+            item=Item(
+                key=f"{lead.tag}~g{lead.generation}",
+                order=self.order,
+                pinned=lead.tag in view.pinned_tags,
+                committed_at_seconds=min((at for at in times if at is not None), default=None),
+                score=score_of(view, best),
+            ),
+            forms=frozenset(self.commits),
+            standing=frozenset(form for form, c in self.commits.items() if c.stands_alone),
+        )
+
+
+def generations_of(remote: RemoteView) -> list[Generation]:
+    """What a remote holds, by save, oldest first."""
+    found: dict[tuple[str, int], dict[str, RemoteCommit]] = {}
+    for commit in remote.commits:
+        found.setdefault((commit.tag, commit.generation), {})[commit.form] = commit
+    return sorted((Generation(commits) for commits in found.values()), key=lambda g: g.order)
+
+
+def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
+    """(remote, COMMIT key) → what becomes of it."""
+    result: dict[tuple[str, str], Fate] = {}
+    here = {(s.save.tag, s.save.order) for s in view.saves if s.is_present}
+    best = best_tag(view)
+    for remote in view.remotes:
+        generations = generations_of(remote)
+        for is_model_only in (False, True):
+            mine = [g for g in generations if g.leader.is_model_only == is_model_only]
+            held = [g.held(view) for g in mine]
+            by_policy = fates(held, remote.retention)
+            for one, generation in zip(held, mine, strict=True):
+                lead = generation.leader
+                more: tuple[str, ...] = ()
+                is_here = (lead.tag, lead.order) in here or lead.tag in view.unsealed_tags
+                if is_here and remote.retention.deletes:
+                    more += ("still on this node",)
+                if lead.tag == best:
+                    more += ("best_model_checkpoint",)
+                for form, commit in generation.commits.items():
+                    result[remote.name, commit.key] = by_policy[one.item.key][form].kept_for(*more)
+    return result

@@ -1,0 +1,98 @@
+"""Values by step from a file that the trainer writes (`metrics_file`, docs/contract.md).
+
+So keep_best can rank checkpoints of plain DeepSpeed, which records no metric of its own.
+
+Pure: bytes in, numbers out. The file may be cut anywhere and hold anything; what is no value is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from ckptd.core.manifest import Best
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+LONGEST_LINE_BYTES = 64 << 10
+LARGEST_DOCUMENT_BYTES = 1 << 20
+"""One that is parsed whole costs a multiple of its size (P12)."""
+_STEP_NAMES = ("step", "global_step", "_step")
+
+Values = dict[int, tuple[float, ...]]
+"""Step → what was written for it, in order: a run that was rewound writes a step again."""
+
+
+def parse_metrics(data: bytes, metric: str, *, is_tail: bool = False) -> Values | None:
+    """Values of `metric` by step; None where the bytes have none of the accepted shapes.
+
+    `is_tail`: the beginning of the file is missing, so the first line may be half a line.
+    """
+    if not is_tail and len(data) <= LARGEST_DOCUMENT_BYTES:
+        whole = _loaded(data)
+        if isinstance(whole, dict | list):
+            return _collected(_rows(whole, metric), metric)
+    lines = data.split(b"\n")[is_tail:]
+    rows = [
+        row for line in lines if len(line) <= LONGEST_LINE_BYTES and isinstance(row := _loaded(line), dict)
+    ]
+    return _collected(rows, metric) if rows or not data.strip() else None
+
+
+def value_of(values: Values, metric: str, step: int, *, earlier_saves: int) -> Best | None:
+    """The value of a save; `earlier_saves`: how often its step was saved before (a run that was rewound).
+
+    What was written for those is theirs: a step written no oftener than it was saved has no value yet.
+    """
+    written = values.get(step, ())
+    if len(written) <= earlier_saves:
+        return None
+    return Best(metric=metric, value=written[-1])
+
+
+def _loaded(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _rows(whole: dict[str, object] | list[object], metric: str) -> Iterator[dict[str, object]]:
+    """A list of rows, a row alone, {"log_history": rows}, or {step: value} and {step: {name: value}}."""
+    if isinstance(whole, dict) and isinstance(history := whole.get("log_history"), list):
+        whole = history
+    if isinstance(whole, list):
+        yield from (row for row in whole if isinstance(row, dict))
+    elif _step_of(whole) is not None:
+        yield whole
+    else:
+        for key, value in whole.items():
+            if key.isascii() and key.isdigit() and len(key) < 20:
+                yield {metric: value, **(value if isinstance(value, dict) else {}), "step": int(key)}
+
+
+def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        step, value = _step_of(row), _number(row.get(metric, row.get(f"eval_{metric}")))
+        if step is not None and value is not None:
+            found.setdefault(step, []).append(value)
+    return {step: tuple(values) for step, values in found.items()}
+
+
+def _step_of(row: dict[str, object]) -> int | None:
+    step = next((row[name] for name in _STEP_NAMES if name in row), None)
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+
+
+def _number(value: object) -> float | None:
+    """A finite number; a run that diverged writes NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

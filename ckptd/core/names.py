@@ -1,0 +1,38 @@
+"""Which relative names may be a path of ours, on the node and in a remote (P15).
+
+Pure, and one rule for both sides: what `restore` would refuse is not shipped in the first place, so nothing
+is pruned here that could not come back.
+"""
+
+from __future__ import annotations
+
+TEMPORARY_PREFIX = ".ckptd-tmp-"
+NAME_BYTES = 255
+"""Longest component of a path on every file system that matters."""
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a `/`-name leads nowhere but below its root."""
+    return bool(name) and not any(part in ("", ".", "..") or "\0" in part for part in name.split("/"))
+
+
+def name_problem(name: str) -> str | None:
+    """Why a relative name may not be used as a path; None when it may."""
+    if not stays_inside(name):
+        return "leads out of its folder"
+    try:
+        encoded = [part.encode() for part in name.split("/")]
+    except UnicodeEncodeError:
+        return "is no text"
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+        return "holds a control character"
+    if any(len(part) > NAME_BYTES for part in encoded):
+        return "is too long"
+    if any(part.startswith(TEMPORARY_PREFIX) for part in name.split("/")):
+        return "is the name of a temporary file of ckptd"
+    return None
+
+
+def shown(name: str) -> str:
+    """The name as text that fits into JSON and a log: bytes that are no UTF-8 become `\\udcNN`."""
+    return name.encode("utf-8", "backslashreplace").decode()

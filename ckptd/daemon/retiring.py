@@ -1,0 +1,137 @@
+"""Remote retention as the deciding thread orders it: audited first, refused removals left alone (§5).
+
+A crash between tombstone, COMMIT and objects is finished by the next start (P7); what a remote refuses to
+let go is a problem with a next step, not a failure of the remote.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.core.manifest import commit_key
+from ckptd.core.view import ZERO, ShipState
+from ckptd.daemon.links import error_of
+from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.actions import Retire
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.state import JobState
+    from ckptd.errors import CkptdError
+    from ckptd.observe.audit import Audit
+
+log = logging.getLogger("ckptd.retire")
+
+_NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError)
+"""The remote works; what was asked of it cannot be done as things are."""
+
+
+class Retiring:
+    """The removals of one job from its remotes."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: JobState,
+        links: Mapping[str, RemoteLink],
+        audit: Audit,
+        wake: Callable[[], None],
+    ) -> None:
+        self._takes_zero = {remote.name: ZERO in remote.forms for remote in config.remotes}
+        self._state = state
+        self._links = links
+        self._audit = audit
+        self._wake = wake
+
+    def retire(self, action: Retire) -> None:
+        """Tombstone, COMMIT, objects."""
+        link, commit, instead = self._links[action.remote], action.commit, action.instead
+        rests_on = [commit] if instead is None else [commit, instead]
+        self._audit.write(
+            "retire",
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=action.reason,
+            commits=[(c.key, c.sha256) for c in rests_on],
+        )
+        if commit.form == ZERO or not self._takes_zero[action.remote]:
+            self._state.retired_at.append(time.monotonic())
+        order = m.Retire(
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=action.reason,
+            commit_sha256=commit.sha256,
+            instead=None if instead is None else (instead.form, instead.sha256),
+        )
+        link.ship_order = link.order(order, partial(self._retired, action))
+        log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
+
+    def _retired(self, action: Retire, answer: m.Answer) -> None:
+        link, commit, state = self._links[action.remote], action.commit, self._state
+        about = f"{commit.tag} ({commit.form}) of {action.remote}"
+        if isinstance(answer, m.Failed):
+            self._not_retired(link, about, commit.sha256, error_of(answer))
+            return
+        state.problems.clear("retire-blocked", about)
+        link.forget_commit(commit.key)
+        for save_id, records in list(state.ships.items()):
+            for record in list(records.values()):
+                if record.remote == action.remote and record.commit_sha256 == commit.sha256:
+                    state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
+        link.tag_views.pop(commit.tag, None)
+        link.observe()
+        self._wake()
+
+    def _not_retired(self, link: RemoteLink, about: str, sha256: str, error: CkptdError) -> None:
+        if not isinstance(error, _NOT_ITS_FAULT):
+            link.move_failed(error)
+            return
+        log.warning("%s stays: %s", about, error)
+        self._state.retire_refused_at[sha256] = time.monotonic()
+        self._state.problems.put("retire-blocked", about, f"{about} stays: {error.message}", error.hint)
+        link.observe()
+        self._wake()
+
+    def finish(self, *, is_first_scan: bool) -> None:
+        """Removals that a crash cut short: the tombstone is there, the rest goes now (P7)."""
+        for link in () if is_first_scan else self._links.values():
+            seen = link.observation
+            if seen is None or not link.may_move or not seen.retiring:
+                continue
+            tag, generation, form = seen.retiring[0]
+            stone = next(
+                (t for t in seen.retired if (t.tag, t.generation, t.form) == (tag, generation, form)), None
+            )
+            if stone is None:
+                continue
+            self._audit.write(
+                "retire",
+                tag=tag,
+                generation=generation,
+                form=form,
+                reason=f"what was cut short is finished: {stone.reason}",
+                commits=[(commit_key(tag, generation, form), stone.commit_sha256)],
+            )
+            order = m.Retire(
+                tag=tag,
+                generation=generation,
+                form=form,
+                reason=stone.reason,
+                commit_sha256=stone.commit_sha256,
+            )
+            link.ship_order = link.order(order, partial(self._finished, link))
+
+    def _finished(self, link: RemoteLink, answer: m.Answer) -> None:
+        if isinstance(answer, m.Failed):
+            link.move_failed(error_of(answer))
+        link.observe()
+        self._wake()
