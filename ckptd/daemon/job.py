@@ -267,7 +267,6 @@ class Job:
                 link.propose_job_id(self.job_id)
                 link.turn(now_seconds, is_at_rest=self.rest.is_now)
         has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values()) | self.actor.scrub()
-        has_news |= self.chores.pruner.seconds_to_tidy == 0
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
