@@ -1,4 +1,4 @@
-"""Whether what lies in a remote may lie there: no COMMIT over two saves, nothing listed that is not there (P3, P4)."""
+"""Whether what lies in a remote may lie there: one save a COMMIT, all listed files there (P3, P4)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Judged:
     committed: frozenset[int] = frozenset()
     """Saves with a COMMIT that counts."""
     listed: frozenset[tuple[int, str]] = frozenset()
-    """(save, path) of everything that a manifest of a generation lists that is neither disputed nor retired."""
+    """(save, path) of all that manifests list, of generations that are neither disputed nor retired."""
     generations: int = 0
     """The highest that any document speaks of."""
     kept: frozenset[int] = frozenset()
     """Generations of which anything but a tombstone lies there."""
 
 
-def judge(objects: dict[str, bytes]) -> Judged:
+def judge(objects: dict[str, bytes], *, is_list_right: bool = True) -> Judged:
     """Whether these objects may be, and what they hold."""
     store = PlainStore(objects)
     seen = observe.observe(store, IDENTITY)  # type: ignore[arg-type]
@@ -59,8 +59,9 @@ def judge(objects: dict[str, bytes]) -> Judged:
     given_up = {documents.stem_of(view.commit) for view in seen.commits if view.disputed} | retired
     opened = {where: known for where, known in held.items() if where not in made | retired}
     folders = {folder_name(*where) for where in retired}
+    wrong = _replaced(objects) or _sent_twice(opened)
     return Judged(
-        wrong=_replaced(objects) or _badly_listed(objects, held, retired) or _sent_twice(opened),
+        wrong=wrong or (_badly_listed(objects, held, retired) if is_list_right else None),
         committed=frozenset(committed),
         listed=frozenset(
             (known.manifest.save_seq, file.path)

@@ -1,7 +1,7 @@
 """A small world for the commit protocol: nodes with saves of one tag, one remote, all that may go wrong.
 
-Between any two operations of a node on the remote a trainer may save again, a daemon die (its last request may
-still arrive), a machine be lost with its disk. All states are visited (tests/model/explorer.py).
+Between any two operations of a node on the remote a trainer may save again, a daemon die (its last request
+may still arrive), a machine be lost with its disk. All states are visited (tests/model/explorer.py).
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Rules:
     is_create_only: bool = True
     is_describing: bool = False
     """The remote may change between two readings of one look at it."""
+    is_list_right: bool = True
+    """A manifest whose objects are not there is wrong already, before any COMMIT."""
     most_generations: int = 2
     """Worlds with more are not looked into."""
     chooser: Callable[[SealedSave, TagView], GenerationChoice] = code.choose
@@ -196,7 +198,7 @@ class World:
     def _next(self, index: int, actor: Actor) -> tuple[Hashable, ...] | None:
         """What an idle slot begins."""
         task = self.rules.slots[index].task
-        if actor.is_done or index in self.rules.asleep or (task == "ship" and actor.saved == 0):
+        if actor.is_done or (task == "ship" and actor.saved == 0):
             return None
         return {
             "ship": ("describe", index, actor.saved),
@@ -260,6 +262,8 @@ class World:
 
     def _own_steps(self, store: int, index: int, actor: Actor, name: str) -> Iterator[Move]:
         if actor.at == IDLE:
+            if index in self.rules.asleep and name:
+                return
             key = self._next(index, actor)
             if key is not None:
                 actor = actor._replace(at=self.programs.begin(key))
@@ -271,11 +275,11 @@ class World:
         op = self.programs.op(actor.at)
         assert op is not None
         answer, then = self._answer(store, op, actor)
-        after = actor._replace(at=self.programs.go_on(actor.at, answer))
-        yield f"{name}: {_words(op)} → {_short(answer)}", self._settled(then, index, after), then, True
+        after, then = self._settled(then, index, actor._replace(at=self.programs.go_on(actor.at, answer)))
+        yield f"{name}: {_words(op)} → {_short(answer)}", after, then, True
 
     def _has_lost(self, store: int, index: int, actor: Actor) -> bool:
-        is_shipping = self.rules.slots[index].task == "ship" and index not in self.rules.asleep
+        is_shipping = self.rules.slots[index].task == "ship"
         return is_shipping and actor.is_done and actor.saved not in self._judge(store).committed
 
     def _crashes(self, store: int, actor: Actor, name: str) -> Iterator[Move]:
@@ -293,18 +297,22 @@ class World:
         if self.programs.op(self.programs.go_on(actor.at, answer)) is None:
             yield f"{name}: {_words(op)}, dies", dead, then, False
 
-    def _settled(self, store: int, index: int, actor: Actor) -> Actor:
+    def _removes_unlisted(self, op: tuple[Hashable, ...]) -> bool:
+        """In the step that saw it unlisted: the way of one request is left out here (ADR 0098)."""
+        return op[0] == "delete" and not self._is_retiring
+
+    def _settled(self, store: int, index: int, actor: Actor) -> tuple[Actor, int]:
         """Go on with what nobody else can change, and with what follows from a program's end."""
         while actor.at != IDLE:
             op = self.programs.op(actor.at)
             if op is None:
                 actor = self._ended(index, actor)
-            elif self._is_stable(store, op):
-                answer, _ = self._answer(store, op, actor)
+            elif self._is_stable(store, op) or self._removes_unlisted(op):
+                answer, store = self._answer(store, op, actor)
                 actor = actor._replace(at=self.programs.go_on(actor.at, answer))
             else:
                 break
-        return actor
+        return actor, store
 
     def _ended(self, index: int, actor: Actor) -> Actor:
         """Back to idle, or on with the generation that was chosen; a save since then has a row of its own."""
@@ -380,8 +388,7 @@ class World:
         return self._judge(state.store).wrong
 
     def is_good(self, state: State) -> bool:
-        """The newest whole save, or a newer one, is committed, and what was to go is gone; or this lies beyond
-        the bound."""
+        """The newest whole save, or a newer one, is committed, and what was to go is gone; or the bound is met."""
         judged, pairs = self._judge(state.store), list(zip(self.rules.slots, state.actors, strict=True))
         if judged.generations > self.rules.most_generations:
             return True
@@ -397,7 +404,8 @@ class World:
     def _judge(self, store: int) -> Judged:
         found = self._judged.get(store)
         if found is None:
-            found = self._judged[store] = judge(self._stores[store])
+            found = judge(self._stores[store], is_list_right=self.rules.is_list_right)
+            self._judged[store] = found
         return found
 
 
