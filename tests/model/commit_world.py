@@ -34,7 +34,8 @@ IDLE = -1
 MIXED, NOTHING = -1, -2
 """What a restore may give back instead of a save."""
 _CONTROL = Control(pacer=Pacer(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None)
-_WRITES = ("put", "create", "upload", "delete")
+_LATE = ("put", "create", "upload")
+"""Requests that may be under way when a daemon dies. Not `delete`: no order of operations survives that."""
 
 
 class Actor(NamedTuple):
@@ -89,8 +90,6 @@ class Rules:
     is_create_only: bool = True
     is_describing: bool = False
     """The remote may change between two readings of one look at it."""
-    is_list_right: bool = True
-    """A manifest whose objects are not there is wrong already, before any COMMIT."""
     most_generations: int = 2
     """Worlds with more are not looked into."""
     chooser: Callable[[SealedSave, TagView], GenerationChoice] = code.choose
@@ -227,7 +226,7 @@ class World:
         if found is None:
             moves: list[Move] = []
             for label, after, then, is_fair in self._steps(store, index, actor):
-                if self._judge(then).wrong or not self._concerns_nobody(index, after):
+                if self._judge(then).wrong or not self._concerns_nobody(then, index, after):
                     moves.append((label, after, then, is_fair))
                     continue
                 for more, last, end, is_more_fair in self._moves(then, index, after):
@@ -235,14 +234,15 @@ class World:
             found = self._moved[store, index, actor] = tuple(moves)
         return found
 
-    def _concerns_nobody(self, index: int, actor: Actor) -> bool:
+    def _concerns_nobody(self, store: int, index: int, actor: Actor) -> bool:
         op = None if actor.at == IDLE else self.programs.op(actor.at)
         if op is None or op[0] in ("look", "read"):
             return op is not None
         folder, _, path = str(op[1]).rpartition("/")
         slots = [number for number, slot in enumerate(self.rules.slots) if path in slot.paths]
         is_own = slots == [index] and not (self._is_retiring and folder == TAG)
-        return is_own and op[0] in ("get", "stat", "upload") and actor.stray is None
+        is_seen = op[0] == "upload" and op[1] in self._judge(store).keys
+        return is_own and not is_seen and op[0] in ("get", "stat", "upload") and actor.stray is None
 
     def _steps(self, store: int, index: int, actor: Actor) -> Iterator[Move]:
         slot = self.rules.slots[index]
@@ -288,7 +288,7 @@ class World:
         yield f"{name}: dies", dead, store, False
         op = self.programs.op(actor.at)
         assert op is not None
-        if self.rules.has_strays and actor.stray is None and op[0] in _WRITES:
+        if self.rules.has_strays and actor.stray is None and op[0] in _LATE:
             stray = op
             if op[0] == "upload":
                 stray = ("arrive", op[1], content_of(actor.saved, str(op[2])))
@@ -297,17 +297,13 @@ class World:
         if self.programs.op(self.programs.go_on(actor.at, answer)) is None:
             yield f"{name}: {_words(op)}, dies", dead, then, False
 
-    def _removes_unlisted(self, op: tuple[Hashable, ...]) -> bool:
-        """In the step that saw it unlisted: the way of one request is left out here (ADR 0098)."""
-        return op[0] == "delete" and not self._is_retiring
-
     def _settled(self, store: int, index: int, actor: Actor) -> tuple[Actor, int]:
         """Go on with what nobody else can change, and with what follows from a program's end."""
         while actor.at != IDLE:
             op = self.programs.op(actor.at)
             if op is None:
                 actor = self._ended(index, actor)
-            elif self._is_stable(store, op) or self._removes_unlisted(op):
+            elif self._is_stable(store, op):
                 answer, store = self._answer(store, op, actor)
                 actor = actor._replace(at=self.programs.go_on(actor.at, answer))
             else:
@@ -388,7 +384,7 @@ class World:
         return self._judge(state.store).wrong
 
     def is_good(self, state: State) -> bool:
-        """The newest whole save, or a newer one, is committed, and what was to go is gone; or the bound is met."""
+        """The newest whole save, or a newer one, is committed and what was to go is gone; or it is beyond."""
         judged, pairs = self._judge(state.store), list(zip(self.rules.slots, state.actors, strict=True))
         if judged.generations > self.rules.most_generations:
             return True
@@ -404,8 +400,7 @@ class World:
     def _judge(self, store: int) -> Judged:
         found = self._judged.get(store)
         if found is None:
-            found = judge(self._stores[store], is_list_right=self.rules.is_list_right)
-            self._judged[store] = found
+            found = self._judged[store] = judge(self._stores[store])
         return found
 
 
