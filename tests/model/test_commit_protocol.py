@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.generation import GenerationChoice, Use
-from tests.model.commit_code import TAG, TWO_NODES, TWO_REPLICAS, Slot, choose, stepwise
+from tests.model.commit_code import TWO_NODES, TWO_REPLICAS, Slot, choose, stepwise
 from tests.model.commit_world import Rules, World
 from tests.model.explorer import Search, Violation
 from tests.stores.scene import MODEL, OPTIM
@@ -63,13 +63,19 @@ QUICK = {
 FULL = {
     "two saves": (rules(most_generations=1), False),
     "last requests late": (rules(saves=1, crashes=(1, 1), has_strays=True), False),
-    "two saves, replicas": (rules(slots=TWO_REPLICAS, most_generations=1), False),
-    "two saves, more generations": (rules(), False),
-    "two saves, crash": (rules(crashes=(1, 0)), False),
-    "two saves, other node's crash": (rules(crashes=(0, 1), most_generations=1), False),
-    "two saves, every reading a step": (rules(is_describing=True, most_generations=1), False),
-    "two saves, replaced": (rules(is_replaced=True, most_generations=1), False),
-    "three saves": (rules(saves=3, most_generations=1), False),
+    "two saves, replicas, one node ahead": (
+        rules(slots=TWO_REPLICAS, listed=(0,), most_generations=1),
+        False,
+    ),
+    "two saves, more generations": (rules(listed=(0,)), False),
+    "two saves, crash": (rules(crashes=(1, 0), listed=(0,), most_generations=1), False),
+    "two saves, other node's crash": (rules(crashes=(0, 1), listed=(0,), most_generations=1), False),
+    "two saves, every reading a step": (
+        rules(is_describing=True, listed=(1,), most_generations=1),
+        False,
+    ),
+    "two saves, replaced": (rules(is_replaced=True, listed=(0,), most_generations=1), False),
+    "three saves": (rules(saves=3, listed=(1,), most_generations=1), False),
     "crashes, replaced, last requests late": (
         rules(saves=1, crashes=(1, 1), is_replaced=True, has_strays=True),
         False,
