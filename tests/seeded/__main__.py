@@ -85,9 +85,9 @@ def _publish(outcomes: Sequence[Outcome], seconds: float, red: int) -> None:
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2] if END in rest else "\n"
-    PAGE.write_text(
-        f"{before}{BEGIN}\n{table([o.bug for o in outcomes], {o.bug.number for o in outcomes if o.is_caught})}\n{END}{after}"
-    )
+    found = {outcome.bug.number for outcome in outcomes if outcome.is_caught}
+    rows = table([outcome.bug for outcome in outcomes], found)
+    PAGE.write_text(f"{before}{BEGIN}\n{rows}\n{END}{after}")
 
 
 def table(listed: Sequence[Bug], found: set[str]) -> str:

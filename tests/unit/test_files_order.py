@@ -1,4 +1,4 @@
-"""What is flushed before what: a name after its file, a folder after a name, aside before anything goes (P7)."""
+"""What is flushed before what: a file, then its name, then the folder; aside before anything goes (P7)."""
 
 from __future__ import annotations
 

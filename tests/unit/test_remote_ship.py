@@ -175,12 +175,14 @@ def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, gro
 def test_a_remote_that_changed_hands_while_files_were_sent_gets_no_manifest(
     node: Node, nas: Path, ground: Ground
 ) -> None:
-    """Hours go by between the first look and the manifest: another share may be mounted there by then (P2)."""
-    identity = nas / "_ckptd/remote.json"
+    """Hours go by between the first look and the manifest: another share may be mounted there then (P2)."""
+    identity, other = nas / "_ckptd/remote.json", nas / "other"
+    other.write_bytes(identity.read_bytes().replace(JOB_ID.encode(), b"k" * 32))
     order, control = node.order(node.sealed()), node.control()
 
-    def on_done(_: Shipped) -> None:
-        identity.write_bytes(identity.read_bytes().replace(JOB_ID.encode(), b"k" * 32))
+    def on_done(event: Shipped) -> None:
+        if event.key.endswith(MODEL) and other.exists():
+            os.replace(other, identity)
 
     with pytest.raises(RemoteNotOurs, match="belongs to"):
         ship(ground, order, replace(control, on_done=on_done))
