@@ -492,7 +492,7 @@ class Kernel:
     def open_stream(self, path: Any, mode: str = "r", *more: Any, **others: Any) -> Any:
         """`io.open` for reading, as pathlib calls it."""
         if not self.is_ours(path):
-            return io.open(path, mode, *more, **others)  # noqa: SIM115, UP020
+            return io.open(path, mode, *more, **others)  # noqa: UP020
         data = self.content_of(str(path))
         return io.BytesIO(data) if "b" in mode else io.StringIO(data.decode())
 

@@ -66,7 +66,7 @@ class Outcome:
 
 def drawn(seed: int, most_steps: int = 40) -> Life:
     """The life of a seed: a configuration, a subset of the kinds of steps, and some steps of these kinds."""
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
@@ -93,7 +93,7 @@ def live(life: Life) -> Outcome:
             kinds[step.kind] += 1
             world.kernel.history.append(f"--- {step.kind} {step.salt}")
             take(world, step)
-        finish(world, random.Random(life.seed))  # noqa: S311
+        finish(world, random.Random(life.seed))
     except Broken as error:
         broken = str(error)
         world.kernel.history.append(f"BROKEN {error}")
@@ -121,7 +121,7 @@ def _trace(error: BaseException) -> list[str]:
 
 def take(world: World, step: Step) -> None:
     """Carry one step out and judge."""
-    rng = random.Random(step.salt)  # noqa: S311
+    rng = random.Random(step.salt)
     STEPS[step.kind](world, rng)
     world.look()
 
@@ -228,7 +228,7 @@ def _meanwhile(world: World, rng: random.Random) -> None:
     count, begins, salt = rng.randint(1, 30), rng.random() < 0.5, rng.getrandbits(32)
 
     def hook() -> None:
-        own = random.Random(salt)  # noqa: S311
+        own = random.Random(salt)
         if begins and not trainer.is_writing:
             newest = trainer.saves[-1] if trainer.saves else None
             if newest is not None and own.random() < 0.5:

@@ -61,7 +61,7 @@ class Inline:
         future: Future[Any] = Future()
         try:
             future.set_result(work(*arguments))
-        except BaseException as error:  # noqa: BLE001 (the future raises it)
+        except BaseException as error:
             future.set_exception(error)
         return future
 
@@ -175,8 +175,8 @@ def inspect_files(kernel: Kernel, folder: Path, paths: Sequence[str]) -> list[Fi
                 content = b""
             key = (path, content)
             if key not in _known_facts:
-                line = inspect_child._inspect(fd, 0, inspection._asked(path))  # noqa: SLF001
-                _known_facts[key] = inspection._facts_of(path, line)  # noqa: SLF001
+                line = inspect_child._inspect(fd, 0, inspection._asked(path))
+                _known_facts[key] = inspection._facts_of(path, line)
             found.append(_known_facts[key])
     finally:
         kernel.close(fd)
@@ -203,7 +203,7 @@ class Stage:
         clock.time_ns = lambda: int(kernel.wall() * 1e9)
         now_type = type("SimulatedDatetime", (SimulatedDatetime,), {"kernel": kernel})
         system = _system(kernel)
-        chance = random.Random(rng.random())  # noqa: S311
+        chance = random.Random(rng.random())
         secret = types.SimpleNamespace(
             token_hex=lambda n=16: chance.randbytes(n).hex(), token_bytes=chance.randbytes
         )

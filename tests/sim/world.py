@@ -119,7 +119,7 @@ class World:
         self.tasks: list[Callable[[], None]] = []
         self.clients: list[Client] = []
         self.job: Job | None = None
-        rng = random.Random(f"{seed}-world")  # noqa: S311
+        rng = random.Random(f"{seed}-world")
         self._rng = rng
         for name in ("nvme", "nas"):
             disk = self.kernel.add_disk(name)
