@@ -51,6 +51,8 @@ class Judge:
         self.trainer = trainer
         self.removed: dict[int, int] = {}
         """Save → how many of its files ckptd removed, each rightly."""
+        self.removed_since_start = 0
+        """Saves that went since the daemon's last start."""
         self.protected: set[int] = set()
         """Saves that were there before ckptd first ran and are not adopted."""
         self.pinned: set[str] = set()
@@ -175,6 +177,7 @@ class Judge:
             for name in sorted(self._required):
                 if not self.holds(name, save):
                     self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
+            self.removed_since_start += 1
         self.removed[save.number] = self.removed.get(save.number, 0) + 1
 
     def on_move(self, inode: Inode, path: str, target: str) -> None:

@@ -103,6 +103,7 @@ class Kernel:
         self.next_fd = FIRST_FD
         self.actor = "ckptd"
         self.is_dead = False
+        self.can_clone = True
         self.ends_at: int | None = None
         """The number of the call at which the daemon's process is killed."""
         self.hooks: dict[int, Callable[[], None]] = {}
@@ -472,7 +473,9 @@ class Kernel:
             os.posix_fadvise(fd, offset, length, advice)
 
     def clone(self, src_fd: int, dst_fd: int) -> bool:
-        """FICLONE: the content of a whole file."""
+        """FICLONE: the content of a whole file, where the disk can."""
+        if not self.can_clone:
+            return False
         source, target = self._fd(src_fd).inode, self._fd(dst_fd)
         self._effect("clone", target.path)
         target.inode.data[:] = source.data

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.sim.judge import Broken
@@ -48,6 +48,7 @@ class Life:
 
     seed: int
     config: JobConfig
+    can_clone: bool
     steps: tuple[Step, ...]
 
 
@@ -70,7 +71,7 @@ def drawn(seed: int, most_steps: int = 40) -> Life:
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
-    return Life(seed=seed, config=_config(rng), steps=steps)
+    return Life(seed=seed, config=_config(rng), can_clone=rng.random() < 0.5, steps=steps)
 
 
 def _config(rng: random.Random) -> JobConfig:
@@ -83,7 +84,7 @@ def _config(rng: random.Random) -> JobConfig:
 
 def live(life: Life) -> Outcome:
     """Carry a life out; never raises for what it finds."""
-    world = World(life.seed, life.config)
+    world = World(life.seed, life.config, can_clone=life.can_clone)
     kinds: Counter[str] = Counter()
     broken: str | None = None
     logging.getLogger("ckptd").setLevel(logging.ERROR)
@@ -345,7 +346,7 @@ def shortened(life: Life, broken: str) -> Life:
     promise = broken.partition(":")[0]
 
     def fails(steps: Sequence[Step]) -> bool:
-        outcome = live(Life(seed=life.seed, config=life.config, steps=tuple(steps)))
+        outcome = live(replace(life, steps=tuple(steps)))
         return outcome.broken is not None and outcome.broken.partition(":")[0] == promise
 
     steps = list(life.steps)
@@ -359,7 +360,7 @@ def shortened(life: Life, broken: str) -> Life:
             else:
                 at += size
         size //= 2
-    return Life(seed=life.seed, config=life.config, steps=tuple(steps))
+    return replace(life, steps=tuple(steps))
 
 
 assert SAVE_DIR is not None

@@ -27,7 +27,7 @@ from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
 from tests.sim.remotes import Client, Cloud, Faults
 from tests.sim.stage import Stage
-from tests.sim.trainer import SAVE_DIR, Trainer
+from tests.sim.trainer import SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,9 +106,10 @@ class _Defects(logging.Handler):
 class World:
     """See the module's first lines; every choice comes from the generators it is given."""
 
-    def __init__(self, seed: int, config: JobConfig) -> None:
+    def __init__(self, seed: int, config: JobConfig, *, can_clone: bool = True) -> None:
         self.config = config
         self.kernel = Kernel()
+        self.kernel.can_clone = can_clone
         self.crashes = self.starts = 0
         self._rests_since: float | None = None
         self.is_power_cut = False
@@ -209,6 +210,7 @@ class World:
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             self.starts += 1
+            self.judge.removed_since_start = 0
             self.kernel.history.append("daemon starts")
             self.job = Job(self.config, DaemonConfig(), STATE_DIR, self.totals, workers, self.posts.append)
             self.job.open()
@@ -323,6 +325,9 @@ class World:
         if self.is_power_cut:
             self._after_power_cut(sealed)
         self.is_power_cut = False
+        kernel.actor = "judge"
+        self.judge.look({})
+        kernel.actor = "ckptd"
 
     # --- what a power cut may not take -----------------------------------------------------------------
 
@@ -343,7 +348,7 @@ class World:
                     found.append(save.number)
         return found
 
-    def is_intact(self, save: Any) -> bool:
+    def is_intact(self, save: Save) -> bool:
         """Every file of a save lies under its tag with its content."""
         for path, data in save.files.items():
             try:
@@ -365,14 +370,14 @@ class World:
             if not removed and not self._in_trash(save):
                 save.is_gone = True
 
-    def _is_torn(self, save: Any) -> bool:
+    def _is_torn(self, save: Save) -> bool:
         try:
             names = self.kernel.listdir(f"{SAVE_DIR}/{save.tag}")
         except OSError:
             return False
         return bool(names) and set(names) != set(save.files)
 
-    def _in_trash(self, save: Any) -> bool:
+    def _in_trash(self, save: Save) -> bool:
         kernel = self.kernel
         try:
             names = kernel.listdir(f"{SAVE_DIR}/_ckptd/trash")
@@ -480,6 +485,17 @@ class World:
                 is_retired = limits[name] is not None and save.number in self.judge.ever[name]
                 if not self.judge.holds(name, save) and not is_retired:
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
+        self._judge_limit([save for save in here if save.tag not in found_first])
+
+    def _judge_limit(self, here: list[Save]) -> None:
+        """No more than the limit, but for what a rewind left ahead and what the seat belt holds up."""
+        limit = self.config.local.save_total_limit
+        if limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
+            return
+        behind = [save for save in here if save.step < here[-1].step]
+        if len(behind) + 1 > limit:
+            tags = ", ".join(save.tag for save in behind)
+            self.judge.say("P5", f"{limit} may stay, {tags} do as well: {self._words()}")
 
     def _found_first(self) -> frozenset[str]:
         """Tags that ckptd noted as older than itself: not shipped without being asked."""
