@@ -56,11 +56,22 @@ class Save:
     tag: str
     step: int
     files: dict[str, bytes]
-    is_finished: bool = False
-    finished_seconds: float = 0.0
+    written: set[str] = field(default_factory=set)
+    """Files whose last byte was written."""
     is_gone: bool = False
     """The trainer itself removed or overwrote it, or a power cut took what was never flushed."""
     inodes: dict[str, Inode] = field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every byte of it was written."""
+        return len(self.written) == len(self.files)
+
+    @property
+    def window_seconds(self) -> float:
+        """Between the first of its files and the last."""
+        times = [inode.written_ns for inode in self.inodes.values()]
+        return (max(times) - min(times)) / 1e9 if times else 0.0
 
 
 class Trainer:
@@ -109,7 +120,7 @@ class Trainer:
             self._write_file(save, path)
         if early == len(names):
             self._todo.append(lambda: self._point(save.tag))
-        self._todo.append(lambda: self._finish(save))
+        self._todo.append(self._finish)
 
     def go_on(self, count: int) -> None:
         """Carry out the next steps of the save."""
@@ -164,6 +175,8 @@ class Trainer:
         def chunk(at: int) -> None:
             if self._fd is not None:
                 kernel.write(self._fd, data[at : at + CHUNK_BYTES])
+                if at + CHUNK_BYTES >= len(data):
+                    save.written.add(path)
 
         def close() -> None:
             if self._fd is not None:
@@ -180,9 +193,7 @@ class Trainer:
         self._kernel.write(fd, tag.encode())
         self._kernel.close(fd)
 
-    def _finish(self, save: Save) -> None:
-        save.is_finished = True
-        save.finished_seconds = self._kernel.now_seconds
+    def _finish(self) -> None:
         self.writing = None
 
     # --- rotation ----------------------------------------------------------------------------------------

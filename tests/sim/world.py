@@ -479,8 +479,8 @@ class World:
         limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
         for save in here:
-            if save.tag in found_first:
-                continue
+            if save.tag in found_first or save.window_seconds > self.config.save_spread_seconds:
+                continue  # not shipped, or not believed to be one save, without being asked
             for name in required:
                 is_retired = limits[name] is not None and save.number in self.judge.ever[name]
                 if not self.judge.holds(name, save) and not is_retired:
