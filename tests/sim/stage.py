@@ -199,7 +199,7 @@ class Stage:
         self.databases = Databases(kernel)
         self._put: list[tuple[Any, str, Any]] = []
         self._defaults: list[tuple[Any, dict[str, Any] | None]] = []
-        clock = _copy(time, monotonic=lambda: kernel.now_seconds, time=kernel.wall, sleep=kernel.sleep)
+        clock = _copy(time, monotonic=kernel.monotonic, time=kernel.wall, sleep=kernel.sleep)
         clock.time_ns = lambda: int(kernel.wall() * 1e9)
         now_type = type("SimulatedDatetime", (SimulatedDatetime,), {"kernel": kernel})
         system = _system(kernel)

@@ -478,14 +478,15 @@ class World:
         required = [remote.name for remote in self.config.remotes if remote.required]
         limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
+        # those are not shipped, or not believed to be one save, without being asked
+        spread = self.config.save_spread_seconds
+        here = [s for s in here if s.tag not in found_first and s.window_seconds < spread - 1]
         for save in here:
-            if save.tag in found_first or save.window_seconds > self.config.save_spread_seconds:
-                continue  # not shipped, or not believed to be one save, without being asked
             for name in required:
                 is_retired = limits[name] is not None and save.number in self.judge.ever[name]
                 if not self.judge.holds(name, save) and not is_retired:
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
-        self._judge_limit([save for save in here if save.tag not in found_first])
+        self._judge_limit(here)
 
     def _judge_limit(self, here: list[Save]) -> None:
         """No more than the limit, but for what a rewind left ahead and what the seat belt holds up."""
