@@ -503,6 +503,10 @@ class Kernel:
         """The content of a file as every reader sees it."""
         return bytes(self._find(path, None)[0].data)
 
+    def inode_of(self, path: str) -> Inode:
+        """What a path names."""
+        return self._find(path, None)[0]
+
     def flush_name(self, disk: Disk, inode: Inode) -> None:
         """The name of a file becomes durable."""
         for change in disk.pending:

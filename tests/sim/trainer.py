@@ -92,8 +92,9 @@ class Trainer:
         return bool(self._todo)
 
     def current(self, tag: str) -> Save | None:
-        """The newest save under a tag."""
-        return next((save for save in reversed(self.saves) if save.tag == tag), None)
+        """The save that lies under a tag, else the newest that did."""
+        mine = [save for save in self.saves if save.tag == tag]
+        return next((save for save in reversed(mine) if not save.is_gone), mine[-1] if mine else None)
 
     def has_open(self, tag: str) -> bool:
         """A file of that checkpoint is open for writing."""

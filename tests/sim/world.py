@@ -359,6 +359,7 @@ class World:
         return True
 
     def _after_power_cut(self, sealed: list[int]) -> None:
+        self._take_back()
         for save in self.trainer.saves:
             if save.is_gone or self.is_intact(save):
                 continue
@@ -369,6 +370,19 @@ class World:
                 self.judge.say("P7", f"{save.tag} lies in save_dir with files that ckptd removed")
             if not removed and not self._in_trash(save):
                 save.is_gone = True
+
+    def _take_back(self) -> None:
+        """What was about to be overwritten may be there as it was before: then it is that save again."""
+        for tag in dict.fromkeys(save.tag for save in self.trainer.saves):
+            mine = [save for save in self.trainer.saves if save.tag == tag]
+            whole = [save for save in mine if self.is_intact(save)]
+            for save in mine:
+                if whole:
+                    save.is_gone = save is not whole[-1]
+            for path in whole[-1].files if whole else ():
+                inode = self.kernel.inode_of(f"{SAVE_DIR}/{tag}/{path}")
+                inode.saved = whole[-1].number, path
+                whole[-1].inodes[path] = inode
 
     def _is_torn(self, save: Save) -> bool:
         try:
