@@ -71,10 +71,10 @@ def drawn(seed: int, most_steps: int = 40) -> Life:
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
-    return Life(seed=seed, config=_config(rng), can_clone=rng.random() < 0.5, steps=steps)
+    return Life(seed=seed, config=job_of(rng), can_clone=rng.random() < 0.5, steps=steps)
 
 
-def _config(rng: random.Random) -> JobConfig:
+def job_of(rng: random.Random) -> JobConfig:
     which = rng.choice(((NAS,), (S3,), (NAS, S3), (S3, NAS)))
     remotes = tuple(
         (name, i == 0 or rng.random() < 0.5, rng.choice((None, None, 1, 2))) for i, name in enumerate(which)
@@ -246,6 +246,7 @@ def _meanwhile(world: World, rng: random.Random) -> None:
 
 def _journal(world: World, *, garbage: bool) -> None:
     world.kill()
+    world.judge.lost_journal()
     kernel = world.kernel
     kernel.actor = "judge"
     path = f"{STATE_DIR}/journal.db"

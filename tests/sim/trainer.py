@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from tests.sim.kernel import Kernel
 from tests.unit import synthetic
@@ -28,6 +30,13 @@ CHUNK_BYTES = 4096
 STEP_SECONDS = 0.01
 
 
+def _timeless(path: Path, records: dict[str, bytes], prefix: str = "archive") -> None:
+    """As `write_archive`, the same bytes at any time of day."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as out:
+        for name, data in records.items():
+            out.writestr(zipfile.ZipInfo(f"{prefix}/{name}"), data)
+
+
 @cache
 def shards_of(step: int, number: int) -> dict[str, bytes]:
     """The files of one save in the order in which DeepSpeed writes them; `number` makes its bytes its own."""
@@ -41,9 +50,10 @@ def shards_of(step: int, number: int) -> dict[str, bytes]:
         def own_model(model: dict[str, object]) -> None:
             model["lr_scheduler"] = number
 
-        synthetic.write_stage12(
-            folder, [{"w": (1400,)}], RANKS, step=step, change=own, change_model=own_model
-        )
+        with mock.patch.object(synthetic, "write_archive", _timeless):
+            synthetic.write_stage12(
+                folder, [{"w": (1400,)}], RANKS, step=step, change=own, change_model=own_model
+            )
         names = sorted(os.listdir(folder), key=lambda name: ("optim" in name, name))
         return {name: (folder / name).read_bytes() for name in names}
 

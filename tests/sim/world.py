@@ -303,7 +303,7 @@ class World:
     def _killed(self) -> None:
         kernel = self.kernel
         self.crashes += 1
-        sealed = self._sealed()
+        sealed, claims, was_power_cut = self._sealed(), self.claims(), self.is_power_cut
         if self.job is not None:
             for link in self.job.links.values():
                 link.close()
@@ -326,7 +326,10 @@ class World:
             self._after_power_cut(sealed)
         self.is_power_cut = False
         kernel.actor = "judge"
-        self.judge.look({})
+        if was_power_cut:
+            self.judge.lost_power(claims)
+        else:
+            self.judge.look({})
         kernel.actor = "ckptd"
 
     # --- what a power cut may not take -----------------------------------------------------------------
