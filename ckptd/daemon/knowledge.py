@@ -207,15 +207,15 @@ class Knowledge(Recogniser):
 
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
-        if self._first is not None:
-            return self._first
-        recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
-        if recorded is None:
-            if not self.has_heard_all:
-                return None
-            recorded = self._recorded_in_remote() or self._record_first_start()
-        self._first = frozenset(recorded.tags)
-        self._state.journal.set_meta("rebuilt", "1")
+        if self._first is None:
+            recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
+            if recorded is None:
+                if not self.has_heard_all:
+                    return None
+                recorded = self._recorded_in_remote() or self._record_first_start()
+            self._first = frozenset(recorded.tags)
+        if self.has_heard_all and not self.is_rebuilt:
+            self._state.journal.set_meta("rebuilt", "1")
         return self._first
 
     def _recorded_in_remote(self) -> Decision | None:
