@@ -313,7 +313,7 @@ class Shipping:
         if isinstance(answer, m.Failed):
             link.trouble(error_of(answer))
             return
-        reason = answer.reason if isinstance(answer, m.Confirmed) else "no answer"
+        reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
         tag = state.rows[action.save_id].save.tag
         log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
         state.lose_commit(action.save_id, remote, reason)

@@ -1,7 +1,7 @@
 """Lives of a whole node drawn by hypothesis: the rules of `tests/sim`, shrunk by it when a promise breaks.
 
-The same harness as `python -m tests.sim`, another way to choose: hypothesis looks for what is new, and each run
-enables a random subset of the rules.
+The same harness as `python -m tests.sim`, another way to choose: hypothesis looks for what is new, and each
+run enables a random subset of the rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.sim.judge import Broken
 from tests.sim.life import ALWAYS, STEPS, Step, finish, job_of, take
@@ -40,7 +46,7 @@ class NodeLife(RuleBasedStateMachine):
     )
     def born(self, seed: int, can_clone: bool, enabled: set[str]) -> None:
         self.enabled = frozenset(enabled) | frozenset(ALWAYS)
-        self.world = World(seed, job_of(random.Random(seed)), can_clone=can_clone)  # noqa: S311
+        self.world = World(seed, job_of(random.Random(seed)), can_clone=can_clone)
         self.world.enter()
 
     def teardown(self) -> None:
@@ -48,7 +54,7 @@ class NodeLife(RuleBasedStateMachine):
         if world is None:
             return
         try:
-            judged(lambda: finish(world, random.Random(0)))  # noqa: S311
+            judged(lambda: finish(world, random.Random(0)))
         finally:
             world.leave()
 

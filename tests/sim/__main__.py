@@ -1,7 +1,7 @@
 """`python -m tests.sim SEED` replays one life; `--seeds A-B --minutes M` lives many, on all cores.
 
-A run that was ended goes on where it stopped (`.build/sim/`); its last line is one line of JSON, which also lies
-in `.build/figures/sim.json`.
+A run that was ended goes on where it stopped (`.build/sim/`); its last line is one line of JSON, which also
+lies in `.build/figures/sim.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="end after this time, go on next time")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--steps", type=int, default=40, help="most steps of a life")
-    parser.add_argument("--fresh", action="store_true", help="neither go on with an earlier run nor be gone on with")
+    parser.add_argument(
+        "--fresh", action="store_true", help="neither go on with an earlier run nor be gone on with"
+    )
     parser.add_argument("--figures", type=Path, default=ROOT / ".build" / "figures" / "sim.json")
     parser.add_argument("--digests", action="store_true", help="one line of seed and history digest per life")
     chosen = parser.parse_args(arguments)
@@ -109,7 +111,9 @@ def many(chosen: argparse.Namespace) -> int:
     if not chosen.fresh:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(known))
-    line = json.dumps(figures(known, f"python -m tests.sim --seeds {chosen.seeds} --minutes {chosen.minutes:g}"))
+    line = json.dumps(
+        figures(known, f"python -m tests.sim --seeds {chosen.seeds} --minutes {chosen.minutes:g}")
+    )
     chosen.figures.parent.mkdir(parents=True, exist_ok=True)
     chosen.figures.write_text(line + "\n")
     print(line)

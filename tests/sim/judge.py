@@ -1,7 +1,7 @@
 """Judges a life from the world's own books, never by ckptd's code: documents are plain JSON here.
 
-It stands behind the kernel's calls (what is removed, moved, written, uploaded) and looks at the remotes between
-steps and after every crash. What it raises names the promise that was broken (docs/design.md §2).
+It stands behind the kernel's calls (what is removed, moved, written, uploaded) and looks at the remotes
+between steps and after every crash. What it raises names the promise that was broken (docs/design.md §2).
 """
 
 from __future__ import annotations

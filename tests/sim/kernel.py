@@ -62,7 +62,8 @@ class Status:
     """A stat result."""
 
     __slots__ = (
-        "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink", "st_size", "st_uid",
+        "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink", "st_size",
+        "st_uid",
     )  # fmt: skip
 
     def __init__(self, inode: Inode) -> None:
@@ -91,7 +92,7 @@ def _error(code: int, path: object) -> OSError:
 
 
 class Kernel:
-    """Disks below /sim, one for each name there; `actor` says who makes the calls: ckptd, trainer or judge."""
+    """Disks below /sim, one for each name there; `actor` makes the calls: ckptd, trainer or judge."""
 
     def __init__(self) -> None:
         self.now_seconds = 1000.0
@@ -365,7 +366,7 @@ class Kernel:
         text = str(os.fspath(path))
         if text.startswith("/proc/self/fd/") and int(text.rpartition("/")[2]) >= FIRST_FD:
             return self._fd(int(text.rpartition("/")[2])).path
-        return os.readlink(path, dir_fd=dir_fd)
+        return str(os.readlink(path, dir_fd=dir_fd))
 
     def fstatvfs(self, fd: int) -> Any:
         return os.fstatvfs(fd) if fd < FIRST_FD else Space(0)
@@ -495,7 +496,7 @@ class Kernel:
     def open_stream(self, path: Any, mode: str = "r", *more: Any, **others: Any) -> Any:
         """`io.open` for reading, as pathlib calls it."""
         if not self.is_ours(path):
-            return io.open(path, mode, *more, **others)  # noqa: SIM115, UP020
+            return io.open(path, mode, *more, **others)  # noqa: UP020
         data = self.content_of(str(path))
         return io.BytesIO(data) if "b" in mode else io.StringIO(data.decode())
 

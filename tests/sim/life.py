@@ -67,7 +67,7 @@ class Outcome:
 
 def drawn(seed: int, most_steps: int = 40) -> Life:
     """The life of a seed: a configuration, a subset of the kinds of steps, and some steps of these kinds."""
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
@@ -94,7 +94,7 @@ def live(life: Life) -> Outcome:
             kinds[step.kind] += 1
             world.kernel.history.append(f"--- {step.kind} {step.salt}")
             take(world, step)
-        finish(world, random.Random(life.seed))  # noqa: S311
+        finish(world, random.Random(life.seed))
     except Broken as error:
         broken = str(error)
         world.kernel.history.append(f"BROKEN {error}")
@@ -122,7 +122,7 @@ def _trace(error: BaseException) -> list[str]:
 
 def take(world: World, step: Step) -> None:
     """Carry one step out and judge."""
-    rng = random.Random(step.salt)  # noqa: S311
+    rng = random.Random(step.salt)
     STEPS[step.kind](world, rng)
     world.look()
 
@@ -160,7 +160,7 @@ def _resave(world: World, rng: random.Random) -> None:
 
 
 def _apart(world: World) -> None:
-    """Two saves of one tag that nobody saw lie further apart than `save_spread`, or nothing tells them apart."""
+    """Two saves of one tag lie further apart than `save_spread`: else nothing would tell them apart."""
     world.kernel.now_seconds += APART_SECONDS
 
 
@@ -229,7 +229,7 @@ def _meanwhile(world: World, rng: random.Random) -> None:
     count, begins, salt = rng.randint(1, 30), rng.random() < 0.5, rng.getrandbits(32)
 
     def hook() -> None:
-        own = random.Random(salt)  # noqa: S311
+        own = random.Random(salt)
         if begins and not trainer.is_writing:
             newest = trainer.saves[-1] if trainer.saves else None
             if newest is not None and own.random() < 0.5:

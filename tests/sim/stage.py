@@ -61,7 +61,7 @@ class Inline:
         future: Future[Any] = Future()
         try:
             future.set_result(work(*arguments))
-        except BaseException as error:  # noqa: BLE001 (the future raises it)
+        except BaseException as error:
             future.set_exception(error)
         return future
 
@@ -175,8 +175,8 @@ def inspect_files(kernel: Kernel, folder: Path, paths: Sequence[str]) -> list[Fi
                 content = b""
             key = (path, content)
             if key not in _known_facts:
-                line = inspect_child._inspect(fd, 0, inspection._asked(path))  # noqa: SLF001
-                _known_facts[key] = inspection._facts_of(path, line)  # noqa: SLF001
+                line = inspect_child._inspect(fd, 0, inspection._asked(path))
+                _known_facts[key] = inspection._facts_of(path, line)
             found.append(_known_facts[key])
     finally:
         kernel.close(fd)
@@ -203,7 +203,7 @@ class Stage:
         clock.time_ns = lambda: int(kernel.wall() * 1e9)
         now_type = type("SimulatedDatetime", (SimulatedDatetime,), {"kernel": kernel})
         system = _system(kernel)
-        chance = random.Random(rng.random())  # noqa: S311
+        chance = random.Random(rng.random())
         secret = types.SimpleNamespace(
             token_hex=lambda n=16: chance.randbytes(n).hex(), token_bytes=chance.randbytes
         )
@@ -238,7 +238,9 @@ class Stage:
         self._plan(files, "drop_pages", lambda *_: None)
         self._plan(files, "drop_pages_but", lambda *_: None)
         self._plan(intake, "has_open_writer", has_open_writer)
-        self._plan(supervise, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths))
+        self._plan(
+            supervise, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths)
+        )
         self._plan(inspect_child, "_emit", lambda _line: None)
         self._plan(job, "Watcher", watcher)
         self._plan(links, "RemoteClient", client)
@@ -287,8 +289,9 @@ def _system(kernel: Kernel) -> Any:
     """`os`, its calls on files by the kernel."""
     names = (
         "open", "dup", "close", "read", "pread", "preadv", "write", "pwrite", "ftruncate", "lseek", "fsync",
-        "fdatasync", "stat", "lstat", "fstat", "listdir", "scandir", "access", "readlink", "fstatvfs", "mkdir",
-        "unlink", "remove", "rmdir", "link", "rename", "replace", "fchmod", "fchown", "posix_fadvise",
+        "fdatasync", "stat", "lstat", "fstat", "listdir", "scandir", "access", "readlink", "fstatvfs",
+        "mkdir", "unlink", "remove", "rmdir", "link", "rename", "replace", "fchmod", "fchown",
+        "posix_fadvise",
     )  # fmt: skip
     return _copy(__import__("os"), **{name: getattr(kernel, name) for name in names})
 

@@ -39,7 +39,7 @@ def flush_names(kernel: Kernel) -> None:
 
 def left(kernel: Kernel, seed: int) -> dict[str, bytes]:
     """What lies in the folder after a power cut."""
-    kernel.disks["nvme"].lose_power(random.Random(seed))  # noqa: S311
+    kernel.disks["nvme"].lose_power(random.Random(seed))
     return {name: kernel.content_of(f"{RUN}/{name}") for name in kernel.listdir(RUN)}
 
 

@@ -24,11 +24,13 @@ LIVES = "0-2000" if FULL else "0-120"
 
 def simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.sim", "--fresh", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_some_hundred_lives(tmp_path: Path) -> None:
-    done = simulated("--seeds", LIVES, "--steps", "24", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
+    done = simulated(
+        "--seeds", LIVES, "--steps", "24", "--workers", "1", "--figures", str(tmp_path / "sim.json")
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "sim.json").read_text())
     assert figures["runs"] == int(LIVES.partition("-")[2])
@@ -74,7 +76,7 @@ def test_a_failure_says_how_to_replay_it() -> None:
         "from tests.sim.__main__ import replay; from tests.sim.seeded import seeded\n"
         "with seeded('sealed without a flush'): raise SystemExit(replay(0, 24))"
     )
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         capture_output=True,

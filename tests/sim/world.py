@@ -1,7 +1,7 @@
 """One node's whole world: disks, remotes, trainer, and the real daemon's job with everything below it.
 
 The scheduler picks one thing at a time: a worker's action, an order in a remote's process, the deciding
-thread's next turn. A kill ends all of ckptd's processes at one call; a power cut takes what was not flushed too.
+thread's next turn. A kill ends all of ckptd's processes at one call; a power cut takes what was not flushed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.sim.trainer import SAVE_DIR, Save, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.daemon.links import RemoteLink
     from tests.sim.disk import Disk
 
 NAS, S3 = "nas", "s3"
@@ -120,7 +121,7 @@ class World:
         self.tasks: list[Callable[[], None]] = []
         self.clients: list[Client] = []
         self.job: Job | None = None
-        rng = random.Random(f"{seed}-world")  # noqa: S311
+        rng = random.Random(f"{seed}-world")
         self._rng = rng
         for name in ("nvme", "nas"):
             disk = self.kernel.add_disk(name)
@@ -205,8 +206,7 @@ class World:
         """Start it when it does not run."""
         if self.job is None:
             workers = Workers(self.posts.append)
-            links = lambda: list(self.job.links.values()) if self.job else []  # noqa: E731
-            self.totals = Totals(DaemonConfig(), links, lambda: 0)
+            self.totals = Totals(DaemonConfig(), self._links, lambda: 0)
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             self.starts += 1
@@ -215,6 +215,9 @@ class World:
             self.job = Job(self.config, DaemonConfig(), STATE_DIR, self.totals, workers, self.posts.append)
             self.job.open()
         return self.job
+
+    def _links(self) -> list[RemoteLink]:
+        return list(self.job.links.values()) if self.job is not None else []
 
     def guarded(self, what: Callable[[], None]) -> bool:
         """Do something of the daemon's; False when that killed it."""
