@@ -260,9 +260,9 @@ class Knowledge(Recogniser):
 
     def choose_generations(self) -> None:
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
-        self._notice_lost()
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
+        self._notice_lost()
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:
                 for name, link in self._links.items():

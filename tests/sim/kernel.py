@@ -504,6 +504,14 @@ class Kernel:
         """The content of a file as every reader sees it."""
         return bytes(self._find(path, None)[0].data)
 
+    def exists(self, path: Any) -> bool:
+        """As `os.path.lexists`."""
+        try:
+            self.lstat(path)
+        except OSError:
+            return False
+        return True
+
     def inode_of(self, path: str) -> Inode:
         """What a path names."""
         return self._find(path, None)[0]

@@ -168,8 +168,8 @@ class World:
 
     # --- what the stage asks for -----------------------------------------------------------------------
 
-    def _client(self, settings: Any, on_answer: Any, **_: object) -> Client:
-        client = Client(self.moods, settings, on_answer)
+    def _client(self, settings: Any, on_answer: Any, *, ids: Any, **_: object) -> Client:
+        client = Client(self.moods, settings, on_answer, ids)
         self.clients.append(client)
         return client
 
@@ -212,7 +212,15 @@ class World:
             self.starts += 1
             self.judge.removed_since_start = 0
             self.kernel.history.append("daemon starts")
-            self.job = Job(self.config, DaemonConfig(), STATE_DIR, self.totals, workers, self.posts.append)
+            self.job = Job(
+                self.config,
+                DaemonConfig(),
+                STATE_DIR,
+                self.totals,
+                workers,
+                self.posts.append,
+                is_patient=False,
+            )
             self.job.open()
         return self.job
 
