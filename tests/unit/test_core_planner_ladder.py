@@ -76,7 +76,7 @@ def test_a_rewound_run_fills_the_policy_before_the_branch_it_left_goes() -> None
 
 
 def test_the_node_keeps_a_universal_form_for_its_ladder() -> None:
-    """The folder goes once the form is ready; that stays until its own rung, or until the tag is saved again."""
+    """The folder goes once the form is ready; that stays until its own rung, or a new save of the tag."""
     rungs = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=2))
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
