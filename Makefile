@@ -8,6 +8,8 @@ JOBS   ?= 4
 WORKERS ?= 2
 ARGS   ?=
 REMOTE ?= directory
+# Of a long run; what is left is gone on with by the next one.
+MINUTES ?= 30
 
 export OMP_NUM_THREADS ?= 1
 export MAX_JOBS        ?= $(JOBS)
@@ -25,7 +27,7 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer lint types loader-matrix ds-suite stores-full faults-full \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer lint types loader-matrix ds-suite stores-full faults faults-full figures \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -109,8 +111,16 @@ ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSP
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py $(ARGS)
 
-faults-full: setup ## kill -9, full disks, lost remotes, hostile files
-	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/faults tests/attacks $(ARGS)
+faults: setup ## what CI runs of faults, attacks, models and simulations: kill -9, full disks, lost remotes, hostile files
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults tests/attacks tests/model tests/sim tests/killpoints $(ARGS)
+
+faults-full: setup ## all of it: every kill point and error (MINUTES=30; goes on where it was cut), then the long tests
+	$(PY) -m tests.killpoints --minutes $(MINUTES)
+	$(PY) -m tests.killpoints.real --minutes $(MINUTES)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/faults tests/attacks tests/killpoints $(ARGS)
+
+figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
+	$(PY) -m tests.figures
 
 system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts and the systemd unit need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \

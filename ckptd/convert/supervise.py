@@ -51,6 +51,8 @@ __all__ = [
 ]
 MAX_THREADS = 4
 PLAN_SECONDS = 3600.0
+SILENCE_SECONDS = 120.0
+"""An executor tells its progress four times a second, whatever its threads wait for."""
 
 
 def convert(
@@ -149,6 +151,7 @@ class Conversion:
         header, trailer = self.plan(place, clone=clone)
         self._check_room(place, trailer, clone=clone)
         self.execute(place, trailer, clone=clone)
+        place.check_made(trailer)
         place.publish(target)
         return self.report(destination, header, trailer, time.monotonic() - started)
 
@@ -240,6 +243,7 @@ class Conversion:
             should_stop=self.should_stop,
             should_pause=self.should_pause,
             timeout_seconds=None,
+            silence_seconds=SILENCE_SECONDS,
         )
         if watched.status != 0:
             raise failure(watched, "converting")
@@ -314,7 +318,7 @@ def failure(watched: Watched, what: str) -> errors.CkptdError:
         return kind(str(watched.said.get("message", "")), hint=str(watched.said.get("hint", "")))
     if watched.status == -signal.SIGKILL and not watched.timed_out:
         return errors.BehindError(f"{what} was killed", hint="the next attempt goes on where it ended")
-    words = "it took too long" if watched.timed_out else children.died_of(watched.status)
+    words = "it hung or took too long" if watched.timed_out else children.died_of(watched.status)
     if what.startswith("planning"):
         return errors.RefusedError(f"{what} failed ({words})", hint="the ZeRO form is safe all the same")
     return errors.StorageError(f"{what} failed ({words})")

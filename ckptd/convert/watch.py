@@ -40,13 +40,17 @@ def watch(
     should_stop: Callable[[], bool] | None,
     should_pause: Callable[[], bool] | None,
     timeout_seconds: float | None,
+    silence_seconds: float | None = None,
 ) -> Watched:
-    """Serve a child until it ends; it is dead and reaped when this returns or raises."""
+    """Serve a child until it ends; it is dead and reaped when this returns or raises.
+
+    One that lasts longer than `timeout_seconds`, or prints nothing for `silence_seconds`, is killed.
+    """
     watcher = _Watcher(child, on_line)
     try:
         watcher.register()
         children.give(child, request)
-        return watcher.loop(should_stop, should_pause, timeout_seconds)
+        return watcher.loop(should_stop, should_pause, timeout_seconds, silence_seconds)
     finally:
         watcher.selector.close()
         with contextlib.suppress(ProcessLookupError):
@@ -67,6 +71,7 @@ class _Watcher:
         self.words = b""
         self.paused = False
         self.result = Watched()
+        self.heard_at = time.monotonic()
 
     def register(self) -> None:
         for pipe in (self.child.stdout, self.child.stderr):
@@ -80,12 +85,17 @@ class _Watcher:
         should_stop: Callable[[], bool] | None,
         should_pause: Callable[[], bool] | None,
         timeout_seconds: float | None,
+        silence_seconds: float | None,
     ) -> Watched:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         killed_at: float | None = None
         while self.selector.get_map():
             self._read(POLL_SECONDS)
             now = time.monotonic()
+            if self.paused:
+                self.heard_at = now
+            if silence_seconds is not None and now - self.heard_at > silence_seconds:
+                deadline = self.heard_at  # stopped by somebody, or stuck with all its threads
             if killed_at is None and should_stop is not None and should_stop():
                 self.result.stopped = True
                 self._pause(paused=False)
@@ -110,6 +120,7 @@ class _Watcher:
     def _read(self, seconds: float) -> None:
         for key, _ in self.selector.select(seconds):
             chunk = os.read(key.fd, 1 << 16)
+            self.heard_at = time.monotonic()
             if not chunk:
                 self.selector.unregister(key.fileobj)
             elif self.child.stderr is not None and key.fd == self.child.stderr.fileno():

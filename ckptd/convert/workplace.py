@@ -19,7 +19,7 @@ from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
 from ckptd.convert.sources import identity_of
 from ckptd.core.layouts import NamedShard, parse_shard_name
 from ckptd.core.names import NAME_BYTES
-from ckptd.errors import CkptdError, LockHeld, NotFoundError, TargetExists, UsageError
+from ckptd.errors import CkptdError, LockHeld, NotFoundError, StorageError, TargetExists, UsageError
 from ckptd.real import opened_real, real_path
 
 if TYPE_CHECKING:
@@ -184,6 +184,20 @@ class Workplace:
         """An empty folder in here, open; what an earlier attempt left in it is removed."""
         files.remove_tree(self.fd, name)
         return files.open_dir_beneath(self.fd, name, create_mode=0o700)
+
+    def check_made(self, trailer: Trailer) -> None:
+        """What the executor writes last is there, whatever its exit status said.
+
+        Raises:
+            StorageError: it is not, or of another plan.
+        """
+        try:
+            with files.opened_dir(OUTPUT, self.fd) as fd:
+                made = json.loads(files.read_beneath(fd, "ckptd.json")).get("plan_sha256")
+        except (OSError, ValueError, AttributeError):
+            made = None
+        if made != trailer.sha256:
+            raise StorageError("the executor ended well and left no whole result", hint="it is tried again")
 
     def publish(self, target: str) -> None:
         """One rename makes the destination."""

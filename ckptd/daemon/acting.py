@@ -58,8 +58,8 @@ class Actor:
         self._totals.end_turn(places)
 
     def scrub(self) -> bool:
-        """The slow reading goes on, or makes way; whether it found something."""
-        return self.scrubber.turn()
+        """The slow reading goes on, or makes way; whether it found anything, or the trash waits."""
+        return self.scrubber.turn() | (self._chores.pruner.seconds_to_tidy == 0)
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""

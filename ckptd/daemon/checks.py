@@ -40,6 +40,7 @@ def notice_gone(job: Job, state: JobState) -> None:
             continue
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
+        job.problems.clear("prune-blocked", tag)
         log.info("%s was removed by somebody else", tag)
         if is_lost:
             job.problems.put(
@@ -214,7 +215,13 @@ def is_idle(job: Job) -> bool:
 def is_at_rest(job: Job) -> bool:
     """Idle, and the mere passing of time brings nothing to do: all is safe and nothing is tried again."""
     state = job.state
-    if state is None or not is_idle(job) or _is_behind(job) or job.intake.metrics.is_put_off:
+    if (
+        state is None
+        or not is_idle(job)
+        or _is_behind(job)
+        or job.intake.metrics.is_put_off
+        or state.failures
+    ):
         return False
     here = [row for row in state.rows.values() if row.state == "present" or row.held]
     ships = [record for row in here for record in state.ships.get(row.id, {}).values()]

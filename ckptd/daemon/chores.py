@@ -9,12 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
+from ckptd.convert.workplace import partial_name
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
-from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError
+from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError, from_os_error
 from ckptd.local import fs
 from ckptd.local.derived import describe
 from ckptd.place import path_of
@@ -55,6 +56,7 @@ class Chores:
         self._stop = threading.Event()
         self.pruner = Pruner(state, audit, self._in_worker, wake)
         self._dropping: set[int] = set()
+        self._releasing: set[int] = set()
 
     def pace(self, *, is_save_in_flight: bool) -> None:
         """Pause conversions while a save is in flight (P11)."""
@@ -101,19 +103,32 @@ class Chores:
         state = self._state
         row = state.rows[action.save_id]
         tag = row.save.tag
+        if row.id in self._releasing:
+            return
         if action.reason != "committed":
             text = f"{tag} lost its hold: {action.reason}; the trainer may delete it before it is uploaded"
             state.problems.put("hold-released", tag, text, "free space, or save less often")
         rests_on = state.rests_on(row.id)
         self._audit.write("release-hold", tag=tag, form="hold", reason=action.reason, **rests_on)
-        state.journal.set_held(row.id, held=False)
-        state.load()
+        self._releasing.add(row.id)
+
+        def done(_: None) -> None:
+            self._releasing.discard(row.id)
+            state.journal.set_held(row.id, held=False)
+            state.load()
+            self._wake()
+
+        def failed(error: CkptdError) -> None:
+            self._releasing.discard(row.id)
+            self._not_removed(f"releasing the hold of {tag}", error)
+
+        # held until it is gone: a hold that the journal does not know would stay for ever
         self._in_worker(
             f"releasing the hold of {tag}",
             save_dir_fd,
             lambda fd: fs.remove_ours(fd, fs.HOLD, hold_name(row)),
-            lambda _: self._wake(),
-            lambda error: self._not_removed(f"releasing the hold of {tag}", error),
+            done,
+            failed,
         )
 
     def _not_removed(self, what: str, error: CkptdError) -> None:
@@ -167,6 +182,7 @@ class Chores:
             msg = f"{tag} holds two engines ({', '.join(row.save.roots)})"
             raise RefusedError(msg, hint="`ckptd convert` each; the ZeRO form is safe all the same")
         if found is not None and found.is_made_from(row.save.shard_fingerprints):
+            fs.remove_ours(fd, fs.STAGING, partial_name(tag))  # an attempt that failed after it published
             return DerivedRecord(
                 state=DerivedState.READY,
                 plan_sha256=found.plan_sha256,
@@ -242,11 +258,11 @@ class Chores:
         state, save_id = self._state, action.save_id
         if save_id in self._dropping:
             return
-        self._dropping.add(save_id)
         row = state.rows[save_id]
         tag = row.save.tag
         rests_on = state.rests_on(row.id)
         self._audit.write("drop-derived", tag=tag, form=UNIVERSAL, reason=action.reason, **rests_on)
+        self._dropping.add(save_id)
 
         def done(_: None) -> None:
             self._dropping.discard(save_id)
@@ -260,7 +276,7 @@ class Chores:
         self._in_worker(
             f"dropping the universal form of {tag}",
             save_dir_fd,
-            lambda fd: fs.remove_ours(fd, PLACE, tag),
+            lambda fd: _drop(fd, tag),
             done,
             failed,
         )
@@ -291,7 +307,6 @@ class Chores:
         """Run `work` with a descriptor of its own; unless `is_told` otherwise, status says for a while
         that it failed (P17).
         """
-        fd = os.dup(save_dir_fd)
         state = self._state
 
         def run() -> object:
@@ -309,4 +324,15 @@ class Chores:
                 state.note_failure(what, error)
             failed(error)
 
+        try:
+            fd = os.dup(save_dir_fd)
+        except OSError as error:
+            refused(from_os_error(error, what))
+            return
         self._workers.submit(what, run, succeeded, refused)
+
+
+def _drop(save_dir_fd: int, tag: str) -> None:
+    """The universal form, and what an attempt that failed left of making it."""
+    fs.remove_ours(save_dir_fd, PLACE, tag)
+    fs.remove_ours(save_dir_fd, fs.STAGING, partial_name(tag))

@@ -45,10 +45,10 @@ class Patience:
         """
         try:
             call()
-        except (StorageError, NotPermitted, OSError) as error:
-            if not self._is_patient:
+        except (StorageError, NotPermitted, OSError, RuntimeError) as error:
+            told = error if isinstance(error, CkptdError) else _in_words(error)
+            if told is None or not self._is_patient:
                 raise
-            told = error if isinstance(error, CkptdError) else from_os_error(error, "working on this node")
             self._begin_again(told)
 
     def post(self, call: Callable[[], None]) -> None:
@@ -69,3 +69,14 @@ class Patience:
         self._again_at_seconds = time.monotonic() + AGAIN_SECONDS
         job.close()
         job.needs_turn = False
+
+
+def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
+    """None: a defect, no lack of anything."""
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return from_os_error(error, f"working on this node{where}")
+    if "new thread" in str(error):
+        hint = "raise the limit of processes and threads (ulimit -u, TasksMax=, pids.max)"
+        return StorageError(f"this process may have no more threads ({error})", hint=hint)
+    return None

@@ -12,6 +12,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd import files
+from ckptd.convert.workplace import partial_name
+from ckptd.core.view import UNIVERSAL, DerivedState
+from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 
@@ -60,7 +64,7 @@ class Pruner:
             commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
             reason=permit.reason,
         )
-        name = fs.trash_name(permit.tag)
+        name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
         state.confirmations.pop(action.save_id, None)
         state.deleted_at.append(time.monotonic())
@@ -75,19 +79,24 @@ class Pruner:
                 commits=[(c.key, c.sha256) for c in permit.commits],
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
+            for folder, left in leftovers:
+                fs.remove_ours(fd, folder, left)
             fs.prune(fd, permit, name)
 
         def failed(error: CkptdError) -> None:
+            log.warning("pruning %s: %s", permit.tag, error)
             if name in fs.trash_names(save_dir_fd):
                 self._half_done.add(deletion_id)
                 self.later()
+            elif not isinstance(error, SourceChanged) and _is_gone(save_dir_fd, permit.tag):
+                self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
+                return
             else:
                 self._pruning.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
             state.problems.put(
                 "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
             )
-            log.warning("pruning %s: %s", permit.tag, error)
 
         self._in_worker(
             f"pruning {permit.tag}",
@@ -96,6 +105,13 @@ class Pruner:
             lambda _: self._pruned(deletion_id, action.save_id, permit.tag, permit.reason),
             failed,
         )
+
+    def _leftovers(self, tag: str) -> list[tuple[str, str]]:
+        """(folder, name) of conversions that nobody goes on with: half made, or made and never noted."""
+        rows = [row for row in self._state.rows.values() if row.save.tag == tag]
+        is_noted = any(row.derived.state is DerivedState.READY for row in rows)
+        made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
+        return [(fs.STAGING, partial_name(tag)), *made]
 
     def _pruned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         state = self._state
@@ -163,3 +179,8 @@ class Pruner:
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
         self.later()
+
+
+def _is_gone(save_dir_fd: int, tag: str) -> bool:
+    """All of it was removed; what failed was the last flush."""
+    return files.stat_beneath(save_dir_fd, tag) is None

@@ -88,12 +88,12 @@ def _sweep_holds(state: JobState, save_dir_fd: int) -> None:
 
 def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     """Half conversions of saves that are no longer here: nothing will ever continue them."""
-    place = f"{fs.DERIVED}/{UNIVERSAL}"
     present = {row.save.tag for row in state.rows.values() if row.state == "present"}
-    for name in fs.names_in(save_dir_fd, place):
-        is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
-        if is_partial and name[1 : -len(PARTIAL_END)] not in present:
-            fs.remove_ours(save_dir_fd, place, name)
+    for place in (f"{fs.DERIVED}/{UNIVERSAL}", fs.STAGING):
+        for name in fs.names_in(save_dir_fd, place):
+            is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
+            if is_partial and name[1 : -len(PARTIAL_END)] not in present:
+                fs.remove_ours(save_dir_fd, place, name)
     for form in WEIGHTS:  # as versions made them that shipped them from here
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
             why = "no save on record needs it"

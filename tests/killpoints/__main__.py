@@ -98,7 +98,11 @@ def _called(wanted: list[Scenario], bases: dict[str, Path]) -> Calls:
 def _tasks(kind: str, calls: Calls, bases: dict[str, Path], base: Path) -> list[tuple[str, Task]]:
     if kind == "journal":
         return [(d.name, partial(_damaged, base, d)) for d in _journal_here(base).damages(SEED)]
-    makers = {"kill": every, "pairs": partial(pairs, number=PAIRS), "errors": errors}
+    makers: dict[str, Callable[[Calls, int], list[Point]]] = {
+        "kill": every,
+        "pairs": partial(pairs, number=PAIRS),
+        "errors": errors,
+    }
     return [(p.name, partial(_point, bases, p)) for p in makers[kind](calls, SEED)]
 
 

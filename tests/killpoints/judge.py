@@ -129,7 +129,7 @@ def _first_storage(archive: bytes) -> bytes:
 
 def _judge_local(place: Place, verdict: Verdict) -> None:
     is_constant = place.scenario.is_constant
-    written = trainer.saves()[: place.written]
+    written = place.saves[: place.written]
     newest = written[-1].step if written else 0
     for number, save in enumerate(written):
         folder = place.save_dir / trainer.tag_of(save.step, is_constant=is_constant)
@@ -163,14 +163,14 @@ def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdic
     scenario, wrong = place.scenario, verdict.wrong
     wrong += [line for line in place.told() if line.startswith(("VIOLATION", "STANDSTILL", "SILENT"))]
     forms = ("zero", "universal") if scenario.universal else ("zero",)
-    expected = {(save.step, form) for save in trainer.saves()[-2:] for form in forms}
+    expected = {(save.step, form) for save in place.saves[-2:] for form in forms}
     if place.was_found_first:
-        expected |= {(trainer.STEPS[0], form) for form in forms} & verdict.committed
-    optional = {(trainer.STEPS[-2], "universal")} if place.last_of("hit", "") else set()
+        expected |= {(place.saves[0].step, form) for form in forms} & verdict.committed
+    optional = {(place.saves[-2].step, "universal")} if place.last_of("hit", "") else set()
     if not expected - optional <= verdict.committed <= expected:
         wrong.append(f"committed are {sorted(verdict.committed)}, wanted {sorted(expected)}")
-    last = trainer.tag_of(trainer.STEPS[-1], is_constant=scenario.is_constant)
-    first = {trainer.tag_of(trainer.STEPS[0], is_constant=False)} if place.was_found_first else set()
+    last = place.tag(-1)
+    first = {place.tag(0)} if place.was_found_first else set()
     folders = {p.name for p in place.save_dir.iterdir() if p.is_dir()}
     if folders - first != {last, "_ckptd"}:
         wrong.append(f"save_dir holds {sorted(folders)}, wanted {last}")

@@ -40,6 +40,8 @@ class Scenario:
     is_eager: bool = False
     lanes: int = 1
     needs_clones: bool = False
+    saves: int = len(trainer.STEPS)
+    backfill: str = "newest"
 
 
 SCENARIOS = (
@@ -82,7 +84,7 @@ class Place:
             f'url = "{self.remote}"\nsame_filesystem = true' if is_directory else 'url = "s3://bucket/run"'
         )
         (self.root / "run.toml").write_text(
-            f'save_dir = "{self.save_dir}"\nsettle = "0.5s"\n'
+            f'save_dir = "{self.save_dir}"\nsettle = "0.5s"\nbackfill = "{self.scenario.backfill}"\n'
             f'[local]\nsave_total_limit = 1\nforms = {forms}\nmin_free = "1MB"\n'
             f'[[remote]]\nname = "nas"\n{where}\nforms = {remote}\nkeep_last = 2\n'
         )
@@ -99,6 +101,20 @@ class Place:
     def told(self) -> list[str]:
         """The history."""
         return self.history.read_text().splitlines()
+
+    @property
+    def saves(self) -> tuple[trainer.Save, ...]:
+        """All that the trainer writes in this life."""
+        return trainer.saves()[: self.scenario.saves]
+
+    def tag(self, number: int) -> str:
+        """Folder of the n-th save, from the end if negative."""
+        return trainer.tag_of(self.saves[number].step, is_constant=self.scenario.is_constant)
+
+    @property
+    def is_first_start_noted(self) -> bool:
+        """Whether a daemon has noted which saves it found."""
+        return bool(list((self.save_dir / "_ckptd" / "state" / "decisions").glob("first-start*")))
 
     @property
     def written(self) -> int:

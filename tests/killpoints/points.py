@@ -119,7 +119,7 @@ def _kill(point: Point, place: Place) -> Outcome:
         code = fork(place, fate)
         if code == KILLED and fate.at:
             deaths += 1
-            if not list((place.save_dir / "_ckptd" / "state" / "decisions").glob("first-start*")):
+            if not place.is_first_start_noted:
                 place.tell("found-first")
             verdict = judging.judge(place)
             wrong += [f"after death {deaths}: {text}" for text in verdict.wrong]

@@ -22,6 +22,8 @@ from ckptd.daemon.workers import Workers
 from tests.killpoints.seams import Seams
 from tests.killpoints.standins import Clock, DirectClient, Inline, Later, open_stores, put, stand_in
 
+WELL_SECONDS = 40.0
+
 
 class Process:
     """One daemon from start to its death or its end."""
@@ -94,9 +96,12 @@ class Process:
         return self._queue.empty() and self.job.phase != "waiting" and is_idle(self.job)
 
     def until_well(self, turns: int) -> None:
-        """Turn until what failed was tried again and all is safe."""
+        """Turn until what failed was tried again and all has been safe for a while."""
+        since = time.monotonic()
         for _ in range(turns):
-            if self.is_idle and not self.exit_code and not self.job.links["nas"].seconds_to_wake:
+            if not self.is_idle or self.exit_code or self.job.links["nas"].seconds_to_wake:
+                since = time.monotonic()
+            elif time.monotonic() - since > WELL_SECONDS:
                 return
             self.turn()
 

@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sqlite3
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ OTHERS = ("fsync", "fdatasync", "ftruncate", "fchmod")
 READS = ("pread", "preadv", "scandir", "listdir", "fstat", "stat")
 CHANGING = ("INSERT", "UPDATE", "DELETE", "BEGIN", "COMMIT", "PRAGMA JOURNAL_MODE")
 _O_MAKES = os.O_CREAT | os.O_TRUNC
+APPENDED = "audit.jsonl"
+"""Its last page is written again with each line, and a line that was not flushed stands for nothing done."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EROFS, errno.EACCES}
 _ALLOCATES = {
@@ -88,7 +91,9 @@ class Seams:
                 self._flush_failed(name, args)
                 raise OSError(fate.code, os.strerror(fate.code))
             self._flushes(name, args)
-            return real(*args, **kwargs)
+            result = real(*args, **kwargs)
+            self._begins(name, args, result)
+            return result
         if len(self.names) != fate.at:
             return real(*args, **kwargs)
         self._note(f"killed {fate.side} {name}")
@@ -105,14 +110,24 @@ class Seams:
             if os.path.isfile(f"/proc/self/fd/{args[0]}"):
                 self._broken[status.st_dev, status.st_ino] = os.readlink(f"/proc/self/fd/{args[0]}")
 
+    def _begins(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """A new file may get the inode number of one that is gone."""
+        if name == "open" and args[1] & (os.O_EXCL | os.O_TRUNC) and self._broken:
+            status = os.fstat(result)
+            self._broken.pop((status.st_dev, status.st_ino), None)
+
     def _flushes(self, name: str, args: tuple[Any, ...]) -> None:
         """A flush that is tried again would be believed: the kernel has dropped the pages (F6)."""
         if name in ("fsync", "fdatasync", "ftruncate") and self._broken:
             status = os.fstat(args[0])
             path = self._broken.get((status.st_dev, status.st_ino))
-            if path is not None and name == "ftruncate":
+            if path is not None and (name == "ftruncate" or not stat.S_ISREG(status.st_mode)):
                 del self._broken[status.st_dev, status.st_ino]
-            elif path is not None and (self.ours not in path or "/_ckptd/" in path):
+            elif (
+                path is not None
+                and not path.endswith(APPENDED)
+                and (self.ours not in path or "/_ckptd/" in path)
+            ):
                 self._note(f"VIOLATION a flush of {path} that failed was tried again")
 
     @property

@@ -21,7 +21,7 @@ from unittest import mock
 from ckptd import files
 from ckptd.convert import children, executor_child, inspect_child, inspection, planning_child, supervise
 from ckptd.convert.watch import Watched
-from ckptd.daemon import job, links
+from ckptd.daemon import job, processes
 from ckptd.daemon.backoff import Breaker
 from ckptd.remote import messages as m
 from ckptd.remote import open as opening
@@ -102,18 +102,19 @@ class DirectClient:
     """Where orders wait for the end of the turn; None: carried out at once."""
     drain: Callable[[], None] | None = None
 
-    def __init__(self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None]) -> None:
+    def __init__(
+        self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None], ids: Iterator[int]
+    ) -> None:
         self._settings = settings
+        self._ids = ids
         self._on_answer = on_answer
         self._service = service.Service(self._emit, window_bytes=WINDOW_BYTES)
         self._service.expect(settings)
-        self._next = 0
         self._is_closed = False
 
     def submit(self, order: m.Order) -> int:
         """Carry it out now or after the turn."""
-        self._next += 1
-        number = self._next
+        number = next(self._ids)
 
         def work() -> None:
             if isinstance(order, m.Attach):
@@ -247,11 +248,12 @@ def put(owner: Any, name: str, stand_in: Any) -> None:
 def stand_in(lanes: int) -> None:
     """Everything that would start a process or a thread works here instead."""
     put(job, "Watcher", Deaf)
-    put(links, "RemoteClient", DirectClient)
+    put(processes, "RemoteClient", DirectClient)
     put(transfer, "ThreadPoolExecutor", Inline)
     put(inspection, "_child_lines", _inspected)
     put(children, "start", _started)
     put(supervise, "watch", _watched)
+    put(supervise, "_threads", lambda _: 1)
     put(executor_child, "Ticker", _NoTicker)
     for module in (planning_child, executor_child):
         put(module, "restrict", lambda **_: ())

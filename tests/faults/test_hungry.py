@@ -1,0 +1,317 @@
+"""Too little memory, too few descriptors and processes; children that hang or lie (F25, F26).
+
+The daemon degrades, says why, loses nothing; a child costs its own conversion, never the upload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ckptd.convert import children, supervise
+from ckptd.convert.inspection import inspect_files
+from ckptd.convert.options import ConvertOptions
+from ckptd.errors import BehindError, CkptdError, RefusedError, StorageError
+from tests import cgroup
+from tests.killpoints import judge, trainer
+from tests.killpoints.life import Place, Scenario
+from tests.real import REPOSITORY
+from tests.unit.synthetic import Shapes, write_stage12
+
+pytestmark = pytest.mark.faults
+GROUPS: list[Shapes] = [{"embed": (64, 64), "w": (70, 65)}, {"bias": (33,)}]
+OPTIONS = ConvertOptions(memory_budget_bytes=64 << 20, low_priority=False)
+needs_cgroup = pytest.mark.skipif(cgroup.why_not() is not None, reason=str(cgroup.why_not()))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small save."""
+    return write_stage12(tmp_path / "save" / "global_step7", GROUPS, 2).folder
+
+
+def is_tidy(source: Path) -> bool:
+    """Nothing but the save lies there, and no process of ours is left."""
+    mine = psutil.Process().children(recursive=True)
+    left = [p for p in mine if any("ckptd.convert" in word for word in p.cmdline())]
+    return [p.name for p in source.parent.iterdir()] == [source.name] and left == []
+
+
+# --- children ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _starved(module: str, limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Children of that name start in a memory cgroup of so many bytes."""
+    group = cgroup.CONTROLLER / f"ckptd-hungry-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    (group / "memory.swappiness").write_text("0")
+    real = children.start
+
+    def start(name: str, **more: Any) -> Any:
+        if name != module:
+            return real(name, **more)
+        tasks = Path("/proc/self/cgroup")
+        assert tasks.exists()
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            return real(name, **more)
+        finally:
+            (cgroup.CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(children, "start", start)
+            yield
+    finally:
+        (cgroup.CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+@needs_cgroup
+@pytest.mark.root
+@pytest.mark.parametrize("module", ["planning_child", "executor_child"])
+def test_a_child_that_the_kernel_kills_for_memory(
+    source: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    """Said as a kill; the next attempt, with memory, is whole."""
+    target = source.parent / "universal"
+    with _starved(module, 4 << 20, monkeypatch), pytest.raises(CkptdError) as told:
+        supervise.convert(source, target, OPTIONS)
+    assert isinstance(told.value, BehindError), told.value
+    assert "killed" in told.value.message
+    assert not target.exists()
+    supervise.convert(source, target, OPTIONS)
+    assert (target / "ckptd.json").is_file()
+
+
+@needs_cgroup
+@pytest.mark.root
+def test_an_inspection_that_the_kernel_kills_for_memory(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No facts without a reason, and no exception but that it does not start."""
+    names = sorted(p.name for p in source.iterdir())
+    with _starved("inspect_child", 4 << 20, monkeypatch):
+        try:
+            facts = inspect_files(source, names)
+        except StorageError as error:
+            assert "does not start" in error.message
+        else:
+            assert all(fact.reason for fact in facts)
+    assert [fact.reason for fact in inspect_files(source, names)] == [None] * len(names)
+
+
+def test_an_executor_that_is_stopped_is_ended(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP from somebody else: silence ends it, not the pause that we order ourselves."""
+    monkeypatch.setattr(supervise, "SILENCE_SECONDS", 1.0)
+    real = children.start
+    begun = time.monotonic()
+
+    def start(name: str, **more: Any) -> Any:
+        child = real(name, **more)
+        if name == "executor_child":
+            os.kill(child.pid, signal.SIGSTOP)
+        return child
+
+    with monkeypatch.context() as patch:
+        patch.setattr(children, "start", start)
+        with pytest.raises(StorageError, match="hung"):
+            supervise.convert(source, source.parent / "universal", OPTIONS)
+    assert time.monotonic() - begun < 30
+    assert is_tidy(source)
+    until = time.monotonic() + 2.5
+    supervise.convert(
+        source, source.parent / "universal", OPTIONS, should_pause=lambda: time.monotonic() < until
+    )
+    assert (source.parent / "universal" / "ckptd.json").is_file()
+
+
+LIARS = {
+    "says nothing": "pass",
+    "makes an empty folder": "os.makedirs(os.path.join(work, 'out', 'zero'), exist_ok=True)",
+    "describes another plan": "open(work + '/out/ckptd.json', 'w').write(json.dumps({'plan_sha256': 'x'}))",
+    "describes no object": "open(work + '/out/ckptd.json', 'w').write('[]')",
+}
+
+
+@pytest.mark.parametrize("lie", LIARS)
+def test_an_executor_that_ends_well_without_a_result(
+    source: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    """Exit status 0 proves nothing: nothing is published."""
+    script = f"import json, os, sys\nwork = json.load(sys.stdin)['work']\n{LIARS[lie]}"
+
+    def start() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervise, "_start_executor", start)
+        with pytest.raises(StorageError, match="no whole result"):
+            supervise.convert(source, source.parent / "universal", OPTIONS)
+    assert is_tidy(source)
+
+
+def test_a_planner_that_ends_well_without_a_plan(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise."""
+    real = children.start
+
+    def start(name: str, **more: Any) -> Any:
+        if name != "planning_child":
+            return real(name, **more)
+        return subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, **more
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(children, "start", start)
+        with pytest.raises((RefusedError, CkptdError)):
+            supervise.convert(source, source.parent / "universal", OPTIONS)
+    assert is_tidy(source)
+
+
+# --- the daemon -------------------------------------------------------------------------------------------
+
+
+class Fed:
+    """A real daemon under a limit; `said` are the codes and texts of all problems that status showed."""
+
+    def __init__(self, folder: Path, before: Callable[[], object] | None) -> None:
+        self.place = Place(folder, Scenario("hungry", saves=2, backfill="all"))
+        self.place.make()
+        trainer.write(self.place.save_dir, trainer.saves()[0], is_constant=False)
+        self.place.tell("written 1")
+        self.status = self.place.save_dir / "_ckptd" / "state" / "status.json"
+        self.said: set[tuple[str, str]] = set()
+        self.log = (folder / "log").open("w+")
+        command = [sys.executable, "-m", "ckptd", "run", "--job", str(folder / "run.toml")]
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, preexec_fn=before, stdout=self.log, stderr=self.log
+        )
+
+    def until(self, what: Callable[[], object], seconds: float) -> bool:
+        """Read status until it is so."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+                for problem in json.loads(self.status.read_text())["jobs"][0]["problems"]:
+                    self.said.add((problem["code"], problem["text"]))
+            if what():
+                return True
+            time.sleep(0.1)
+        return bool(what())
+
+    @property
+    def committed(self) -> set[tuple[int, str]]:
+        """As the judge sees it; nothing else may be wrong."""
+        verdict = judge.judge(self.place)
+        assert verdict.wrong == []
+        return verdict.committed
+
+    def words(self) -> str:
+        """What the log says."""
+        self.log.flush()
+        return Path(self.log.name).read_text()
+
+    def end(self) -> None:
+        """Stop it."""
+        self.process.kill()
+        self.process.wait(10)
+        self.log.close()
+
+
+@contextlib.contextmanager
+def fed(folder: Path, before: Callable[[], object] | None = None) -> Iterator[Fed]:
+    """A daemon for the block."""
+    here = Fed(folder, before)
+    try:
+        yield here
+    finally:
+        here.end()
+
+
+@pytest.mark.full
+def test_too_few_descriptors_are_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Twelve descriptors: no child starts. It is in status with its reason; with enough all is committed."""
+    with fed(tmp_path, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (12, 4096))) as here:
+        assert here.until(lambda: any("Too many open files" in text for _, text in here.said), 40), (
+            here.words()
+        )
+        assert here.committed == set()
+        assert "Traceback" not in here.words()
+        assert here.process.poll() is None
+        resource.prlimit(here.process.pid, resource.RLIMIT_NOFILE, (1024, 4096))
+        assert here.until(lambda: here.committed == {(10, "zero"), (10, "universal")}, 90), here.words()
+        assert "internal" not in {code for code, _ in here.said}
+
+
+PIDS = Path("/sys/fs/cgroup/pids")
+
+
+@pytest.mark.full
+@pytest.mark.root
+@pytest.mark.skipif(not os.access(PIDS / "cgroup.procs", os.W_OK), reason="no cgroup of processes to be had")
+def test_too_few_processes_and_threads_are_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    """No thread and no child can be started: said, waited for, and when there is room all is committed."""
+    group = PIDS / f"ckptd-hungry-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "pids.max").write_text("5")
+        with fed(tmp_path, lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None) as here:
+            assert here.until(lambda: here.said, 40), here.words()
+            assert here.committed == set()
+            assert here.process.poll() is None
+            assert not [text for code, text in here.said if code == "internal"]
+            (group / "pids.max").write_text("max")
+            assert here.until(lambda: here.committed == {(10, "zero"), (10, "universal")}, 90), here.words()
+    finally:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+@pytest.mark.full
+@needs_cgroup
+@pytest.mark.root
+def test_a_daemon_that_the_kernel_kills_for_memory_goes_on(tmp_path: Path) -> None:
+    """Killed wherever it was; started again with memory it ends what it began."""
+    with fed(tmp_path) as here:
+        assert here.until(lambda: here.status.exists(), 40)
+        group = cgroup.CONTROLLER / f"ckptd-oom-{os.getpid()}"
+        group.mkdir()
+        try:
+            (group / "memory.swappiness").write_text("0")
+            (group / "memory.limit_in_bytes").write_text(str(1 << 20))
+            trainer.write(here.place.save_dir, trainer.saves()[1], is_constant=False)
+            here.place.tell("written 2")
+            (group / "cgroup.procs").write_text(str(here.process.pid))
+            assert here.process.wait(40) == -signal.SIGKILL
+        finally:
+            group.rmdir()
+        assert judge.judge(here.place).wrong == []
+        command = [sys.executable, "-m", "ckptd", "run", "--job", str(tmp_path / "run.toml"), "--once"]
+        assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=90).returncode == 0
+        assert {step for step, _ in here.committed} == {10, 20}
+
+
+def test_threads_of_this_test_are_gone() -> None:
+    """Nothing of the tests above goes on."""
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptd")]

@@ -1,0 +1,127 @@
+"""`make figures`: what the long runs came to, from `.build/figures/*.json` into the table of docs/faults.md.
+
+A run that is not there this time keeps the row that it has in the table, so that each machine adds what it
+ran.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "faults.md"
+FIGURES = ROOT / ".build" / "figures"
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+HEAD = "| fault | run | runs | deaths | violations | command | date |\n|---|---|---|---|---|---|---|"
+WITHOUT_NUMBER = {"sim": "F3", "commits": "F1", "generations": "F19"}
+"""Runs that name no fault."""
+
+FAULTS = {
+    "F1": ("kill -9 at every durable call of a whole life", ""),
+    "F2": ("a second kill during recovery", ""),
+    "F3": ("power loss: unsynced data and names lost, torn, reordered", "`python -m tests.sim`"),
+    "F4": ("no space, quota, file too large, no inodes here", ""),
+    "F5": ("the same in the remote", "table below; `test_daemon_remote.py`"),
+    "F6": ("EIO; a flush is never tried again", ""),
+    "F7": ("read-only, denied, stale", ""),
+    "F8": ("truncated, empty, missing, extra shards", "`test_daemon_input.py`, `test_torchfile_archive.py`"),
+    "F9": ("bits that flip", "table below; `test_daemon_input.py`, `test_verify.py`"),
+    "F10": ("shards that grow, `latest` ahead of them, aborted and repeated saves", "`tests/e2e`"),
+    "F11": ("the trainer deletes while it is shipped", "`test_daemon_rotation.py`, `test_daemon_input.py`"),
+    "F12": ("slow, stalled, half-open links", "table below"),
+    "F13": ("storms of 503, errors inside 200", "table below"),
+    "F14": ("partitions, flapping, RST", "table below"),
+    "F15": ("lost answers", "table below"),
+    "F16": ("weak and lying stores", "table below; `tests/stores`"),
+    "F17": ("a COMMIT damaged before the prune", "`test_daemon_remote.py`"),
+    "F18": ("clocks that jump, stop, go back", "`python -m tests.sim`; `test_core_retention.py`"),
+    "F19": ("two daemons, two nodes", "`test_daemon_service.py`; `tests/model`"),
+    "F20": ("configuration mutants", "`tests/attacks/test_config_mutants.py`"),
+    "F21": ("rights or credentials lost while it runs", "table below"),
+    "F22": ("inotify overflows, watch limits, a directory replaced", "`test_local_watch.py`"),
+    "F23": ("symlinks and mounts swapped under it", "`tests/attacks/test_swaps.py`"),
+    "F24": ("hostile pickles, archives, remotes", "`tests/attacks`"),
+    "F25": ("children killed, stopped, short of memory, wrong", "`test_convert_killed.py`, `test_hungry.py`"),
+    "F26": ("the daemon short of memory, descriptors, threads", "`tests/faults/test_hungry.py`"),
+    "F27": ("a worker that hangs", "table below (a FUSE mount whose process is stopped)"),
+    "F28": ("the journal lost, torn, flipped, of the future", ""),
+    "F29": ("stop, reload, upgrade", "`test_daemon_service.py`, `tests/e2e/test_daemon_life.py`"),
+    "F30": (
+        "strangers on a socket",
+        "there is no socket: status is a file, commands go by files and signals",
+    ),
+    "F31": ("secrets in outputs", "`test_remote_child.py`, `test_s3_daemon.py`"),
+    "F32": (
+        "interference with training",
+        "`make bench-idle`, docs/performance.md; no real trainer at 10 GB here",
+    ),
+    "F33": ("thousands of tags and shards", "`make bench-scale`, docs/performance.md"),
+    "F34": ("manifests of older versions", "version 0.1.0 is the only one released"),
+}
+"""Fault → what it is, and where it is tried or why not, besides the runs."""
+
+
+def rows_before(page: str) -> dict[str, dict[str, Any]]:
+    """Runs that the table holds already, by their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and cells[1].startswith("`"):
+            found[cells[1].strip("`")] = {"cells": cells[1:], "faults": [cells[0].split(" ")[0]]}
+    return found
+
+
+def rows_now(folder: Path) -> dict[str, dict[str, Any]]:
+    """Runs of this machine."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.json")):
+        figure = json.loads(path.read_text())
+        faults = re.findall(r"\bF\d+", f"{figure['name']} {figure.get('fault', '')}")
+        faults = faults or [WITHOUT_NUMBER.get(figure["name"], "")]
+        cells = [
+            f"`{figure['name']}`",
+            f"{figure['runs']:,}".replace(",", " "),
+            f"{figure['crashes']:,}".replace(",", " ") if figure.get("crashes") else "",
+            str(figure["violations"]),
+            f"`{figure['command']}`",
+            str(figure["date"])[:10],
+        ]
+        found[figure["name"]] = {"cells": cells, "faults": [f for f in dict.fromkeys(faults) if f in FAULTS]}
+    return found
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Every fault has its lines; a run stands with the first fault that it names."""
+    lines = [HEAD]
+    for fault, (title, elsewhere) in FAULTS.items():
+        mine = [row for row in rows.values() if row["faults"][:1] == [fault]]
+        also = [row["cells"][0] for row in rows.values() if fault in row["faults"][1:]]
+        for number, row in enumerate(mine):
+            shown = f"{fault} {title}" if number == 0 else f"{fault} ″"
+            lines.append(f"| {shown} | {' | '.join(row['cells'])} |")
+        if not mine:
+            where = ", ".join([*(f"with {name}" for name in also), *([elsewhere] if elsewhere else [])])
+            lines.append(f"| {fault} {title} | {where or 'not run yet'} | | | | | |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Rewrite the table; exit 1 when the page has no place for it."""
+    page = PAGE.read_text()
+    if BEGIN not in page or END not in page:
+        print(f"{PAGE} has no {BEGIN} … {END}")
+        return 1
+    rows = rows_before(page) | rows_now(FIGURES)
+    head, _, rest = page.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    PAGE.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}")
+    print(f"{len(rows)} runs in {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

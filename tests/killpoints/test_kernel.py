@@ -1,0 +1,150 @@
+"""What the kernel itself refuses to the real daemon: single calls by strace, a disk that is really full.
+
+Beside the points of `test_killpoints`, which raise errors in Python: here SQLite, the children and the C
+libraries meet them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.killpoints import judge, trainer
+from tests.killpoints.life import Place, Scenario
+from tests.killpoints.record import ROOT
+
+pytestmark = [pytest.mark.faults, pytest.mark.root]
+SCENARIO = Scenario("kernel", saves=2, backfill="all")
+CALLS = {
+    "pwrite64": ("ENOSPC", "EIO"),
+    "fdatasync": ("EIO",),
+    "fsync": ("EIO", "ENOSPC"),
+    "renameat2": ("EACCES", "ESTALE"),
+    "renameat": ("EROFS", "EIO"),
+    "linkat": ("EDQUOT", "EIO"),
+    "mkdirat": ("ENOSPC", "EACCES"),
+    "unlinkat": ("EIO", "EACCES"),
+    "ftruncate": ("EIO", "EFBIG"),
+    "getdents64": ("EIO", "ESTALE"),
+    "close": ("EIO",),
+}
+SAMPLE = [(call, code) for call, codes in CALLS.items() for code in codes]
+
+
+def once(place: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """`ckptd run --once`."""
+    command = [*before, sys.executable, "-m", "ckptd", "run", "--job", str(place / "run.toml"), "--once"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [pytest.param(*row, marks=() if row == ("pwrite64", "ENOSPC") else pytest.mark.full) for row in SAMPLE],
+)
+def test_a_call_that_the_kernel_refuses(tmp_path: Path, call: str, code: str) -> None:
+    """Of the daemon and all its children; each attempt that is hit ends in words, the next is whole."""
+    place = Place(tmp_path, SCENARIO)
+    place.make()
+    rng = random.Random(f"{call}{code}")
+    for number, save in enumerate(place.saves, start=1):
+        trainer.write(place.save_dir, save, is_constant=False)
+        place.tell(f"written {number}")
+        for _ in range(2):
+            first, step = rng.randint(1, 20), rng.randint(15, 60)
+            hit = once(tmp_path, *_strace(tmp_path, f"{call}:error={code}:when={first}+{step}"))
+            assert "Traceback" not in hit.stderr, hit.stderr[-3000:]
+            assert "defect" not in hit.stderr, hit.stderr[-3000:]
+            assert judge.judge(place).wrong == []
+        done = once(tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    verdict = judge.judge(place)
+    assert verdict.wrong == []
+    assert verdict.committed == {(save.step, form) for save in place.saves for form in ("zero", "universal")}
+
+
+def _strace(folder: Path, inject: str) -> list[str]:
+    call = inject.partition(":")[0]
+    return [
+        "strace",
+        "-f",
+        "-qq",
+        "-o",
+        str(folder / "trace"),
+        "-e",
+        f"trace={call}",
+        "-e",
+        f"inject={inject}",
+    ]
+
+
+@contextlib.contextmanager
+def _small(folder: Path, options: str) -> Iterator[Path]:
+    """A tmpfs."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["bytes", "inodes"])
+def test_a_disk_that_is_full_of_somebody_elses_files(tmp_path: Path, what: str) -> None:
+    """No byte or no inode left on the node's disk, journal included: said, nothing deleted, heals."""
+    options = "size=6m" if what == "bytes" else "size=64m,nr_inodes=60"
+    place = Place(tmp_path, SCENARIO)
+    with _small(tmp_path / "nvme", options):
+        place.make()
+        trainer.write(place.save_dir, place.saves[0], is_constant=False)
+        place.tell("written 1")
+        assert once(tmp_path).returncode == 0
+        trainer.write(place.save_dir, place.saves[1], is_constant=False)
+        place.tell("written 2")
+        _fill(tmp_path / "nvme" / "filler", what)
+        status = place.save_dir / "_ckptd" / "state" / "status.json"
+        log = (tmp_path / "log").open("w+")
+        command = [sys.executable, "-m", "ckptd", "run", "--job", str(tmp_path / "run.toml")]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            time.sleep(8)
+            assert process.poll() is None, Path(log.name).read_text()[-3000:]
+            assert judge.judge(place).wrong == []
+            shutil.rmtree(tmp_path / "nvme" / "filler")
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and (20, "universal") not in judge.judge(place).committed:
+                time.sleep(0.3)
+            verdict = judge.judge(place)
+            assert verdict.wrong == []
+            assert (20, "universal") in verdict.committed, Path(log.name).read_text()[-3000:]
+            words = Path(log.name).read_text()
+            assert "Traceback" not in words, words[-3000:]
+            assert json.loads(status.read_text())["schema_version"] == 1
+        finally:
+            process.kill()
+            process.wait(10)
+            log.close()
+
+
+def _fill(folder: Path, what: str) -> None:
+    """Until nothing more goes in."""
+    folder.mkdir()
+    data = b"x" * 4096 if what == "bytes" else b""
+    with contextlib.suppress(OSError):
+        for number in range(100_000):
+            fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.write(fd, data)
+            finally:
+                os.close(fd)
