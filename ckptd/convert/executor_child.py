@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import files
+from ckptd.convert.describing import description_of
 from ckptd.convert.execute import Maker, Stopped, Worker
 from ckptd.convert.order import large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
@@ -162,7 +163,8 @@ class Execution:
         self.recheck_sources(plan)
         self._check_whole(plan)
         self.phase = "publishing"
-        self.finish(self._description(plan))
+        assert plan.trailer is not None
+        self.finish(description_of(plan.header, plan.trailer, self.request.manifest))
 
     def verify_sources(self, plan: PlanReader) -> None:
         """The sources' own checksums, before anything is made of them."""
@@ -282,26 +284,6 @@ class Execution:
                 link.target, link.path, src_dir_fd=self.out_fd, dst_dir_fd=self.out_fd, follow_symlinks=False
             )
         self.counters.add(files=1)
-
-    def _description(self, plan: PlanReader) -> bytes:
-        """What is written as ckptd.json."""
-        assert plan.trailer is not None
-        header = plan.header
-        text = {
-            **self.request.manifest,
-            "form": header.form,
-            "layout": header.layout,
-            "alignment": header.block_bytes,
-            "plan_sha256": plan.trailer.sha256,
-            "source": {
-                "step": header.step,
-                "zero_stage": header.stage,
-                "ds_version": header.ds_version,
-                "dp": header.dp,
-                "fingerprints": {s.path: s.fingerprint for s in header.sources},
-            },
-        }
-        return json.dumps(text, indent=1, sort_keys=True).encode() + b"\n"
 
     def finish(self, description: bytes) -> None:
         """ckptd.json at the root, then every folder durable."""

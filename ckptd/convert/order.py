@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from ckptd.convert.plan import PlanReader
 
-_FILE = re.compile(rb'\{"f":"(?:[^"\\]|\\.)*","n":(\d+),"p":')
+FILE = re.compile(rb'\{"f":("(?:[^"\\]|\\.)*"),"n":(\d+),"p":')
+"""How the line of an output file begins: its path as JSON, its bytes."""
 
 
 def large_first(stream: IO[bytes], plan: PlanReader, large_bytes: int) -> Iterator[Output]:
@@ -26,9 +27,9 @@ def large_first(stream: IO[bytes], plan: PlanReader, large_bytes: int) -> Iterat
     first = stream.tell()
     lines: list[tuple[int, bytes]] = []
     while line := stream.readline(MAX_LINE_BYTES):
-        found = _FILE.match(line)
-        if found and int(found[1]) >= large_bytes:
-            lines.append((int(found[1]), line))
+        found = FILE.match(line)
+        if found and int(found[2]) >= large_bytes:
+            lines.append((int(found[2]), line))
     stream.seek(first)
     for _, line in sorted(lines, key=lambda entry: -entry[0]):
         raw = json.loads(line)

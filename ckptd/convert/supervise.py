@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import ckptd
 from ckptd import errors, files
 from ckptd.convert import children
 from ckptd.convert.asking import numpy_for, origin_of, plan_request
+from ckptd.convert.describing import MADE_BY
 from ckptd.convert.inspection import inspect_files, probe_restrictions
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.convert.plan import Header, Trailer
@@ -172,10 +172,7 @@ class Conversion:
         request = plan_request(self.folder, self.origin, self.options, block=clone)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(PLAN + ".new", flags, 0o600, dir_fd=place.fd), "wb") as out:
-            child = children.start("planning_child", stdout=out, stderr=subprocess.PIPE)
-            watched = self._watch(child, request, None, PLAN_SECONDS)
-        if watched.status != 0:
-            raise failure(watched, "planning the conversion")
+            watched = write_plan(request, out, self.should_stop, self.should_pause)
         self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
         self.clonable_bytes = watched.said.get("clonable", 0)
         header, trailer = place.plan_reader(PLAN + ".new").header, place.trailer(PLAN + ".new")
@@ -217,7 +214,7 @@ class Conversion:
             "gid": folder.gid,
             "verify": options.verify,
             "low_priority": options.low_priority,
-            "manifest": {"format": "1.0", "ckptd_version": ckptd.__version__},
+            "manifest": MADE_BY,
             "numpy_folder": self.numpy_folder,
             **self.more,
         }
@@ -236,25 +233,16 @@ class Conversion:
                 )
             )
 
-        watched = self._watch(self.start_executor(), request, on_line, None)
-        if watched.status != 0:
-            raise failure(watched, "converting")
-
-    def _watch(
-        self,
-        child: subprocess.Popen[bytes],
-        request: dict[str, Any],
-        on_line: Callable[[dict[str, Any]], None] | None,
-        timeout_seconds: float | None,
-    ) -> Watched:
-        return watch(
-            child,
+        watched = watch(
+            self.start_executor(),
             json.dumps(request).encode(),
             on_line=on_line,
             should_stop=self.should_stop,
             should_pause=self.should_pause,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=None,
         )
+        if watched.status != 0:
+            raise failure(watched, "converting")
 
     def tell(self, progress: ConvertProgress) -> None:
         """Pass progress on."""
@@ -281,6 +269,31 @@ class Conversion:
             verified=self.options.verify,
             notes=header.notes,
         )
+
+
+def write_plan(
+    request: dict[str, Any],
+    out: IO[bytes],
+    should_stop: Callable[[], bool] | None,
+    should_pause: Callable[[], bool] | None = None,
+) -> Watched:
+    """Have a plan written to `out` by the restricted child; `request`: see `ckptd.convert.asking`.
+
+    Raises:
+        RefusedError, DamagedError, TornArchiveError: there is no such form of it, or it is damaged.
+        SourceChanged, StorageError. BehindError: `should_stop` said so.
+    """
+    watched = watch(
+        children.start("planning_child", stdout=out, stderr=subprocess.PIPE),
+        json.dumps(request).encode(),
+        on_line=None,
+        should_stop=should_stop,
+        should_pause=should_pause,
+        timeout_seconds=PLAN_SECONDS,
+    )
+    if watched.status != 0:
+        raise failure(watched, "planning the conversion")
+    return watched
 
 
 def _start_executor() -> subprocess.Popen[bytes]:

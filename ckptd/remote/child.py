@@ -30,12 +30,14 @@ from ckptd.remote.messages import (
     Pace,
 )
 from ckptd.remote.open import WINDOW_BYTES
+from ckptd.remote.origin import sealed
 from ckptd.remote.service import Service
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from ckptd.remote.messages import Answer, OrderLine
+    from ckptd.remote.origin import OpenOrigin
 
 _PR_SET_PDEATHSIG = 1
 _EX_SOFTWARE = 70
@@ -64,12 +66,13 @@ class _Output:
                 os._exit(0)
 
 
-def main() -> None:
-    """Serve until the input ends."""
+def main(open_origin: OpenOrigin = sealed) -> None:
+    """Serve until the input ends; `open_origin`: where orders to ship get their bytes from."""
     _end_with_parent()
     threading.excepthook = _end_by_bug
     output = _Output()
-    service = Service(output.emit, window_bytes=int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES)
+    window_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES
+    service = Service(output.emit, window_bytes=window_bytes, open_origin=open_origin)
     long_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
     short_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
     for name, orders in (("long", long_orders), ("short", short_orders)):

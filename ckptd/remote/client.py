@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from ckptd.config_schemes import scheme_of
 from ckptd.config_values import shown_remote
 from ckptd.remote.messages import (
     ANSWER_LINE,
+    EVENTS,
     LONG_ORDERS,
     ORDER_LINE,
     Alive,
@@ -31,8 +33,6 @@ from ckptd.remote.messages import (
     Attached,
     Cancel,
     Failed,
-    Moving,
-    ObjectDone,
     OrderLine,
     Pace,
     known,
@@ -40,10 +40,11 @@ from ckptd.remote.messages import (
 from ckptd.remote.open import WINDOW_BYTES, directory_path, is_s3
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.remote.messages import Answer, Order, RemoteSettings
 
+CHILD = "ckptd.remote.child"
 _ATTACH_ID = 0
 _PASSED_ON = ("PATH", "LANG")
 FOR_SERVERS = (
@@ -101,7 +102,7 @@ def _is_long(order: Order) -> bool:
 class RemoteClient:
     """Orders to one remote. `on_answer(order id, answer)` is called from a thread of this object.
 
-    `Moving` and `ObjectDone` are events of an open order, any other answer ends it. A child that died is
+    Events (`EVENTS`) are of an open order, any other answer ends it. A child that died is
     started again by the next `submit`, attached with what was learned of the remote's identity before.
     """
 
@@ -111,13 +112,19 @@ class RemoteClient:
         on_answer: Callable[[int, Answer], None],
         *,
         window_bytes: int = WINDOW_BYTES,
+        module: str = CHILD,
+        ids: Iterator[int] | None = None,
+        ended_as: str = "RemoteUnreachable",
     ) -> None:
+        """`module`: what the child runs; `ids`: where order ids come from, if several clients share them;
+        `ended_as`: the error that its orders end with when it dies."""
         self._settings = settings
         self._window_bytes = window_bytes
         self._on_answer = on_answer
         self._lock = threading.RLock()
         self._child: _Child | None = None
-        self._next_id = _ATTACH_ID
+        self._module, self._ended_as = module, ended_as
+        self._ids = ids if ids is not None else count(_ATTACH_ID + 1)
         self._open: dict[int, Order] = {}
         self._pace = Pace(fraction=1.0, bytes_per_second=settings.bytes_per_second)
         self._signs = _Signs()
@@ -166,8 +173,7 @@ class RemoteClient:
         if isinstance(order, Attach):
             order = Attach(settings=self._remember(order.settings))
         with self._lock:
-            self._next_id += 1
-            order_id = self._next_id
+            order_id = next(self._ids)
             self._signs.ordered(order, self._open.values())
             self._open[order_id] = order
             try:
@@ -237,7 +243,7 @@ class RemoteClient:
         if self._child is not None and self._child.process.poll() is None:
             return self._child
         process = subprocess.Popen(
-            [sys.executable, "-m", "ckptd.remote.child", str(self._window_bytes)],
+            [sys.executable, "-m", self._module, str(self._window_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=clean_environment(self._settings.url),
@@ -301,7 +307,7 @@ class RemoteClient:
             if isinstance(answer, Attached):
                 self._settings = known(self._settings, answer)
             is_open = order_id in self._open
-            if is_open and not isinstance(answer, Moving | ObjectDone):
+            if is_open and not isinstance(answer, EVENTS):
                 del self._open[order_id]
         if is_open:
             self._on_answer(order_id, answer)
@@ -316,7 +322,7 @@ class RemoteClient:
                 shown = shown_remote(name, url)
                 message = f"{shown}{'' if shown == url else f' ({url})'}: {reason}"
             hint = "ckptd tries again by itself; check the mount or the network"
-            self._on_answer(order_id, Failed(error="RemoteUnreachable", message=message, hint=hint))
+            self._on_answer(order_id, Failed(error=self._ended_as, message=message, hint=hint))
 
 
 def clean_environment(*urls: str) -> dict[str, str]:

@@ -33,12 +33,14 @@ from ckptd.remote.documents import read_commit, read_generation, stem_of
 from ckptd.remote.listed import in_the_way, withdraw
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
+from ckptd.remote.origin import CannotBeMade, changed, sealed
 from ckptd.remote.store import settled
-from ckptd.remote.transfer import Transfer, changed
+from ckptd.remote.transfer import Transfer
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import RemoteIdentity
     from ckptd.remote.messages import ShipOrder
+    from ckptd.remote.origin import OpenOrigin, Origin
     from ckptd.remote.store import Abilities, Store
     from ckptd.remote.transfer import Carried, Control
 
@@ -52,11 +54,14 @@ class Ground:
     identity: RemoteIdentity
 
 
-def ship(ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+def ship(
+    ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed
+) -> ShipResult:
     """Ship one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
-    save: choose again). Repeating an order is always right and sends nothing twice.
+    save: choose again); refused (there is no such form of it). Repeating an order is always right and sends
+    nothing twice.
 
     Raises:
         SourceChanged, DamagedError, VerifyError: see `Transfer.run`.
@@ -67,7 +72,7 @@ def ship(ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
     _one_writer(ground, order)
     root = _open_root(order.root)
     try:
-        return _Shipping(ground, order, control, root).run()
+        return _Shipping(ground, order, control, root).run(open_origin)
     finally:
         os.close(root)
 
@@ -91,7 +96,7 @@ class _Shipping:
         self._root = root
         self._where = stem_of(order.manifest)
 
-    def run(self) -> ShipResult:
+    def run(self, open_origin: OpenOrigin) -> ShipResult:
         listed = read_generation(self._store, self._where)
         reason = self._conflict(listed)
         if reason is None and self._store.get(side_key("retired", stem(*self._where))) is not None:
@@ -101,13 +106,19 @@ class _Shipping:
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, listed)
-        transfer = Transfer(self._store, self._order, self._root, listed, self._control)
         try:
-            carried = transfer.run()
+            with open_origin(self._order, self._root, self._control) as origin:
+                return self._carry(origin, listed)
         except CommitConflict as error:
             return ShipResult(outcome="conflict", reason=error.message)
+        except CannotBeMade as error:
+            return ShipResult(outcome="refused", reason=error.message, hint=error.hint)
+
+    def _carry(self, origin: Origin, listed: tuple[KnownManifest, ...]) -> ShipResult:
+        self._order = origin.order
+        carried = Transfer(self._store, origin, self._root, listed, self._control).run()
         # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
-        transfer.recheck()
+        origin.recheck()
         # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
         still_ours(self._store, self._identity)
         # another save may have been listed meanwhile: beside it our manifest would spoil the generation for both
@@ -197,7 +208,7 @@ class _Shipping:
 
     def _rewritten(self) -> str | None:
         """A file that is there with another identity; one that is gone was deleted, not saved again."""
-        reasons = (changed(self._root, file) for file in self._order.files)
+        reasons = (changed(self._root, f.source, f.identity, f.path) for f in self._order.files)
         return next((reason for reason in reasons if reason and not reason.endswith("vanished")), None)
 
     def _dispute(self, commit: CommitView, reason: str) -> None:
@@ -220,6 +231,9 @@ class _Shipping:
         return [known for known in listed if known.manifest.node_id == self._order.manifest.node_id]
 
     def _lists_our_files(self, known: KnownManifest) -> bool:
+        """A derived form may differ in bytes, as another version laid it out, never in its source."""
+        if self._order.manifest.source is not None and known.manifest.source is not None:
+            return known.manifest.source.fingerprints == self._order.manifest.source.fingerprints
         rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
         return all(
             (file.path, file.bytes, file.fingerprint) in rows

@@ -16,6 +16,8 @@ from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIde
 from ckptd.remote.access import Access
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
+from ckptd.remote.making_messages import Making as Making
+from ckptd.remote.making_messages import Planned as Planned
 from ckptd.remote.scrub_messages import Scrub, Scrubbed
 from ckptd.remote.store import Abilities
 
@@ -75,7 +77,7 @@ class ShipFile(Model):
     source: str
     """Path relative to `ShipOrder.root`."""
     identity: FileIdentity | None
-    """As sealed; None for role `extra`: read whole, consistent by itself."""
+    """As sealed; None for role `extra`, read whole, consistent by itself, and for what is made."""
     bytes: int
     role: Role
     shard: ShardKey = ShardKey()
@@ -85,6 +87,13 @@ class ShipFile(Model):
     check_zip_crc: bool = True
     inline: str | None = None
     """The whole content, for a small file that no disk holds; `source` is not read then."""
+    is_made: bool = False
+    """An output of a plan: its bytes are made while they are sent."""
+
+    @property
+    def is_extra(self) -> bool:
+        """Neither sealed nor made: what it holds when it is read is what counts."""
+        return self.identity is None and not self.is_made
 
 
 class Shipped(Model):
@@ -114,6 +123,8 @@ class ShipOrder(Model):
     manifest: NodeManifest
     """Complete but for `files` (empty) and `revision`."""
     files: tuple[ShipFile, ...]
+    making: Making | None = None
+    """What is made besides; `files` are then those that are not."""
     shipped: tuple[Shipped, ...] = ()
     partly: tuple[PartlyShipped, ...] = ()
     save_spread_seconds: float = 60.0
@@ -262,9 +273,11 @@ class ShipResult(Model):
     """How an order to ship ended, when it did not fail."""
 
     kind: Literal["shipped"] = "shipped"
-    outcome: Literal["committed", "waiting", "conflict"]
-    """waiting: shipped, other nodes' shards are missing; conflict: this generation holds another save."""
+    outcome: Literal["committed", "waiting", "conflict", "refused"]
+    """waiting: shipped, other nodes' shards are missing; conflict: this generation holds another save;
+    refused: the save has no such form."""
     reason: str | None = None
+    hint: str = ""
     commit: CommitView | None = None
     manifest_key: str | None = None
     manifest_sha256: str | None = None
@@ -303,11 +316,13 @@ class ObjectDone(Model):
 
 
 _End = Attached | Observation | Unchanged | TagView | ShipResult | Confirmed | Scrubbed | Done | Failed
-Answer = Annotated[_End | Moving | ObjectDone | Alive, Field(discriminator="kind")]
+EVENTS = (Moving, ObjectDone, Planned, Alive)
+"""All else ends the order."""
+Answer = Annotated[_End | Moving | ObjectDone | Planned | Alive, Field(discriminator="kind")]
 
 
 class AnswerLine(Model):
-    """One line from the child; `Moving`, `ObjectDone` and `Alive` are events, all else ends the order."""
+    """One line from the child."""
 
     id: int
     answer: Answer

@@ -42,6 +42,7 @@ from ckptd.remote.messages import (
 )
 from ckptd.remote.observe import confirm, describe, observe, point, record, still_ours
 from ckptd.remote.open import WINDOW_BYTES, open_store
+from ckptd.remote.origin import sealed
 from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
 from ckptd.remote.scrub import scrub
@@ -53,7 +54,8 @@ from ckptd.remote.watched import Motion, WatchedPacer, watched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.remote.messages import Answer, Order
+    from ckptd.remote.messages import Answer, Order, Planned
+    from ckptd.remote.origin import OpenOrigin
 
 _EVENT_SECONDS = 0.2
 _SIGN_SECONDS = 1.0
@@ -62,9 +64,16 @@ _SIGN_SECONDS = 1.0
 class Service:
     """Carries out orders on one remote; `emit(order id, answer)` is called from several threads."""
 
-    def __init__(self, emit: Callable[[int, Answer], None], *, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self,
+        emit: Callable[[int, Answer], None],
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        open_origin: OpenOrigin = sealed,
+    ) -> None:
         self._emit = emit
         self._window_bytes = window_bytes
+        self._open_origin = open_origin
         self._pacer = Pacer()
         self._settings: RemoteSettings | None = None
         self._ground: Ground | None = None
@@ -118,7 +127,7 @@ class Service:
         if isinstance(order, Confirm):
             return confirm(ground.store, order.commits, ground.identity)
         if isinstance(order, ShipOrder):
-            return ship(ground, order, reporter.control(self._pacer))
+            return ship(ground, order, reporter.control(self._pacer), self._open_origin)
         if isinstance(order, Scrub):
             return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
         if isinstance(order, Retire):
@@ -184,6 +193,7 @@ class _Reporter:
             check=self.check,
             on_moving=self._on_moving,
             on_done=self._on_done,
+            on_planned=self._send,
         )
 
     def heard(self) -> None:
@@ -225,7 +235,7 @@ class _Reporter:
         self._flushed.pop(shipped.key, None)
         self._send(ObjectDone(object=shipped))
 
-    def _send(self, event: Moving | ObjectDone | Alive) -> None:
+    def _send(self, event: Moving | ObjectDone | Planned | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
 

@@ -7,23 +7,21 @@ verified behind the next upload; small ones beside them in lanes, as many as the
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptd import files
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
-from ckptd.remote.extras import folder_mode, inline, read_whole
+from ckptd.remote.extras import inline, read_whole
 from ckptd.remote.listed import Listed
 from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.ranges import Lanes
-from ckptd.remote.source import CheckedSource, FileSource, PacedSource, crc64_of, records_of
+from ckptd.remote.source import CheckedSource, PacedSource, crc64_of
 from ckptd.remote.store import Progress, Resume, settled
 
 if TYPE_CHECKING:
@@ -31,7 +29,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.remote.messages import PartlyShipped, ShipFile, ShipOrder
+    from ckptd.remote.messages import PartlyShipped, Planned, ShipFile
+    from ckptd.remote.origin import Origin
     from ckptd.remote.pacing import Pacer
     from ckptd.remote.store import Source, Store
 
@@ -39,7 +38,6 @@ SMALL_BYTES = 8 << 20
 """What is sent beside others; larger files go in order, one after the other."""
 _SMALL_EXTRA_BYTES = 1 << 20
 """The same for a file that is held in memory."""
-_SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 _BESIDE = (Role.SIDE, Role.EXTRA)
 
 
@@ -47,13 +45,15 @@ _BESIDE = (Role.SIDE, Role.EXTRA)
 class Control:
     """How a transfer is steered and what it reports to.
 
-    `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)` and `on_done(object)` tell.
+    `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)`, `on_done(object)` and
+    `on_planned(what)` tell.
     """
 
     pacer: Pacer
     check: Callable[[], None]
     on_moving: Callable[[str, int, Progress], None]
     on_done: Callable[[Shipped], None]
+    on_planned: Callable[[Planned], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,11 @@ class Transfer:
     """One order's objects on one store; `listed` are the manifests that the generation holds already."""
 
     def __init__(
-        self, store: Store, order: ShipOrder, root: int, listed: Iterable[KnownManifest], control: Control
+        self, store: Store, origin: Origin, root: int, listed: Iterable[KnownManifest], control: Control
     ) -> None:
         self._store = store
-        self._order = order
+        self._origin = origin
+        self._order = order = origin.order
         self._root = root
         self._control = control
         self._shipped = {entry.key: entry for entry in order.shipped}
@@ -144,36 +145,17 @@ class Transfer:
         self._lanes.check()
         self._control.check()
 
-    def recheck(self) -> None:
-        """Every source is still the very file that was sealed.
-
-        Raises:
-            SourceChanged: one is not (P4).
-        """
-        for file in self._order.files:
-            reason = changed(self._root, file)
-            if reason is not None:
-                raise SourceChanged(reason, hint="this attempt is dropped; the next turn looks again")
-
     # --- one file ---------------------------------------------------------------------------------------
 
     def _ship(self, file: ShipFile) -> _Sent | None:
         """Send one file; None when it lies there already, verified."""
-        if file.identity is None:
+        if file.is_extra:
             return self._ship_extra(file)
         if self._take_record(file, None, file.fingerprint):
             return None
-        with files.reading(self._root, file.source, file.identity) as fd:
-            inner = FileSource(fd, file.path, folder_mode=folder_mode(self._root, file.source))
-            try:
-                is_shard = file.role in _SHARDS
-                records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []
-                source: Source = CheckedSource(inner, records, file.path) if records else inner
-                sent = self._settle(file, source, file.fingerprint)
-            finally:
-                inner.drop_all()
-            after = files.identity_of(os.fstat(fd))
-        if after != file.identity or changed(self._root, file) is not None:
+        with self._origin.opened(file) as source:
+            sent = self._settle(file, source, file.fingerprint)
+        if self._origin.why_changed(file) is not None:
             self._store.discard(file.key)
             msg = f"{file.path} was written while it was shipped"
             raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
@@ -325,19 +307,7 @@ class Transfer:
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
 
 
-def changed(root: int, file: ShipFile) -> str | None:
-    """Why the file is not the sealed one any more; None when it is (extras: always)."""
-    if file.identity is None:
-        return None
-    status = files.stat_beneath(root, file.source)
-    if status is None:
-        return f"{file.path} vanished"
-    if files.identity_of(status) != file.identity:
-        return f"{file.path} was written since it was sealed"
-    return None
-
-
 def _is_small(file: ShipFile) -> bool:
-    if file.identity is None and file.inline is None:
+    if file.is_extra and file.inline is None:
         return file.bytes <= _SMALL_EXTRA_BYTES
     return file.bytes <= SMALL_BYTES
