@@ -30,14 +30,22 @@ class Ship:
     form: str
     generation: int
     attempt: int
+    is_streamed: bool = False
+    """A form that lies nowhere here: made of the shards while it is sent (docs/adr/0093)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeWay:
+    """Cancel the upload of a derived form: a ZeRO form waits for that remote."""
+
+    remote: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
-    """Make a derived form of a save on this node."""
+    """Make the universal form of a save on this node."""
 
     save_id: int
-    form: str = "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +65,10 @@ class ReleaseHold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropDerived:
-    """Remove a derived form of a save from this node."""
+    """Remove the universal form of a save from this node."""
 
     save_id: int
     reason: str
-    form: str = "universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,7 @@ class Retire:
 Action = (
     Describe
     | Ship
+    | MakeWay
     | Convert
     | Hold
     | ReleaseHold

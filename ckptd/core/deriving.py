@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.actions import Action, Convert, DropDerived, PointUniversal
+from ckptd.core.actions import Action, DropDerived, PointUniversal
 from ckptd.core.ladder import Fate
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
-from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from ckptd.core.keeping import LocalFates
@@ -28,44 +28,41 @@ def is_open(record: DerivedRecord, now_seconds: float) -> bool:
     return record.state is DerivedState.NONE
 
 
-def make_weights(view: JobView) -> list[Action]:
-    """Of the newest whole save, once its ZeRO form is committed where the weights go; one at a time.
+def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
+    """Saves whose derived form that remote is to get, by preference: the newest whole one whose ZeRO form is
+    committed; older ones too where a ladder will leave them in that form alone.
 
-    Of older ones too where a ladder will leave them in that form alone.
+    Those that were begun and can be gone on with come first: on a slow link none would be finished.
     """
-    whole = sorted(
-        (s for s in view.saves if s.is_intact and not s.is_model_only),
+    ready = sorted(
+        (s for s in view.saves if not s.is_model_only and _has_zero(view, s, remote)),
         key=lambda s: s.save.order,
         reverse=True,
     )
-    for form in WEIGHTS:
-        is_rung = any(remote.retention.has_rung(form) for remote in view.remotes)
-        for save in whole if is_rung else whole[:1]:
-            is_due = is_open(save.derived(form), view.now_seconds) and _is_wanted(view, save, form)
-            if is_due and not save.is_busy:
-                # fp32 masters are a third of what a save holds, or less
-                fits = view.disk.free_bytes - save.save.total_bytes // 2 >= view.disk.reserve_bytes
-                return [Convert(save_id=save.id, form=form)] if fits else []
-    return []
+    begun = [s for s in ready if _is_begun(view, s, remote, form)]
+    if remote.retention.has_rung(form):
+        return begun + [s for s in ready if s not in begun]
+    return begun or ready[:1]
 
 
-def drop_weights(view: JobView) -> list[Action]:
-    """What every remote that takes it has, or takes no more, needs no place here."""
-    return [
-        DropDerived(save_id=save.id, form=form, reason="shipped")
-        for save in view.saves
-        for form, record in save.weights.items()
-        if record.state is DerivedState.READY and not save.is_busy and not _is_wanted(view, save, form)
-    ]
+def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
+    record = save.ship(remote.name, form)
+    is_open_there = record.state in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED)
+    return is_open_there and record.generation is not None and is_streamed(view, save, form, is_now=False)
 
 
-def _is_wanted(view: JobView, save: SaveView, form: str) -> bool:
-    return any(form in remote.forms and _lacks(remote, save, form) for remote in view.remotes)
+def _has_zero(view: JobView, save: SaveView, remote: RemoteView) -> bool:
+    """Committed there; for a remote that takes no ZeRO form, on every required one."""
+    names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
+    return all(save.ship(name, ZERO).state is ShipState.COMMITTED for name in names)
 
 
-def _lacks(remote: RemoteView, save: SaveView, form: str) -> bool:
-    is_there = save.ship(remote.name, ZERO).state is ShipState.COMMITTED
-    return is_there and save.ship(remote.name, form).state not in _SETTLED
+def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
+    """Whether a form that is not kept here can be made of the shards as it is sent; `is_now`: may begin."""
+    if form in view.local_forms or not save.is_intact:
+        return False
+    may_begin = not view.is_converting and not view.is_save_in_flight
+    return is_open(save.derived(form), view.now_seconds) and (may_begin or not is_now)
 
 
 def keep_derived(view: JobView, local: LocalFates) -> list[Action]:

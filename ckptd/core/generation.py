@@ -107,6 +107,41 @@ def choose_generation(
     return Use(generation=max(fitting, default=max(known) + 1))
 
 
+def choose_derived(
+    save: SealedSave,
+    form: str,
+    *,
+    manifests: Sequence[SeenManifest],
+    commits: Sequence[SeenCommit],
+    tombstones: Sequence[Tombstone],
+) -> GenerationChoice:
+    """The same of a derived form in a remote that takes no ZeRO form, whose generation it would share.
+
+    All forms of a save share one there as well: what each was made from says whose it is. A tombstone of
+    such a form knows its order alone.
+    """
+    stones = [stone for stone in tombstones if stone.tag == save.tag]
+    live = {seen.generation: seen for seen in commits if seen.form == form and not seen.disputed}
+    ours = [seen for seen in manifests if _is_of(save, seen.manifest)]
+    for seen in ours:
+        if seen.form == form and seen.committed and seen.generation in live:
+            commit = live[seen.generation]
+            return Already(generation=commit.generation, commit_key=commit.key, commit_sha256=commit.sha256)
+    for stone in stones:
+        is_same = (stone.branch, stone.step, stone.save_seq) == (save.branch, save.step, save.save_seq)
+        if is_same and stone.form == form:
+            return Retired(generation=stone.generation)
+    taken = {s.generation for s in (*commits, *stones) if s.form == form}
+    others = {seen.generation for seen in manifests if not _is_of(save, seen.manifest)}
+    fitting = {seen.generation for seen in ours} - taken - others
+    known = {s.generation for s in (*manifests, *commits, *stones)}
+    return Use(generation=max(fitting, default=max(known, default=0) + 1))
+
+
+def _is_of(save: SealedSave, manifest: NodeManifest) -> bool:
+    return manifest.source is not None and manifest.source.fingerprints == save.fingerprints
+
+
 def _already(
     save: SealedSave, job_id: str, manifests: Sequence[SeenManifest], commits: Sequence[SeenCommit]
 ) -> Already | None:

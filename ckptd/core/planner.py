@@ -14,13 +14,14 @@ from ckptd.core.actions import (
     Convert,
     Describe,
     Hold,
+    MakeWay,
     Plan,
     Prune,
     ReleaseHold,
     Retire,
     Ship,
 )
-from ckptd.core.deriving import drop_weights, is_open, keep_derived, make_weights
+from ckptd.core.deriving import is_open, is_streamed, keep_derived, to_derive
 from ckptd.core.keeping import commits_of, is_committed, keep_local
 from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.permit import DeletePermit
@@ -45,7 +46,6 @@ def plan(view: JobView) -> Plan:
             actions += _ship(view, remote)
         actions += _convert(view)
         actions += keep_derived(view, local)
-        actions += drop_weights(view)
         actions += _prune(view, local.zero)
         actions += _retire(view, remote_fates)
     return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates)
@@ -94,21 +94,26 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
 
 def _ship(view: JobView, remote: RemoteView) -> list[Action]:
     """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
-    if not remote.is_attached or remote.is_shipping:
+    if not remote.is_attached:
         return []
     newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
-    for save in newest_first:
-        if (save.is_intact or save.is_held) and _is_due(view, save, remote, ZERO) and _to_ship(view, save):
-            return [_ship_or_describe(view, save, remote, ZERO)]
-    committed = [s for s in newest_first if s.ship(remote.name, ZERO).state is ShipState.COMMITTED]
+    zero = next((s for s in newest_first if _is_zero_due(view, s, remote)), None)
+    if remote.is_shipping:
+        is_in_the_way = zero is not None and remote.ships not in (None, ZERO)
+        return [MakeWay(remote=remote.name)] if is_in_the_way else []
+    if zero is not None:
+        return [_ship_or_describe(view, zero, remote, ZERO)]
     for form in (UNIVERSAL, *WEIGHTS):
-        # of universal forms the newest alone, unless older ones will be left in no other; weights were made
-        # for a remote, whichever save they are of
-        is_newest_alone = form == UNIVERSAL and not remote.retention.has_rung(form)
-        for save in committed[:1] if is_newest_alone else committed:
-            if save.derived(form).state is DerivedState.READY and _is_due(view, save, remote, form):
-                return [_ship_or_describe(view, save, remote, form)]
+        for save in to_derive(view, remote, form) if form in remote.forms else ():
+            is_here = save.derived(form).state is DerivedState.READY
+            if _is_due(view, save, remote, form) and (is_here or is_streamed(view, save, form)):
+                return [_ship_or_describe(view, save, remote, form, is_streamed=not is_here)]
     return []
+
+
+def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:
+    has_source = save.is_intact or save.is_held
+    return has_source and _is_due(view, save, remote, ZERO) and _to_ship(view, save)
 
 
 def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
@@ -119,37 +124,34 @@ def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> boo
     return is_open and view.now_seconds >= record.retry_at_seconds
 
 
-def _ship_or_describe(view: JobView, save: SaveView, remote: RemoteView, form: str) -> Action:
+def _ship_or_describe(
+    view: JobView, save: SaveView, remote: RemoteView, form: str, *, is_streamed: bool = False
+) -> Action:
     answer = view.generations.get((save.id, remote.name, form))
-    if form != ZERO:
+    record = save.ship(remote.name, form)
+    attempt = answer.attempt if answer else record.attempt
+    if form != ZERO and ZERO in remote.forms:
         generation = save.ship(remote.name, ZERO).generation or 1
-        attempt = answer.attempt if answer else save.ship(remote.name, form).attempt
-        return Ship(save_id=save.id, remote=remote.name, form=form, generation=generation, attempt=attempt)
-    if answer is None and save.save.tag in remote.known_tags:
+    elif answer is None and save.save.tag in remote.known_tags:
         return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=form)
+    else:
+        generation = answer.generation if answer else 1
     return Ship(
         save_id=save.id,
         remote=remote.name,
         form=form,
-        generation=answer.generation if answer else 1,
-        attempt=answer.attempt if answer else 1,
+        generation=generation,
+        attempt=attempt,
+        is_streamed=is_streamed,
     )
 
 
-def wants_universal(view: JobView) -> bool:
-    """True when the node keeps universal forms or a remote takes them."""
-    return UNIVERSAL in view.local_forms or any(UNIVERSAL in r.forms for r in view.remotes)
-
-
 def _convert(view: JobView) -> list[Action]:
-    """One at a time, newest first; every save where extents clone, else only the newest (contract)."""
-    if view.is_converting or view.is_save_in_flight:
-        return []
-    return _convert_universal(view) or make_weights(view)
+    """What is kept here, one at a time: newest first, every save where extents clone, else only the newest.
 
-
-def _convert_universal(view: JobView) -> list[Action]:
-    if not wants_universal(view):
+    What remotes alone take is never made here (`_ship`).
+    """
+    if view.is_converting or view.is_save_in_flight or UNIVERSAL not in view.local_forms:
         return []
     whole = (s for s in view.saves if s.is_intact and not s.is_model_only)
     candidates = sorted(whole, key=lambda s: s.save.order, reverse=True)

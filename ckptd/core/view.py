@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ZERO = "zero"
 UNIVERSAL = "universal"
 WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
-"""Forms that are made for a remote alone, and lie here until it has them (docs/adr/0092)."""
+"""Forms that remotes alone hold: they never lie here (docs/adr/0093)."""
 
 
 class ShipState(StrEnum):
@@ -111,7 +111,7 @@ class SaveView:
     ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
-    """By form."""
+    """By form; what is known of making them, for they lie nowhere here."""
 
     @property
     def is_model_only(self) -> bool:
@@ -162,7 +162,9 @@ class RemoteView:
     is_attached: bool
     """There, ours, observed, and not backing off."""
     is_shipping: bool
-    """Its one mover (ship or retire) is busy."""
+    """Its one mover (ship or retire) is busy, or left alone for a while."""
+    ships: str | None = None
+    """The form that the mover ships just now."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are shipped."""

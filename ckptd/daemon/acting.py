@@ -64,6 +64,8 @@ class Actor:
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""
         if isinstance(action, a.Ship):
+            if action.is_streamed and not self._totals.conversions.may_start(self, self._wake):
+                return False
             link = self._links[action.remote]
             may_start = self._totals.uploads.may_start(link, self._wake)
             if may_start:
@@ -78,7 +80,9 @@ class Actor:
             case a.Describe():
                 self._links[action.remote].describe(action.tag, self._wake)
             case a.Ship():
-                self._shipping.ship(action, save_dir_fd)
+                self._shipping.ship(action, save_dir_fd, self._totals.conversion_bytes())
+            case a.MakeWay():
+                self._shipping.make_way(action)
             case a.Convert():
                 self._chores.convert(action, save_dir_fd, reserve_bytes)
             case a.Hold():

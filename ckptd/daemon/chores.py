@@ -6,11 +6,9 @@ import logging
 import os
 import threading
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
-from ckptd.core.listing import OURS
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.orders import hold_name
@@ -25,13 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.config_model import JobConfig
-    from ckptd.convert.options import Dtype
     from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, ReleaseHold
     from ckptd.daemon.workers import OneJobs
     from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
+
+PLACE = f"{fs.DERIVED}/{UNIVERSAL}"
 
 
 class Chores:
@@ -55,7 +54,7 @@ class Chores:
         self._pause = threading.Event()
         self._stop = threading.Event()
         self.pruner = Pruner(state, audit, self._in_worker, wake)
-        self._dropping: set[tuple[int, str]] = set()
+        self._dropping: set[int] = set()
 
     def pace(self, *, is_save_in_flight: bool) -> None:
         """Pause conversions while a save is in flight (P11)."""
@@ -121,20 +120,19 @@ class Chores:
         log.warning("%s: %s", what, error)
         self.pruner.later()
 
-    # --- derived forms ---------------------------------------------------------------------------------
+    # --- the universal form ----------------------------------------------------------------------------
 
     def convert(self, action: Convert, save_dir_fd: int, reserve_bytes: int) -> None:
-        """Make a form below `_ckptd/derived/<form>/<tag>`."""
-        state, form = self._state, action.form
+        """Make it below `_ckptd/derived/universal/<tag>`."""
+        state = self._state
         row = state.rows[action.save_id]
         tag = row.save.tag
         others = [r for r in state.rows.values() if r.save.tag == tag and r.id != row.id]
-        is_taken = any(r.derived_of(form).state is DerivedState.READY for r in others)
-        if is_taken or (row.id, form) in self._dropping:
+        is_taken = any(r.derived.state is DerivedState.READY for r in others)
+        if is_taken or row.id in self._dropping:
             return
-        begun = row.derived_of(form).model_copy(update={"state": DerivedState.CONVERTING})
-        state.put_derived(row.id, begun, form)
-        state.converting = Converting(save_id=row.id, form=form, total_bytes=row.save.total_bytes)
+        state.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.CONVERTING}))
+        state.converting = Converting(save_id=row.id, total_bytes=row.save.total_bytes)
         state.busy[row.id] += 1
         converting = state.converting
 
@@ -144,14 +142,12 @@ class Chores:
         options = supervise.ConvertOptions(
             memory_budget_bytes=self._conversion_bytes(), reserve_bytes=reserve_bytes
         )
-        if form != UNIVERSAL:
-            options = replace(options, form="weights", dtype=_dtype(form))
         self._in_worker(
             f"converting {tag}",
             save_dir_fd,
-            lambda fd: self._convert(fd, row, form, options, progress),
-            lambda record: self._converted(row.id, form, record),
-            lambda error: self._not_converted(row.id, form, error),
+            lambda fd: self._convert(fd, row, options, progress),
+            lambda record: self._converted(row.id, record),
+            lambda error: self._not_converted(row.id, error),
             is_told=True,
         )
 
@@ -159,12 +155,11 @@ class Chores:
         self,
         fd: int,
         row: SaveRow,
-        form: str,
         options: supervise.ConvertOptions,
         progress: Callable[[supervise.ConvertProgress], None],
     ) -> DerivedRecord:
         """In a worker: what is there already and was made from this save serves, anything else makes room."""
-        tag, place = row.save.tag, f"{fs.DERIVED}/{form}"
+        tag, place = row.save.tag, PLACE
         os.close(fs.ensure_ours(fd, place))
         os.close(fs.ensure_ours(fd, fs.STAGING))
         found = describe(fd, f"{place}/{tag}")
@@ -209,19 +204,19 @@ class Chores:
             bytes=report.bytes,
         )
 
-    def _converted(self, save_id: int, form: str, record: DerivedRecord) -> None:
+    def _converted(self, save_id: int, record: DerivedRecord) -> None:
         state = self._state
         tag = state.rows[save_id].save.tag
         state.busy[save_id] -= 1
         state.converting = None
-        state.put_derived(save_id, record, form)
-        log.info("%s has its %s form (%s, %.1f MB)", tag, form, record.layout, record.bytes / 1e6)
+        state.put_derived(save_id, record)
+        log.info("%s has its universal form (%s, %.1f MB)", tag, record.layout, record.bytes / 1e6)
         self._wake()
 
-    def _not_converted(self, save_id: int, form: str, error: CkptdError) -> None:
+    def _not_converted(self, save_id: int, error: CkptdError) -> None:
         state = self._state
         row = state.rows[save_id]
-        tag, derived = row.save.tag, row.derived_of(form)
+        tag, derived = row.save.tag, row.derived
         state.busy[save_id] -= 1
         state.converting = None
         update: dict[str, object] = {
@@ -233,46 +228,45 @@ class Chores:
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
-        elif isinstance(error, RefusedError | UsageError):  # such as numpy that is not installed
+        elif isinstance(error, RefusedError | UsageError):
             update["state"] = DerivedState.REFUSED
         elif not isinstance(error, SourceChanged):
             update["tries"] = derived.tries + 1
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 3)
-        state.put_derived(save_id, derived.model_copy(update=update), form)
-        log.warning("converting %s (%s): %s", tag, form, error)
+        state.put_derived(save_id, derived.model_copy(update=update))
+        log.warning("converting %s: %s", tag, error)
         self._wake()
 
     def drop_derived(self, action: DropDerived, save_dir_fd: int) -> None:
-        """Remove a derived form of a save."""
-        state, form = self._state, action.form
-        key = (action.save_id, form)
-        if key in self._dropping:
+        """Remove the universal form of a save."""
+        state, save_id = self._state, action.save_id
+        if save_id in self._dropping:
             return
-        self._dropping.add(key)
-        row = state.rows[action.save_id]
-        tag = row.save.tag
-        self._audit.write("drop-derived", tag=tag, form=form, reason=action.reason, **state.rests_on(row.id))
+        self._dropping.add(save_id)
+        tag = state.rows[save_id].save.tag
+        resting = state.rests_on(save_id)
+        self._audit.write("drop-derived", tag=tag, form=UNIVERSAL, reason=action.reason, **resting)
 
         def done(_: None) -> None:
-            self._dropping.discard(key)
-            state.put_derived(row.id, DerivedRecord(reason=action.reason), form)
+            self._dropping.discard(save_id)
+            state.put_derived(save_id, DerivedRecord(reason=action.reason))
             self._wake()
 
         def failed(error: CkptdError) -> None:
-            self._dropping.discard(key)
-            self._not_removed(f"dropping the {form} form of {tag}", error)
+            self._dropping.discard(save_id)
+            self._not_removed(f"dropping the universal form of {tag}", error)
 
         self._in_worker(
-            f"dropping the {form} form of {tag}",
+            f"dropping the universal form of {tag}",
             save_dir_fd,
-            lambda fd: fs.remove_ours(fd, f"{fs.DERIVED}/{form}", tag),
+            lambda fd: fs.remove_ours(fd, PLACE, tag),
             done,
             failed,
         )
 
     def point_universal(self, action: PointUniversal, save_dir_fd: int) -> None:
         """Rewrite `latest_universal` at once: one small atomic file."""
-        target = f"{OURS}/derived/{UNIVERSAL}/{action.tag}" if action.tag else None
+        target = f"{PLACE}/{action.tag}" if action.tag else None
         fs.point_latest_universal(save_dir_fd, target)
         self._wake()
 
@@ -316,6 +310,3 @@ class Chores:
 
         self._workers.submit(what, run, succeeded, refused)
 
-
-def _dtype(form: str) -> Dtype:
-    return cast("Dtype", form.removeprefix("weights-"))

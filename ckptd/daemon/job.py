@@ -169,7 +169,7 @@ class Job:
             self.links,
             self.node,
             self._tags_at_start or frozenset(),
-            self.config.save_spread_seconds,
+            self.config,
             self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core import manifest as mf
-from ckptd.core.generation import Already, GenerationChoice, Retired, Use, choose_generation
+from ckptd.core.generation import (
+    Already,
+    GenerationChoice,
+    Retired,
+    Use,
+    choose_derived,
+    choose_generation,
+)
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
@@ -28,9 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    from ckptd.config_model import JobConfig
     from ckptd.core.save import SealedSave
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
+    from ckptd.journal import SaveRow
 
 log = logging.getLogger("ckptd.knowledge")
 
@@ -84,14 +93,15 @@ class Knowledge(Recogniser):
         links: Mapping[str, RemoteLink],
         node: str,
         tags_at_start: frozenset[str],
-        save_spread_seconds: float,
+        config: JobConfig,
         wake: Callable[[], None],
     ) -> None:
         self._state = state
         self._state_dir = state_dir
         self._links = links
         self._node = node
-        self._save_spread_seconds = save_spread_seconds
+        self._save_spread_seconds = config.save_spread_seconds
+        self._forms = {remote.name: remote.forms for remote in config.remotes}
         self._wake = wake
         self._first: frozenset[str] | None = None
         self.tags_at_start = tags_at_start
@@ -233,35 +243,38 @@ class Knowledge(Recogniser):
 
     def choose_generations(self) -> None:
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
-        state = self._state
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
-        for row in list(state.rows.values()):
-            if row.state != "present" and not row.held:
-                continue
-            for name, link in self._links.items():
-                record = state.ship(row.id, name, ZERO)
-                key = (row.id, name, ZERO)
-                if record.state not in _OPEN or key in state.generations:
-                    continue
-                match self._choose(row.save, link):
-                    case Use(generation=g):
-                        state.generations[key] = GenerationAnswer(generation=g)
-                    case Already() as already:
-                        found = {
-                            "state": ShipState.COMMITTED,
-                            "generation": already.generation,
-                            "commit_key": already.commit_key,
-                            "commit_sha256": already.commit_sha256,
-                            "unlisted": already.unlisted,
-                        }
-                        state.put_ship(row.id, record.model_copy(update=found))
-                        log.info("%s is committed on %s already; nothing is sent", row.save.tag, name)
-                    case Retired(generation=g):
-                        update = {"state": ShipState.RETIRED, "generation": g}
-                        state.put_ship(row.id, record.model_copy(update=update))
-                    case None:
-                        pass
+        for row in list(self._state.rows.values()):
+            if row.state == "present" or row.held:
+                for name, link in self._links.items():
+                    forms = self._forms[name]
+                    for form in (ZERO,) if ZERO in forms else forms:
+                        self._choose_generation(row, link, form)
+
+    def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
+        state, key = self._state, (row.id, link.name, form)
+        record = state.ship(*key)
+        if record.state not in _OPEN or key in state.generations:
+            return
+        match self._choose(row.save, link, form):
+            case Use(generation=g):
+                state.generations[key] = GenerationAnswer(generation=g, attempt=record.attempt)
+            case Already() as already:
+                found = {
+                    "state": ShipState.COMMITTED,
+                    "generation": already.generation,
+                    "commit_key": already.commit_key,
+                    "commit_sha256": already.commit_sha256,
+                    "unlisted": already.unlisted,
+                }
+                state.put_ship(row.id, record.model_copy(update=found))
+                log.info("%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, link.name)
+            case Retired(generation=g):
+                update = {"state": ShipState.RETIRED, "generation": g}
+                state.put_ship(row.id, record.model_copy(update=update))
+            case None:
+                pass
 
     def _hear_of_commits(self, name: str, link: RemoteLink) -> None:
         """What other nodes did: the COMMIT that a part waits for, or the end of one that counted (H1)."""
@@ -292,16 +305,19 @@ class Knowledge(Recogniser):
             state.put_ship(row.id, record.model_copy(update=update))
             link.tag_views.pop(row.save.tag, None)
 
-    def _choose(self, save: SealedSave, link: RemoteLink) -> GenerationChoice | None:
-        """`choose_generation` on what the link was told of the tag; None while it was not asked."""
+    def _choose(self, save: SealedSave, link: RemoteLink, form: str) -> GenerationChoice | None:
+        """The choice on what the link was told of the tag; None while it was not asked."""
         if save.tag not in link.tag_views or link.settings.job_id is None:
             return None
         manifests, commits = link.seen(save.tag)
+        retired = link.tag_views[save.tag].retired
+        if form != ZERO:
+            return choose_derived(save, form, manifests=manifests, commits=commits, tombstones=retired)
         return choose_generation(
             save,
             link.settings.job_id,
             manifests=manifests,
             commits=commits,
-            tombstones=link.tag_views[save.tag].retired,
+            tombstones=retired,
             save_spread_seconds=self._save_spread_seconds,
         )

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.config_timetable import constant
 from ckptd.daemon.backoff import Breaker
+from ckptd.daemon.processes import Processes
 from ckptd.daemon.seen import seen_in
 from ckptd.daemon.standstill import NEXT_STEP, Standstill
 from ckptd.remote import messages as m
-from ckptd.remote.client import RemoteClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,13 +63,17 @@ class RemoteLink:
         self.tag_views: dict[str, m.TagView] = {}
         self.ship_order: int | None = None
         """The order of the mover (ship or retire) that is under way."""
+        self.ships: str | None = None
+        """The form that it ships."""
+        self.makes_way = False
+        """It was cancelled for a ZeRO form that waits."""
         self.scrub_order: int | None = None
         """A slow reading that is under way; anything else comes first."""
         self._problems = problems
         self._post = post
         self._on_attached = on_attached
         self._wake = wake
-        self._client = RemoteClient(settings, self._deliver)
+        self._client = Processes(settings, self._deliver)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
         self._answering = Breaker()
         self._moving = Breaker()
@@ -190,7 +194,7 @@ class RemoteLink:
 
     def order(self, order: m.Order, on_answer: Callable[[m.Answer], None]) -> int:
         """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""
-        order_id = self._client.submit(order)
+        order_id = self._client.submit(order, self.settings)
         self._open[order_id] = on_answer
         return order_id
 
@@ -207,8 +211,9 @@ class RemoteLink:
             self._client.pace(self._fraction, bytes_per_second)
 
     def cancel_ship(self) -> None:
-        """End the mover's order at its next window."""
-        if self.ship_order is not None:
+        """End the mover's order at its next window; what is durable stays for the next attempt."""
+        if self.ship_order is not None and not self.makes_way:
+            self.makes_way = True
             self._client.cancel(self.ship_order)
 
     def cancel_scrub(self) -> None:
@@ -231,11 +236,12 @@ class RemoteLink:
         handler = self._open.get(order_id)
         if handler is None:
             return
-        if isinstance(answer, m.Moving | m.ObjectDone):
-            if self._standstill.is_durable(answer):
+        if isinstance(answer, m.EVENTS):
+            if isinstance(answer, m.Moving | m.ObjectDone) and self._standstill.is_durable(answer):
                 self._moves()
         else:
             del self._open[order_id]
+            self._client.ended()
             if self.scrub_order == order_id:
                 self.scrub_order = None
             if self.ship_order == order_id:

@@ -67,20 +67,30 @@ def _folder_of(row: SaveRow, action: Ship) -> str:
 
 def _derived_files(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
     """The derived folder; where a trainer expects it beside its shards, with the pointer that it follows."""
-    save, folder, below = row.save, _folder_of(row, action), ""
-    if action.form == UNIVERSAL:
-        folder, below = universal_folder(save.tag, action.generation, save.roots[0], action.attempt)
-    source = f"{fs.DERIVED}/{action.form}/{save.tag}"
+    folder, below = _folder_of(row, action), _below(row, action)
+    source = f"{fs.DERIVED}/{action.form}/{row.save.tag}"
     derived = scan_folder(save_dir_fd, source)
     if derived is None:
         return None
-    role = Role.UNIVERSAL if action.form == UNIVERSAL else Role.WEIGHTS
-    found = tuple(_derived(f, folder, source, below, role) for f in derived.files)
+    found = tuple(_derived(f, folder, source, below) for f in derived.files)
+    return found + pointer_to_ship(row, action)
+
+
+def _below(row: SaveRow, action: Ship) -> str:
+    """Path of a derived form in its remote folder."""
+    if action.form != UNIVERSAL:
+        return ""
+    return universal_folder(row.save.tag, action.generation, row.save.roots[0], action.attempt)[1]
+
+
+def pointer_to_ship(row: SaveRow, action: Ship) -> tuple[m.ShipFile, ...]:
+    """`latest_universal` in a folder where a trainer looks for the form beside its shards."""
+    below = _below(row, action)
     if not below:
-        return found
+        return ()
     pointer = m.ShipFile(
         path=LATEST_UNIVERSAL,
-        key=f"{folder}/{LATEST_UNIVERSAL}",
+        key=f"{_folder_of(row, action)}/{LATEST_UNIVERSAL}",
         source="",
         identity=None,
         bytes=len(below),
@@ -89,7 +99,19 @@ def _derived_files(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.Ship
         check_zip_crc=False,
         inline=below,
     )
-    return (*found, pointer)
+    return (pointer,)
+
+
+def making_of(row: SaveRow, action: Ship, staging: str) -> m.Making:
+    """What a form is made of that lies nowhere here."""
+    save = row.save
+    return m.Making(
+        folders=tuple(f"{save.tag}/{root}".rstrip("/") for root in save.roots),
+        sealed=tuple((f"{save.tag}/{file.path}", file.identity) for file in save.files),
+        below=_below(row, action),
+        staging=staging,
+        plan_sha256=row.derived_of(action.form).plan_sha256,
+    )
 
 
 def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tuple[m.ShipFile, ...]:
@@ -116,7 +138,7 @@ def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tupl
     return tuple(found)
 
 
-def _derived(file: ListedFile, folder: str, source: str, below: str, role: Role) -> m.ShipFile:
+def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.ShipFile:
     path = f"{below}/{file.path}" if below else file.path
     return m.ShipFile(
         path=path,
@@ -124,7 +146,7 @@ def _derived(file: ListedFile, folder: str, source: str, below: str, role: Role)
         source=f"{source}/{file.path}",
         identity=file.identity,
         bytes=file.identity.size_bytes,
-        role=role,
+        role=Role.UNIVERSAL,
         fingerprint="",
         mode=file.mode,
         check_zip_crc=False,
@@ -135,6 +157,7 @@ def ship_order(
     row: SaveRow,
     action: Ship,
     files: tuple[m.ShipFile, ...],
+    making: m.Making | None,
     *,
     root: str,
     settings: m.RemoteSettings,
@@ -171,6 +194,7 @@ def ship_order(
         root=root,
         manifest=manifest,
         files=files,
+        making=making,
         shipped=tuple(
             m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
             for o in objects

@@ -67,7 +67,8 @@ def _take_up_again(state: JobState) -> None:
     """Conversions and uploads that the crash interrupted are open again; backoffs are over."""
     for row in list(state.rows.values()):
         for form, derived in {UNIVERSAL: row.derived, **row.weights}.items():
-            if derived.state is DerivedState.CONVERTING:
+            is_staged = form != UNIVERSAL and derived.state is DerivedState.READY
+            if is_staged or derived.state is DerivedState.CONVERTING:
                 state.put_derived(row.id, derived.model_copy(update={"state": DerivedState.NONE}), form)
             elif derived.retry_at_seconds:
                 state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
@@ -93,15 +94,8 @@ def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
         is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
         if is_partial and name[1 : -len(PARTIAL_END)] not in present:
             fs.remove_ours(save_dir_fd, place, name)
-    ready = {
-        (form, row.save.tag)
-        for row in state.rows.values()
-        for form, record in row.weights.items()
-        if record.state is DerivedState.READY
-    }
-    for form in WEIGHTS:  # made to be shipped: what no row knows is made again where it is still wanted
+    for form in WEIGHTS:  # as versions made them that shipped them from here
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
-            if (form, name) not in ready:
-                why = "no save on record needs it"
-                audit.write("drop-derived", tag=name, generation=0, form=form, reason=why)
-                fs.remove_ours(save_dir_fd, f"{fs.DERIVED}/{form}", name)
+            why = "forms for remotes alone are not kept here"
+            audit.write("drop-derived", tag=name, generation=0, form=form, reason=why)
+            fs.remove_ours(save_dir_fd, f"{fs.DERIVED}/{form}", name)

@@ -7,26 +7,30 @@ between leaves a ship that the next start continues (P7).
 from __future__ import annotations
 
 import logging
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd.core.view import ZERO, Confirmation, ShipRecord, ShipState
+from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.links import error_of
-from ckptd.daemon.orders import files_to_ship, ship_order
+from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_order
 from ckptd.daemon.retiring import Retiring
-from ckptd.daemon.state import JobState, Moving
+from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
+from ckptd.local import fs
+from ckptd.place import path_of
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.actions import AskConfirmation, Ship
+    from ckptd.core.actions import AskConfirmation, MakeWay, Ship
     from ckptd.daemon.links import RemoteLink
+    from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.ship")
@@ -53,15 +57,15 @@ class Shipping:
 
     # --- ship ------------------------------------------------------------------------------------------
 
-    def ship(self, action: Ship, save_dir_fd: int) -> None:
-        """Start shipping one form of one save."""
+    def ship(self, action: Ship, save_dir_fd: int, memory_bytes: int) -> None:
+        """Start shipping one form of one save; `memory_bytes`: what making it may use (P12)."""
         state, link = self._state, self._links[action.remote]
         row = state.rows[action.save_id]
         key = (action.save_id, action.remote, action.form)
         old = state.ship(*key)
         if old.generation not in (None, action.generation) or old.attempt != action.attempt:
             state.journal.forget_objects(*key)
-        files = files_to_ship(row, action, save_dir_fd)
+        files, making = self._sources(row, action, save_dir_fd, memory_bytes)
         if files is None:
             if row.held:
                 state.journal.set_held(row.id, held=False)
@@ -80,6 +84,7 @@ class Shipping:
             row,
             action,
             files,
+            making,
             root=str(self._config.save_dir),
             settings=link.settings,
             config_digest=self._config_digest,
@@ -89,6 +94,9 @@ class Shipping:
         total = sum(f.bytes for f in files)
         state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
         state.busy[action.save_id] += 1
+        if making is not None:
+            state.converting = Converting(save_id=action.save_id, form=action.form)
+        link.ships, link.makes_way = action.form, False
         link.ship_order = link.order(order, lambda answer: self._on_ship(action, answer))
         log.info(
             "%s (%s) → %s as generation %d: %.1f MB",
@@ -99,10 +107,30 @@ class Shipping:
             total / 1e6,
         )
 
+    def _sources(
+        self, row: SaveRow, action: Ship, save_dir_fd: int, memory_bytes: int
+    ) -> tuple[tuple[m.ShipFile, ...] | None, m.Making | None]:
+        """Files that lie here, and what is made of shards while it is sent."""
+        if not action.is_streamed:
+            return files_to_ship(row, action, save_dir_fd), None
+        os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
+        staging = path_of(self._config.save_dir, fs.STAGING)
+        return pointer_to_ship(row, action), making_of(row, action, str(staging), memory_bytes)
+
+    def make_way(self, action: MakeWay) -> None:
+        """Cancel a derived form's upload; it goes on where it stopped when no ZeRO form waits."""
+        link = self._links[action.remote]
+        if not link.makes_way:
+            log.info("the %s form makes way for a ZeRO form on %s", link.ships, action.remote)
+            link.cancel_ship()
+
     def _on_ship(self, action: Ship, answer: m.Answer) -> None:
         key = (action.save_id, action.remote, action.form)
         if isinstance(answer, m.Moving):
             self._progress(key, answer)
+            return
+        if isinstance(answer, m.Planned):
+            self._planned(action, answer)
             return
         if isinstance(answer, m.ObjectDone):
             done = answer.object
@@ -120,9 +148,22 @@ class Shipping:
                 moving.objects[done.key] = done.bytes
             return
         self._state.busy[action.save_id] -= 1
+        if action.is_streamed:
+            self._state.converting = None
         self._end_ship(action, answer)
+        self._links[action.remote].ships = None
         self._state.moving.pop(key, None)
         self._wake()
+
+    def _planned(self, action: Ship, planned: m.Planned) -> None:
+        """What an attempt by another plan sent is not of this one."""
+        state, key = self._state, (action.save_id, action.remote, action.form)
+        state.moving[key].total_bytes = planned.bytes
+        record = state.rows[action.save_id].derived_of(action.form)
+        if record.plan_sha256 not in ("", planned.plan_sha256):
+            state.journal.forget_objects(*key)
+        update = {"plan_sha256": planned.plan_sha256, "layout": planned.layout, "bytes": planned.bytes}
+        state.put_derived(action.save_id, record.model_copy(update=update), action.form)
 
     def _progress(self, key: tuple[int, str, str], moving: m.Moving) -> None:
         state = self._state
@@ -157,6 +198,8 @@ class Shipping:
             link.well()
             link.observe()
             self._shipped(action, record, answer)
+        elif isinstance(answer, m.Failed) and link.makes_way:
+            state.put_ship(action.save_id, record.model_copy(update={"state": ShipState.NEW}))
         elif isinstance(answer, m.Failed):
             self._failed(action, record, error_of(answer))
 
@@ -191,6 +234,12 @@ class Shipping:
                 }
             )
             state.problems.put("commit-waiting", about, f"{about}: {answer.reason}", "see the other nodes")
+        elif answer.outcome == "refused":
+            record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
+            update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
+            derived = state.rows[action.save_id].derived_of(action.form)
+            state.put_derived(action.save_id, derived.model_copy(update=update), action.form)
+            log.warning("%s (%s): %s", tag, action.form, answer.reason)
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:

@@ -136,7 +136,7 @@ def _save(
 
 
 def _has_derived(row: SaveRow) -> bool:
-    return any(d.state is DerivedState.READY for d in (row.derived, *row.weights.values()))
+    return row.derived.state is DerivedState.READY
 
 
 def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
@@ -213,6 +213,7 @@ def _remote(
         forms=forms,
         is_attached=link.is_ready,
         is_shipping=link.is_shipping or link.seconds_to_move > 0,
+        ships=link.ships,
         commits=commits,
         known_tags=link.known_tags(),
         retention=retention,
