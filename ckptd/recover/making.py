@@ -192,9 +192,7 @@ def recheck(making: Making, root: int) -> None:
             raise SourceChanged(reason, hint="this attempt is dropped; the next turn looks again")
 
 
-def _planned(
-    order: ShipOrder, making: Making, outputs: Outputs, found: tuple[ShipFile, ...]
-) -> ShipOrder:
+def _planned(order: ShipOrder, making: Making, outputs: Outputs, found: tuple[ShipFile, ...]) -> ShipOrder:
     """The order with what the plan says; what another plan's attempt sent does not count for this one."""
     source, header = order.manifest.source, outputs.header
     assert source is not None

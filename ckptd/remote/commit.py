@@ -54,9 +54,7 @@ class Ground:
     identity: RemoteIdentity
 
 
-def ship(
-    ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed
-) -> ShipResult:
+def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed) -> ShipResult:
     """Ship one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another

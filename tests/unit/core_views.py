@@ -121,7 +121,7 @@ def job_view(saves: list[SaveView], **changes: Any) -> JobView:
                 commits=held,
             ),
         ),
-        local_forms=(),
+        local_forms=(UNIVERSAL,),
         local_retention=RetentionPolicy(save_total_limit=1),
         backfill="newest",
         latest=None,

@@ -11,8 +11,8 @@ from ckptd.core.actions import (
     AskConfirmation,
     Convert,
     Describe,
-    DropDerived,
     Hold,
+    MakeWay,
     PointUniversal,
     Prune,
     ReleaseHold,
@@ -23,7 +23,17 @@ from ckptd.core.order import next_order
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, Disk, JobView, SaveView, ShipState
+from ckptd.core.view import (
+    UNIVERSAL,
+    ZERO,
+    DerivedRecord,
+    DerivedState,
+    Disk,
+    GenerationAnswer,
+    JobView,
+    SaveView,
+    ShipState,
+)
 from tests.unit.core_views import (
     NAS,
     committed_record,
@@ -231,51 +241,107 @@ def test_order_of_rewinds_and_resaves() -> None:
     assert first < rewound < again
 
 
-# --- weights -----------------------------------------------------------------------------------------------
+# --- forms that lie nowhere here --------------------------------------------------------------------------
 
 
 BF16 = "weights-bf16"
+FARM = "farm"
 
 
-def _with_weights(*saves: SaveView, **changes: Any) -> JobView:
-    view = job_view(list(saves), **changes)
-    forms = (ZERO, UNIVERSAL, BF16)
+def _save(number: int, **changes: Any) -> SaveView:
+    return save_view(number, sealed(number), **({"universal": DerivedRecord()} | changes))
+
+
+def _streaming(*saves: SaveView, forms: tuple[str, ...] = (ZERO, UNIVERSAL, BF16), **changes: Any) -> JobView:
+    """Nothing derived is kept here, all of it is wanted there."""
+    view = job_view(list(saves), local_forms=(), **changes)
     return replace(view, remotes=tuple(replace(r, forms=forms) for r in view.remotes))
 
 
-def test_weights_are_made_last_of_the_newest_and_only_once_its_zero_form_is_committed() -> None:
-    """They delay nothing: no conversion while ZeRO waits, none before the universal form, none in a save."""
-    ready = DerivedRecord(state=DerivedState.READY)
-    both = save_view(1, sealed(1), universal=ready), save_view(2, sealed(2), universal=ready)
-    assert of(_with_weights(*both), Convert) == [Convert(save_id=2, form=BF16)]
-    waiting = save_view(2, sealed(2), committed=False, universal=ready)
-    assert of(_with_weights(both[0], waiting), Convert) == []
-    unmade = save_view(2, sealed(2), universal=DerivedRecord())
-    assert of(_with_weights(both[0], unmade), Convert) == [Convert(save_id=2)]
-    assert of(_with_weights(*both, is_save_in_flight=True), Convert) == []
-    assert of(_with_weights(*both, is_converting=True), Convert) == []
-    full = Disk(free_bytes=1040, reserve_bytes=1000, can_clone=True)
-    assert of(_with_weights(*both, disk=full), Convert) == []
-    assert of(job_view(list(both)), Convert) == []
+def _shipped(view: JobView) -> list[tuple[int, str, bool]]:
+    return [(s.save_id, s.form, s.is_streamed) for s in of(view, Ship)]
 
 
-def test_weights_are_shipped_after_the_other_forms_and_dropped_once_they_are_there() -> None:
-    """A refused or failed one is neither; what a remote let go is not made again."""
-    ready = DerivedRecord(state=DerivedState.READY)
-    save = save_view(1, sealed(1), universal=ready, weights={BF16: ready})
-    first = of(_with_weights(save), Ship)
-    assert [(s.form, s.generation) for s in first] == [(UNIVERSAL, 1)]
-    there = dict(save.ships) | {(NAS, UNIVERSAL): committed_record(save.save, form=UNIVERSAL)}
-    shipped = replace(save, ships=there)
-    assert [s.form for s in of(_with_weights(shipped), Ship)] == [BF16]
-    assert of(_with_weights(shipped), DropDerived) == []
-    newer = save_view(2, sealed(2), committed=False)
-    assert [(s.save_id, s.form) for s in of(_with_weights(shipped, newer), Ship)] == [(2, ZERO)]
+def _with_form(save: SaveView, form: str, state: ShipState = ShipState.COMMITTED) -> SaveView:
+    record = committed_record(save.save, form=form).model_copy(update={"state": state})
+    return replace(save, ships={**save.ships, (NAS, form): record})
+
+
+def test_forms_that_are_not_kept_here_are_streamed_and_never_made() -> None:
+    """Universal before weights, of the newest whose ZeRO form is committed there, one at a time."""
+    first, second = _save(1), _save(2)
+    view = _streaming(first, second)
+    assert _shipped(view) == [(2, UNIVERSAL, True)]
+    assert of(view, Convert) == []
+    assert _shipped(_streaming(first, _with_form(second, UNIVERSAL))) == [(2, BF16, True)]
+    waiting = _save(2, committed=False)
+    assert _shipped(_streaming(first, waiting)) == [(2, ZERO, False)]
+    assert _shipped(_streaming(first, second, is_save_in_flight=True)) == []
+    assert _shipped(_streaming(first, second, is_converting=True)) == []
+    assert _shipped(_streaming(replace(second, is_intact=False))) == []
     for state in (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED):
-        record = committed_record(save.save, form=BF16).model_copy(update={"state": state})
-        done = replace(shipped, ships=there | {(NAS, BF16): record})
-        view = _with_weights(done)
-        assert of(view, DropDerived) == [DropDerived(save_id=1, form=BF16, reason="shipped")]
-        assert of(_with_weights(replace(done, weights={BF16: DerivedRecord()})), Convert) == []
-    refused = replace(shipped, weights={BF16: DerivedRecord(state=DerivedState.REFUSED)})
-    assert of(_with_weights(refused), Convert) == of(_with_weights(refused), Ship) == []
+        done = _with_form(_with_form(second, UNIVERSAL, state), BF16, state)
+        assert _shipped(_streaming(first, done)) == []
+
+
+def test_what_is_kept_here_is_sent_from_here() -> None:
+    save = _save(1, universal=DerivedRecord(state=DerivedState.READY))
+    assert _shipped(replace(_streaming(save), local_forms=(UNIVERSAL,))) == [(1, UNIVERSAL, False)]
+    assert _shipped(_streaming(save)) == [(1, UNIVERSAL, False)], "it lies here still"
+    view = replace(_streaming(_save(1)), local_forms=(UNIVERSAL,))
+    assert (_shipped(view), of(view, Convert)) == ([(1, BF16, True)], [Convert(save_id=1)])
+
+
+def test_a_form_that_was_refused_is_not_tried_on_any_remote() -> None:
+    refused = DerivedRecord(state=DerivedState.REFUSED)
+    assert _shipped(_streaming(_save(1, universal=refused, weights={BF16: refused}))) == []
+
+
+def test_what_was_begun_is_finished_before_a_newer_one_is_begun() -> None:
+    """Else a link that is slower than saving would carry one beginning after the other."""
+    first, second = _with_form(_save(1), UNIVERSAL, ShipState.NEW), _save(2)
+    assert _shipped(_streaming(first, second)) == [(1, UNIVERSAL, True)]
+    assert _shipped(_streaming(replace(first, is_intact=False), second)) == [(2, UNIVERSAL, True)]
+    assert _shipped(_streaming(_with_form(first, UNIVERSAL), second)) == [(2, UNIVERSAL, True)]
+
+
+def test_a_derived_form_makes_way_for_a_zero_form() -> None:
+    done, waiting = _save(1), _save(2, committed=False)
+
+    def busy_with(form: str | None, *saves: SaveView) -> JobView:
+        view = _streaming(*saves)
+        return replace(view, remotes=tuple(replace(r, is_shipping=True, ships=form) for r in view.remotes))
+
+    assert of(busy_with(UNIVERSAL, done, waiting), MakeWay) == [MakeWay(remote=NAS)]
+    for view in (busy_with(ZERO, done, waiting), busy_with(None, done, waiting), busy_with(UNIVERSAL, done)):
+        assert of(view, MakeWay) == of(view, Ship) == []
+
+
+def _with_farm(*saves: SaveView, **changes: Any) -> JobView:
+    """Beside the required remote one that takes weights and nothing else."""
+    view = _streaming(*saves, forms=(ZERO,))
+    there = {"is_required": False, "forms": (BF16,), "commits": ()} | changes
+    return replace(view, remotes=(*view.remotes, replace(view.remotes[0], name=FARM, **there)))
+
+
+def test_a_remote_without_zero_gets_its_forms_once_the_required_ones_have_theirs() -> None:
+    """Its generations are its own: a tag that it knows is described before anything is sent."""
+    save = _save(1)
+    assert of(_with_farm(save), Ship) == [
+        Ship(save_id=1, remote=FARM, form=BF16, generation=1, attempt=1, is_streamed=True)
+    ]
+    assert _shipped(_with_farm(_save(1, committed=False))) == [(1, ZERO, False)]
+    known = _with_farm(save, known_tags=frozenset({save.save.tag}))
+    assert of(known, Describe) == [Describe(remote=FARM, tag=save.save.tag, save_id=1, form=BF16)]
+    answered = replace(known, generations={(1, FARM, BF16): GenerationAnswer(generation=3)})
+    assert [(s.generation, s.form) for s in of(answered, Ship)] == [(3, BF16)]
+
+
+def test_a_remote_without_zero_keeps_as_many_of_each_form_as_it_says() -> None:
+    saves = [sealed(step) for step in (1, 2, 3)]
+    commits = tuple(remote_commit(s, form=form) for s in saves for form in (UNIVERSAL, BF16))
+    limit = RetentionPolicy(save_total_limit=2)
+    gone = of(_with_farm(forms=(UNIVERSAL, BF16), commits=commits, retention=limit), Retire)
+    assert [(a.remote, a.commit.step) for a in gone] == [(FARM, 1)]
+    left = tuple(c for c in commits if c.step > 1)
+    assert of(_with_farm(forms=(UNIVERSAL, BF16), commits=left, retention=limit), Retire) == []

@@ -14,7 +14,7 @@ from ckptd.remote.store import Abilities
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.client import RemoteClient
+    from ckptd.daemon.processes import Processes
 
 IDENTITY = RemoteIdentity(format="1.0", remote_id="r", job_id="j", job="job", created="")
 BEFORE = m.Observation(identity=IDENTITY, commits=())
@@ -38,9 +38,12 @@ class Line:
     def abandon(self, reason: str) -> None:
         self.abandoned.append(reason)
 
-    def submit(self, order: m.Order) -> int:
+    def submit(self, order: m.Order, settings: m.RemoteSettings) -> int:
         self.orders.append(order)
         return len(self.orders)
+
+    def ended(self) -> None:
+        """No second process here."""
 
 
 class Scene:
@@ -54,7 +57,7 @@ class Scene:
         self.line = Line()
         self.problems = Problems()
         self.link = RemoteLink(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
-        self.link._client = cast("RemoteClient", self.line)
+        self.link._client = cast("Processes", self.line)
         self.link.turn(1e6)
         self.answer(
             m.Attached(

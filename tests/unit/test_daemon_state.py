@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptd.core.planner import plan
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.view import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.problems import Problems
@@ -52,7 +52,7 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
 def _failing(state: JobState, save_id: int, error: NoSpaceError | RefusedError) -> None:
     nothing = cast("Any", None)
     chores = Chores(nothing, state, nothing, nothing, nothing, wake=lambda: None)
-    chores._not_converted(save_id, UNIVERSAL, error)
+    chores._not_converted(save_id, error)
 
 
 def test_a_conversion_without_room_waits_and_says_so(tmp_path: Path) -> None:
