@@ -320,7 +320,7 @@ def test_a_derived_form_makes_way_for_a_zero_form() -> None:
 def _with_farm(*saves: SaveView, **changes: Any) -> JobView:
     """Beside the required remote one that takes weights and nothing else."""
     view = _streaming(*saves, forms=(ZERO,))
-    there = {"is_required": False, "forms": (BF16,), "commits": ()} | changes
+    there: dict[str, Any] = {"is_required": False, "forms": (BF16,), "commits": ()} | changes
     return replace(view, remotes=(*view.remotes, replace(view.remotes[0], name=FARM, **there)))
 
 
