@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,18 @@ import pytest
 
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.supervise import convert
-from tests.e2e.harness import RUN, Node, children_of, node
+from ckptd.remote.s3_parts import PARTS_AT_ONCE
+from ckptd.remote.transfer import SMALL_BYTES
+from tests.disguise import disguise
+from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, node
+from tests.e2e.s3_node import BIG_RUN, S3Node, s3_node
 from tests.real import Recipe, prepare, save_dir_of
+from tests.stores.proxy import proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.stores import servers
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 BF16 = "weights-bf16"
@@ -30,6 +38,7 @@ FORMS = f'forms = ["zero", "universal", "{BF16}"]'
 def expected(folder: Path, form: str, run: Recipe = RUN, step: int = 1) -> Path:
     """The form as `ckptd convert` makes it where extents do not clone."""
     prepare([run])
+    folder.mkdir(exist_ok=True)
     options = ConvertOptions() if form == "universal" else ConvertOptions(form="weights", dtype="bf16")
     convert(save_dir_of(run) / f"global_step{step}", folder / form, options)
     return folder / form
@@ -107,5 +116,140 @@ def test_forms_that_only_a_remote_lists_never_lie_on_the_node(tmp_path: Path) ->
         assert verified.returncode == 0, verified.stdout
 
 
+def peak_bytes(pid: int) -> int:
+    """High-water mark of a process."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def in_bucket(here: S3Node, folder: str) -> dict[str, bytes]:
+    return {key.removeprefix(f"{folder}/"): here.read(key) for key in here.objects(f"{folder}/")}
+
+
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path, moto: servers.Server) -> None:
+    """kill -9 of whoever makes it, then of the daemon: what was in flight is sent again, no more (P7)."""
+    wanted = {form: contents(expected(tmp_path, form, BIG_RUN)) for form in ("universal", BF16)}
+    total = sum(len(data) for data in wanted["universal"].values())
+    in_flight = max(len(data) for data in wanted["universal"].values() if len(data) <= SMALL_BYTES)
+    settings = f'{FORMS}\nbandwidth = "40MB/s"'
+    with (
+        proxy(moto.port) as between,
+        s3_node(tmp_path / "n", moto, between.endpoint, local="forms = []", remote=settings) as here,
+    ):
+        peak = 0
+
+        def has_sent(share: float, form: str) -> bool:
+            nonlocal peak
+            peak = max(peak, peak_bytes(maker_of(here) or 0))
+            return between.sent_bytes(f"_{form}/") >= share * sum(map(len, wanted[form].values()))
+
+        daemon = here.start()
+        here.save(1, BIG_RUN)
+        here.wait("a quarter", lambda: has_sent(0.25, "universal"), 60)
+        maker = maker_of(here)
+        assert maker is not None
+        os.kill(maker, signal.SIGKILL)
+        here.wait("half", lambda: has_sent(0.5, "universal"), 60)
+        assert here.problems() == set(), "the remote is not blamed"
+        daemon.kill()
+        daemon.wait()
+        here.start()
+        here.wait("the universal form", lambda: has_sent(0, "universal") and has(here, "universal"), 90)
+        here.wait("half of the weights", lambda: has_sent(0.5, BF16), 60)
+        daemon = here.processes[-1]
+        daemon.kill()
+        daemon.wait()
+        here.start()
+        here.wait(BF16, lambda: has_sent(0, BF16) and has(here, BF16), 90)
+        for form, files in wanted.items():
+            assert in_bucket(here, f"{TAG}_{form}") == files
+        again = between.sent_bytes("_universal/") - total
+        assert again <= 2 * 8 * in_flight + 2 * PARTS_AT_ONCE * (5 << 20), (again, total)
+        assert here.uploads() == []
+        assert peak < 200 << 20, peak
+        assert not list((here.save_dir / "_ckptd" / "staging").iterdir())
+        verified = here.ckptd("verify", here.job_file, "--read-data")
+        assert verified.returncode == 0, verified.stdout
+        print(f"resent {again} of {total}, peak {peak >> 20} MiB")
+
+
+def test_a_zero_form_comes_first(tmp_path: Path) -> None:
+    """A form that is being made makes way at once, and goes on where it stopped."""
+    with node(tmp_path, local="forms = []", remote=f'{FORMS}\nbandwidth = "1MB/s"') as here:
+        here.start()
+        here.save(1)
+        here.wait("the universal form", lambda: list(here.nas.glob(f"{TAG}_universal/zero/*/*.pt")), 60)
+        here.save(2)
+        here.wait_committed("global_step2~g1", 60)
+        assert not has(here, "universal"), "it was finished first"
+        here.wait("it is finished", lambda: has(here, "universal"), 60)
+        assert "makes way" in here.log.read_text()
+
+
 def _state(here: Node, form: str, remote: str = "nas") -> Any:
     return here.checkpoint(TAG)["remotes"][remote][form]["state"]
+
+
+def farm(root: Path, forms: str, more: str = "") -> str:
+    """The first remote takes ZeRO forms alone; another one takes derived forms alone."""
+    return (
+        f'forms = ["zero"]\n[[remote]]\nname = "farm"\nurl = "{root}/farm"\nsame_filesystem = true\n'
+        f"required = false\nforms = {forms}\n{more}"
+    )
+
+
+def farm_has(here: Node, name: str) -> bool:
+    return (here.root / "farm" / "_ckptd" / "commits" / f"{name}.json").exists()
+
+
+def test_a_remote_that_takes_no_zero_form_gets_what_it_lists(tmp_path: Path) -> None:
+    """Once the required one has it; a tag saved again is its next generation; its own retention holds."""
+    wanted = contents(expected(tmp_path, BF16))
+    other = contents(expected(tmp_path / "other", BF16, OTHER_RUN))
+    root = tmp_path / "n"
+    (root / "farm").mkdir(parents=True)
+    remote = farm(root, f'["{BF16}", "universal"]', "keep_last = 1")
+    with node(root, local="forms = []", remote=remote) as here:
+        here.start()
+        here.save(1)
+        here.wait(BF16, lambda: farm_has(here, f"{TAG}~g1~{BF16}") and farm_has(here, f"{TAG}~g1~universal"))
+        assert here.commits()
+        assert contents(root / "farm" / f"{TAG}_{BF16}") == wanted
+        here.stop()
+        shutil.rmtree(here.state)
+        commits = contents(root / "farm" / "_ckptd" / "commits")
+        assert here.once() == 0
+        assert contents(root / "farm" / "_ckptd" / "commits") == commits, "a lost journal sends nothing again"
+        here.start()
+        shutil.rmtree(here.save_dir / TAG)
+        here.save(1, OTHER_RUN)
+        here.wait("the second", lambda: farm_has(here, f"{TAG}~g2~{BF16}"))
+        assert contents(root / "farm" / f"{TAG}.g2_{BF16}") == other
+        here.wait("one is left", lambda: not farm_has(here, f"{TAG}~g1~{BF16}"))
+        restored = here.ckptd("restore", root / "farm", "--to", root / "to", "--form", BF16)
+        assert contents(Path(restored.stdout.strip())) == other, restored.stderr
+        verified = here.ckptd("verify", root / "farm", "--read-data")
+        assert verified.returncode == 0, verified.stdout
+
+
+def test_a_save_that_has_no_such_form_says_why(tmp_path: Path) -> None:
+    """Its ZeRO form is safe all the same; nothing is tried again and again."""
+    with node(tmp_path, local="forms = []", remote=FORMS) as here:
+        here.save(1, tag="staged")
+        disguise([(here.save_dir / "staged", tmp_path / "legacy", None, False)])
+        shutil.rmtree(here.save_dir / "staged")
+        shard = tmp_path / "legacy" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        data = bytearray(shard.read_bytes())
+        data[data.index(b"\x88", data.index(b"little_endian"))] = 0x89  # False: no machine here reads that
+        shard.write_bytes(data)
+        here.start()
+        shutil.copytree(tmp_path / "legacy", here.save_dir / TAG)
+        here.wait_committed(f"{TAG}~g1", 40)
+        for form in ("universal", BF16):
+            here.wait(f"{form} is refused", lambda f=form: _state(here, f) == "refused")  # type: ignore[misc]
+            assert here.checkpoint(TAG)["remotes"]["nas"][form]["reason"]
+        assert here.problems() == {"conversion-refused"}
+        assert not here.commits("universal")
