@@ -60,10 +60,7 @@ def opened(order: ShipOrder, root: int, control: Control) -> Iterator[Origin]:
         with files.opened_dir(where) as source_fd:
             ranges = LocalRanges(source_fd, [s.path for s in outputs.header.sources], outputs.identities)
             made = Made(order, making, root, outputs, ranges, folder)
-            trailer, layout = outputs.trailer, outputs.header.layout
-            control.on_planned(
-                Planned(plan_sha256=trailer.sha256, layout=layout, files=trailer.files, bytes=trailer.bytes)
-            )
+            control.on_planned(made.planned)
             made.compare(control)
             yield made
 
@@ -124,6 +121,17 @@ class Made:
         self._description = description_of(outputs.header, outputs.trailer)
         self._below = f"{making.below}/" if making.below else ""
         self.order = _planned(order, making, outputs, self._files(order))
+
+    @property
+    def planned(self) -> Planned:
+        """What it comes to, second names of outputs counted: each is an object."""
+        files, trailer = self.order.files, self._outputs.trailer
+        return Planned(
+            plan_sha256=trailer.sha256,
+            layout=self._outputs.header.layout,
+            files=len(files),
+            bytes=sum(file.bytes for file in files),
+        )
 
     @contextmanager
     def opened(self, file: ShipFile) -> Iterator[Source]:

@@ -7,6 +7,7 @@ DeepSpeed's own format (`tests.tp_saves`), random elements, so that one in a wro
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 
 from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.core.view import UNIVERSAL
 from ckptd.errors import CkptdError
 from tests import stock
 from tests.real import REPOSITORY, TAG, Recipe, Resume, losses_of, prepare, resume, save_dir_of
+from tests.unit.test_making import Scene
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -237,6 +240,17 @@ def test_what_cannot_be_right_is_refused(saves: Path, tmp_path: Path, case: str)
         convert(source, tmp_path / "out" / "u")
     assert caught.value.exit_code == 65
     assert list((tmp_path / "out").iterdir()) == [], "no partial output"
+
+
+def test_drifted_copies_are_seen_before_anything_is_sent(saves: Path, tmp_path: Path) -> None:
+    """By the process that makes a form while it sends it (adr/0093)."""
+    name, change, pattern, words = REFUSED["drifted copies"]
+    scene = Scene(tmp_path / "n", changed(saves, name, tmp_path / "in", change, pattern))
+    result = scene.ship(scene.order(UNIVERSAL))
+    assert (result.outcome, scene.objects(UNIVERSAL)) == ("refused", {})
+    assert re.search(words, result.reason or "")
+    good = Scene(tmp_path / "m", saves / name)
+    assert good.ship(good.order(UNIVERSAL)).outcome == "committed"
 
 
 def test_a_missing_tensor_rank_is_named(saves: Path, tmp_path: Path) -> None:
