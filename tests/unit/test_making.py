@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,13 +24,15 @@ from tests.stores.scene import JOB_ID, Node
 from tests.unit.synthetic import write_stage12
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from ckptd.remote.commit import Ground
     from ckptd.remote.messages import ShipResult
 
-GROUPS = [{"embed.weight": (64, 16), "norm.weight": (16,)}, {"norm.bias": (16,)}]
+GROUPS: list[dict[str, tuple[int, ...]]] = [
+    {"embed.weight": (64, 16), "norm.weight": (16,)},
+    {"norm.bias": (16,)},
+]
 FP32 = "weights-fp32"
 
 
@@ -69,7 +71,7 @@ class Scene:
             }
         )
 
-    def ship(self, order: ShipOrder, **changes: Callable[..., None]) -> ShipResult:
+    def ship(self, order: ShipOrder, **changes: Any) -> ShipResult:
         control = replace(self.node.control(), on_planned=self.node.events.append, **changes)
         return ship(self.ground, order, control, making.opened)
 
