@@ -299,3 +299,13 @@ class Chores:
             finally:
                 os.close(fd)
 
+        def succeeded(result: object) -> None:
+            state.failures.pop(what, None)
+            done(result)
+
+        def refused(error: CkptdError) -> None:
+            if not is_told:
+                state.note_failure(what, error)
+            failed(error)
+
+        self._workers.submit(what, run, succeeded, refused)

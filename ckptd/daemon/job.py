@@ -169,7 +169,8 @@ class Job:
             self.links,
             self.node,
             self._tags_at_start or frozenset(),
-            self.config,
+            self.config.save_spread_seconds,
+            {remote.name: remote.forms for remote in self.config.remotes},
             self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)

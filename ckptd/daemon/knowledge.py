@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from ckptd.config_model import JobConfig
     from ckptd.core.save import SealedSave
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
@@ -93,15 +92,16 @@ class Knowledge(Recogniser):
         links: Mapping[str, RemoteLink],
         node: str,
         tags_at_start: frozenset[str],
-        config: JobConfig,
+        save_spread_seconds: float,
+        forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
     ) -> None:
         self._state = state
         self._state_dir = state_dir
         self._links = links
         self._node = node
-        self._save_spread_seconds = config.save_spread_seconds
-        self._forms = {remote.name: remote.forms for remote in config.remotes}
+        self._save_spread_seconds = save_spread_seconds
+        self._forms = forms
         self._wake = wake
         self._first: frozenset[str] | None = None
         self.tags_at_start = tags_at_start

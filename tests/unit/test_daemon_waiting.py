@@ -69,7 +69,14 @@ class Life:
         self.state.load()
         self.state.put_ship(ROW, record)
         self.knowledge = Knowledge(
-            self.state, tmp_path, {"nas": self.scene.link}, "n0", frozenset(), 60.0, lambda: None
+            self.state,
+            tmp_path,
+            {"nas": self.scene.link},
+            "n0",
+            frozenset(),
+            60.0,
+            {"nas": (ZERO,)},
+            lambda: None,
         )
 
     @property
