@@ -102,7 +102,7 @@ def pointer_to_ship(row: SaveRow, action: Ship) -> tuple[m.ShipFile, ...]:
     return (pointer,)
 
 
-def making_of(row: SaveRow, action: Ship, staging: str) -> m.Making:
+def making_of(row: SaveRow, action: Ship, staging: str, memory_bytes: int) -> m.Making:
     """What a form is made of that lies nowhere here."""
     save = row.save
     return m.Making(
@@ -110,6 +110,7 @@ def making_of(row: SaveRow, action: Ship, staging: str) -> m.Making:
         sealed=tuple((f"{save.tag}/{file.path}", file.identity) for file in save.files),
         below=_below(row, action),
         staging=staging,
+        memory_bytes=memory_bytes,
         plan_sha256=row.derived_of(action.form).plan_sha256,
     )
 

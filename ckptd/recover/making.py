@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Source
     from ckptd.remote.transfer import Control
 
+ALONE_BYTES = 72 << 20
+LANE_BYTES = 8 << 20
+MOST_LANES = 8
+"""What the process takes with nothing on its way, and each lane besides, as measured (docs/adr/0093)."""
+
 
 @contextmanager
 def opened(order: ShipOrder, root: int, control: Control) -> Iterator[Origin]:
@@ -118,6 +123,8 @@ class Made:
         self._outputs = outputs
         self._ranges = ranges
         self._folder = folder
+        room = (making.memory_bytes - ALONE_BYTES) // LANE_BYTES
+        self.most_lanes = max(1, min(MOST_LANES, room))
         self._description = description_of(outputs.header, outputs.trailer)
         self._below = f"{making.below}/" if making.below else ""
         self.order = _planned(order, making, outputs, self._files(order))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NOTE = "ckptd-partial.json"
 PIECE_BYTES = 4 << 20
-MOST_CURSORS = 16
+MOST_CURSORS = 6
 _HASH_BYTES = 1 << 20
 
 
@@ -97,7 +97,7 @@ class PartsSource:
             cursor.rest = memoryview(block)
         count = min(len(cursor.rest), len(buffer))
         buffer[:count] = cursor.rest[:count]
-        cursor.rest = cursor.rest[count:]
+        cursor.rest = cursor.rest[count:] if count < len(cursor.rest) else memoryview(b"")
         with self._lock:
             self._cursors[offset + count] = cursor
             while len(self._cursors) > MOST_CURSORS:

@@ -21,6 +21,8 @@ class Making(Model):
     """Path of the form in the manifest's folder."""
     staging: str
     """Folder of this disk where the plan lies, without a name."""
+    memory_bytes: int
+    """What the process that makes it may use (P12)."""
     plan_sha256: str = ""
     """The plan that `ShipOrder.shipped` and `partly` were made by."""
 

@@ -39,6 +39,11 @@ class Origin(Protocol):
         """The order with all its files: of a form that is made they are known once it is planned."""
         ...
 
+    @property
+    def most_lanes(self) -> int:
+        """How many of them may be read at a time (P12)."""
+        ...
+
     def opened(self, file: ShipFile) -> AbstractContextManager[Source]:
         """One of these files, to be read."""
         ...
@@ -63,6 +68,8 @@ if TYPE_CHECKING:
 
 class Sealed:
     """Files as they were sealed: opened by identity, the CRC32s of records compared while they are read."""
+
+    most_lanes = 64
 
     def __init__(self, order: ShipOrder, root: int) -> None:
         self.order = order

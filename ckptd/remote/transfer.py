@@ -103,15 +103,16 @@ class Transfer:
             VerifyError: the remote holds other bytes than were sent.
             CommitConflict: another save's object lies under that key and a manifest lists it.
         """
+        lanes = min(self._store.lanes, self._origin.most_lanes)
         beside = self._store.lanes > 1
         small = [file for file in self._order.files if beside and _is_small(file)]
         large = [file for file in self._order.files if not (beside and _is_small(file))]
         if len(small) > 1:
             folder = f"{self._order.manifest.folder}/"
             self._held = {info.key: info.bytes for info in self._store.list(folder)}
-        with ThreadPoolExecutor(self._store.lanes, "lane") as pool:
+        with ThreadPoolExecutor(lanes, "lane") as pool:
             lane = self._lanes.begin(small, self._ship_beside)
-            for _ in range(min(self._store.lanes, len(small))):
+            for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
             self._lanes.begin([large], self._ship_in_order)()
         self._lanes.settle()

@@ -104,7 +104,8 @@ if os.environ.get("CKPTD_FULL"):
 def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) -> None:
     """From an emptied disk, and once from what is here: `load_state` on the printed path goes on."""
     reference = losses_of(AccelerateRun(stage=stage))
-    with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
+    # at stage 3 the universal form is made while it is sent, and lies nowhere here (adr/0093)
+    with node(tmp_path, local="forms = []" if stage == 3 else "", remote=UNIVERSAL_TOO) as here:
         tree = tree_of(AccelerateRun(stage=stage, steps=4, save_steps=4))
         copy_checkpoint(tree, "state", here.save_dir)
         assert here.once() == 0, here.log.read_text()[-3000:]

@@ -101,7 +101,8 @@ if FULL:
 def test_resumed_on_the_same_and_on_other_processes(tmp_path: Path, stage: int) -> None:
     """From an emptied disk: exactly the same losses on two processes, within 1e-3 on four and on one."""
     reference = losses_of(HfRun(stage=stage))
-    with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
+    # at stage 3 the universal form is made while it is sent, and lies nowhere here (adr/0093)
+    with node(tmp_path, local="forms = []" if stage == 3 else "", remote=UNIVERSAL_TOO) as here:
         copy_checkpoint(tree_of(HfRun(stage=stage)), "checkpoint-4", here.save_dir)
         assert here.once() == 0, here.log.read_text()[-3000:]
         assert "checkpoint-4~g1" in here.commits("universal")
