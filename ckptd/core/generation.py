@@ -131,10 +131,12 @@ def choose_derived(
         is_same = (stone.branch, stone.step, stone.save_seq) == (save.branch, save.step, save.save_seq)
         if is_same and stone.form == form:
             return Retired(generation=stone.generation)
-    taken = {s.generation for s in (*commits, *stones) if s.form == form}
+    taken = {seen.generation for seen in commits if seen.form == form}
+    taken |= {stone.generation for stone in stones if stone.form == form}
     others = {seen.generation for seen in manifests if not _is_of(save, seen.manifest)}
     fitting = {seen.generation for seen in ours} - taken - others
-    known = {s.generation for s in (*manifests, *commits, *stones)}
+    known = {seen.generation for seen in manifests} | {seen.generation for seen in commits}
+    known |= {stone.generation for stone in stones}
     return Use(generation=max(fitting, default=max(known, default=0) + 1))
 
 
