@@ -175,7 +175,7 @@ class Chores:
             )
         if found is not None:
             why = "made from another save of the tag"
-            self._audit.write("drop-derived", tag=tag, generation=0, form=form, reason=why)
+            self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=why)
         fs.remove_ours(fd, place, tag)
         save_dir = self._config.save_dir
         report = supervise.convert(
