@@ -22,12 +22,13 @@ TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
 PEERS   := .build/.stamp-peers
+AUDIT   := .build/.stamp-audit
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer lint types loader-matrix ds-suite stores-full faults faults-full figures \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer audit lint types loader-matrix ds-suite stores-full faults faults-full figures \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -101,6 +102,18 @@ $(PEERS): bench/peers.txt | $(PY)
 
 bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md, docs/transfer.png)
 	$(PY) -m bench.transfer $(ARGS)
+
+$(AUDIT): bench/audit.txt | $(PY)
+	"$(PYTHON)" -m venv .build/audit
+	.build/audit/bin/python -m pip install -q -r bench/audit.txt
+	@touch $@
+
+audit: $(INSTALL) ## known vulnerabilities of everything installed (says so where the advisory service does not answer)
+	@if $(MAKE) -s $(AUDIT); then \
+	  $(PY) -m bench.audit .build/audit/bin/pip-audit "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	else \
+	  echo "skipped: pip-audit could not be installed (no package index?)"; \
+	fi
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)

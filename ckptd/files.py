@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ckptd.core.identity import FileIdentity, FolderIdentity
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_MOUNTS = "mounts inside a save_dir are not followed"
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,8 +72,7 @@ def folder_identity(fd: int) -> FolderIdentity:
 def check_relative(name: str) -> tuple[str, ...]:
     """Split a relative `/`-name into components; refuses empty, `.`, `..`, absolute, NUL (P15)."""
     if not stays_inside(name):
-        msg = f"unsafe path {name!r}"
-        raise RefusedError(msg, hint="paths stay inside their root")
+        raise RefusedError(f"unsafe path {name!r}", hint="paths stay inside their root")
     return tuple(name.split("/"))
 
 
@@ -117,10 +117,9 @@ def open_dir_beneath(
             os.close(current)
             current = child
             if os.fstat(current).st_dev != device:
-                msg = f"{relative} crosses into another file system at {part}"
-                raise RefusedError(msg, hint="mounts inside a save_dir are not followed")
+                raise RefusedError(f"{relative} crosses into another file system at {part}", hint=_MOUNTS)
         if mount_of(current) != mount:
-            raise RefusedError(f"{relative} lies on another mount", hint="unmount it; nothing was touched")
+            raise RefusedError(f"{relative} lies on another mount", hint=_MOUNTS)
     except BaseException:
         os.close(current)
         raise
@@ -342,8 +341,7 @@ def remove_tree(dir_fd: int, name: str) -> None:
             status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
                 if status.st_dev != device:
-                    msg = f"{name}/{entry.name} is a mount point"
-                    raise RefusedError(msg, hint="unmount it; nothing behind it was touched")
+                    raise RefusedError(f"{name}/{entry.name} is a mount point", hint=_MOUNTS)
                 remove_tree(fd, entry.name)
             else:
                 os.unlink(entry.name, dir_fd=fd)

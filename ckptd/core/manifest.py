@@ -11,12 +11,13 @@ import json
 import re
 from datetime import datetime
 from typing import Literal, TypeVar
-from urllib.parse import quote, unquote
 
 from pydantic import Field, ValidationError
 
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.core.names import decode_name as decode_name
+from ckptd.core.names import encode_name as encode_name
 from ckptd.core.names import name_problem
 from ckptd.core.trainers import universal_name
 from ckptd.errors import DamagedError, RefusedError
@@ -29,7 +30,6 @@ EXTRA_FOLDER = "_extra"
 
 Proof = Literal["store-checksum", "part-etags", "read-back", "none"]
 
-_ID = re.compile(r"^[A-Za-z0-9._=+-]+$")
 _TAG_BYTES = 220
 _DIGITS = 10
 _RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
@@ -272,16 +272,6 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
         msg = f"{where} has format {document.format}, this ckptd knows {FORMAT}"
         raise RefusedError(msg, hint="upgrade ckptd; nothing was written or deleted")
     return document
-
-
-def encode_name(name: str) -> str:
-    """A name as a remote component: `[A-Za-z0-9._=+-]`, others percent-encoded; `~` is ours."""
-    return name if _ID.match(name) else quote(name, safe="._=+-").replace("~", "%7E")
-
-
-def decode_name(name: str) -> str:
-    """Inverse of `encode_name`."""
-    return unquote(name)
 
 
 def tag_problem(tag: str) -> str | None:

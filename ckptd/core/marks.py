@@ -37,9 +37,9 @@ class Marks:
 def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str | None:
     """Model states that were written long after the optimizer shard of the same rank; None: there are none.
 
-    The engine writes a rank's model states first (docs/formats.md §1.1). The other way round they are of a save
-    that was begun over a finished one and has not come to its optimizer shards; steps do not tell, for only
-    one of the two kinds of file holds each. A copy may well change the order, but leaves no gap.
+    The engine writes a rank's model states first (docs/formats.md §1.1). The other way round they are of a
+    save that was begun over a finished one and has not come to its optimizer shards; steps do not tell, for
+    only one of the two kinds of file holds each. A copy may well change the order, but leaves no gap.
     """
     at = {file.path: file.identity for file in listing.shards if file.path in shards}
     optim = {

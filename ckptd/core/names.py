@@ -6,6 +6,10 @@ is pruned here that could not come back.
 
 from __future__ import annotations
 
+import re
+from urllib.parse import quote, unquote
+
+_ID = re.compile(r"^[A-Za-z0-9._=+-]+$")
 TEMPORARY_PREFIX = ".ckptd-tmp-"
 NAME_BYTES = 255
 """Longest component of a path on every file system that matters."""
@@ -36,3 +40,13 @@ def name_problem(name: str) -> str | None:
 def shown(name: str) -> str:
     """The name as text that fits into JSON and a log: bytes that are no UTF-8 become `\\udcNN`."""
     return name.encode("utf-8", "backslashreplace").decode()
+
+
+def encode_name(name: str) -> str:
+    """A name as a remote component: `[A-Za-z0-9._=+-]`, others percent-encoded; `~` is ours."""
+    return name if _ID.match(name) else quote(name, safe="._=+-").replace("~", "%7E")
+
+
+def decode_name(name: str) -> str:
+    """Inverse of `encode_name`."""
+    return unquote(name)

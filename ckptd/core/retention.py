@@ -67,7 +67,7 @@ class RetentionPolicy(Model):
     def lets_go(self) -> str:
         """Why something goes that no key keeps."""
         limit = self.save_total_limit
-        return f"save_total_limit {limit}" if limit is not None else "no retention key keeps it"
+        return f"save_total_limit {limit}" if limit is not None else "kept by no retention key"
 
     def has_rung(self, form: str) -> bool:
         """Whether something may one day be left in this form alone."""

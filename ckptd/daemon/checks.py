@@ -200,8 +200,8 @@ def is_idle(job: Job) -> bool:
         or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
         for tag, v in state.verdicts.items()
     )
-    # of a save that went meanwhile nothing is tried again
-    here = [row.id for row in state.rows.values() if row.state == "present" or row.held]
+    # of a save that went meanwhile, or was written over, nothing is tried again
+    here = [save.id for save in job.view.saves if save.is_intact or save.is_held] if job.view else []
     waits = any(
         record.retry_at_seconds
         for save_id in here

@@ -301,12 +301,14 @@ class Intake:
         state = self._state
         sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path], folder) for f in folder.own)
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
+        is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
         order = self._recogniser.known_order(folder.tag, fingerprints)
         if order is None:
             known = [row.save.order for row in state.rows.values()]
             remote = self._recogniser.highest()
             highest = max([*known, *([remote] if remote else [])], default=None)
-            is_old = state.journal.was_new and folder.tag in self._recogniser.tags_at_start
+            # saved anew since then, it is what the trainer does now: perhaps a rewind
+            is_old = is_new_tag and state.journal.was_new and folder.tag in self._recogniser.tags_at_start
             order = rebuilt_order(step, highest) if is_old else next_order(step, highest)
         listing = state.listing
         extras = tuple(f for f in (listing.extras if listing else ()) if self._is_extra(f.path))
@@ -326,9 +328,7 @@ class Intake:
             best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
         )
-        is_first = folder.tag in found_first and not any(
-            row.save.tag == folder.tag for row in state.rows.values()
-        )
+        is_first = folder.tag in found_first and is_new_tag
         adopted = not is_first or self._config.backfill == "all"
         state.journal.add_save(
             save, found_first=is_first, adopted=adopted, seen_at=state.quiet[folder.tag].first_seen_unix

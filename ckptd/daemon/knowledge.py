@@ -207,15 +207,15 @@ class Knowledge(Recogniser):
 
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
-        if self._first is not None:
-            return self._first
-        recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
-        if recorded is None:
-            if not self.has_heard_all:
-                return None
-            recorded = self._recorded_in_remote() or self._record_first_start()
-        self._first = frozenset(recorded.tags)
-        self._state.journal.set_meta("rebuilt", "1")
+        if self._first is None:
+            recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
+            if recorded is None:
+                if not self.has_heard_all:
+                    return None
+                recorded = self._recorded_in_remote() or self._record_first_start()
+            self._first = frozenset(recorded.tags)
+        if self.has_heard_all and not self.is_rebuilt:
+            self._state.journal.set_meta("rebuilt", "1")
         return self._first
 
     def _recorded_in_remote(self) -> Decision | None:
@@ -241,10 +241,28 @@ class Knowledge(Recogniser):
 
     # --- generations -----------------------------------------------------------------------------------
 
+    def _notice_lost(self) -> None:
+        """COMMITs that somebody removed from a remote: nothing is called safe on their account (P17)."""
+        state = self._state
+        for name, link in self._links.items():
+            seen = link.observation
+            if seen is None or not link.is_current or seen.damaged:
+                continue
+            held = {(view.key, view.sha256) for view in seen.commits if not view.disputed}
+            for row in list(state.rows.values()):
+                record = state.ship(row.id, name, ZERO)
+                is_here = row.state == "present" or row.held
+                is_claimed = is_here and record.state is ShipState.COMMITTED
+                if is_claimed and (record.commit_key, record.commit_sha256) not in held:
+                    log.error("%s: %s no longer holds its COMMIT; it is looked for again", row.save.tag, name)
+                    state.lose_commit(row.id, name, "its COMMIT is gone")
+                    link.tag_views.pop(row.save.tag, None)
+
     def choose_generations(self) -> None:
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
+        self._notice_lost()
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:
                 for name, link in self._links.items():
@@ -269,6 +287,7 @@ class Knowledge(Recogniser):
                     "unlisted": already.unlisted,
                 }
                 state.put_ship(row.id, record.model_copy(update=found))
+                link.changed()  # the observation may be older than that COMMIT
                 log.info("%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, link.name)
             case Retired(generation=g):
                 update = {"state": ShipState.RETIRED, "generation": g}

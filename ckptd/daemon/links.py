@@ -60,6 +60,8 @@ class RemoteLink:
         self.attached: m.Attached | None = None
         self.observation: m.Observation | None = None
         self.observed_at_seconds = 0.0
+        self.is_current = False
+        """Nothing that we know of changed the remote since its observation was asked for."""
         self.tag_views: dict[str, m.TagView] = {}
         self.ship_order: int | None = None
         """The order of the mover (ship or retire) that is under way."""
@@ -246,12 +248,16 @@ class RemoteLink:
                 self.scrub_order = None
             if self.ship_order == order_id:
                 self.ship_order = None
-                self._changed_at_seconds = time.monotonic()
+                self.changed()
                 is_done = not isinstance(answer, m.Failed)
                 self._standstill.ended(is_done=is_done)
                 if is_done:
                     self._moves()
         handler(answer)
+
+    def changed(self) -> None:
+        """What the last observation says is out of date."""
+        self._changed_at_seconds, self.is_current = time.monotonic(), False
 
     def _attached(self, answer: m.Answer) -> None:
         self._is_asking = False
@@ -272,11 +278,11 @@ class RemoteLink:
         self._is_asking = False
         is_late = self._asked_at_seconds < self._changed_at_seconds
         if isinstance(answer, m.Observation):
-            self._knows_what_child_said = not is_late
+            self._knows_what_child_said = self.is_current = not is_late
         if isinstance(answer, m.Observation | m.Unchanged) and is_late:
             self.observe()
         elif isinstance(answer, m.Unchanged) and self.observation is not None:
-            self.observed_at_seconds = time.monotonic()
+            self.observed_at_seconds, self.is_current = time.monotonic(), True
             self.observation = self.observation.model_copy(update={"free_bytes": answer.free_bytes})
             self.well()
         elif isinstance(answer, m.Observation):

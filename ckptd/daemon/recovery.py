@@ -96,6 +96,6 @@ def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 fs.remove_ours(save_dir_fd, place, name)
     for form in WEIGHTS:  # as versions made them that shipped them from here
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
-            why = "no save on record needs it"
+            why = "forms for remotes alone are not kept here"
             audit.write("drop-derived", tag=name, generation=0, form=form, reason=why)
             fs.remove_ours(save_dir_fd, f"{fs.DERIVED}/{form}", name)

@@ -313,21 +313,9 @@ class Shipping:
         if isinstance(answer, m.Failed):
             link.trouble(error_of(answer))
             return
-        reason = answer.reason if isinstance(answer, m.Confirmed) else "no answer"
+        reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
         tag = state.rows[action.save_id].save.tag
         log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
-        record = state.ship(action.save_id, remote, ZERO)
-        state.put_ship(
-            action.save_id,
-            record.model_copy(
-                update={
-                    "state": ShipState.NEW,
-                    "commit_key": None,
-                    "commit_sha256": None,
-                    "reason": reason,
-                }
-            ),
-        )
-        state.generations.pop((action.save_id, remote, ZERO), None)
+        state.lose_commit(action.save_id, remote, reason)
         link.tag_views.pop(tag, None)
         link.observe()

@@ -6,12 +6,13 @@ machine. So a directory becomes a remote only on a file system of its own, and o
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptd import files
 from ckptd.core.manifest import ROOT, RemoteIdentity, to_bytes
 from ckptd.errors import RemoteNotOurs, RemoteUnreachable, from_os_error
 from ckptd.remote.documents import IDENTITY_KEY, read_identity
@@ -95,9 +96,10 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
 def _prepare_root(path: Path, settings: RemoteSettings) -> None:
     """Create the root where only its last component is missing and that is right."""
     try:
-        if path.is_dir():
-            return
         parent = path.parent
+        if path.is_dir():
+            _flush_names(parent)  # whoever made it may have been killed before that
+            return
         if settings.remote_id is not None or not parent.is_dir():
             msg = f"{path} is not there"
             raise RemoteUnreachable(msg, hint=_NOT_MOUNTED)
@@ -107,16 +109,15 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
         if not settings.same_filesystem:
             _check_place(parent, settings)
         path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)
-        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError:
-            # network file systems that cannot: remote.json is read back anyway
-            return
-        finally:
-            os.close(fd)
+        _flush_names(parent)
     except OSError as error:
         raise from_os_error(error, f"creating {path}") from error
+
+
+def _flush_names(folder: Path) -> None:
+    """Where that can be done: not on some network file systems, nor in a folder that we may not read."""
+    with contextlib.suppress(OSError), files.opened_dir(folder) as fd:
+        files.fsync_dir(fd)
 
 
 def _check_place(path: Path, settings: RemoteSettings) -> None:

@@ -18,9 +18,7 @@ from ckptd.core.coverage import KnownManifest
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import (
     ROOT,
-    Checksums,
     Dispute,
-    ManifestFile,
     commit_key,
     manifest_key,
     sha256_of,
@@ -38,7 +36,7 @@ from ckptd.remote.store import settled
 from ckptd.remote.transfer import Transfer
 
 if TYPE_CHECKING:
-    from ckptd.core.manifest import RemoteIdentity
+    from ckptd.core.manifest import ManifestFile, RemoteIdentity
     from ckptd.remote.messages import ShipOrder
     from ckptd.remote.origin import OpenOrigin, Origin
     from ckptd.remote.store import Abilities, Store
@@ -87,6 +85,7 @@ def _open_root(path: str) -> int:
 
 class _Shipping:
     def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
+        self._ground = ground
         self._store = ground.store
         self._identity = ground.identity
         self._order = order
@@ -119,7 +118,7 @@ class _Shipping:
         origin.recheck()
         # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
         still_ours(self._store, self._identity)
-        # another save may have been listed meanwhile: beside it our manifest would spoil the generation for both
+        # another save may have been listed meanwhile: ours beside it would spoil the generation for both
         listed = read_generation(self._store, self._where)
         reason = self._conflict(listed)
         if reason is not None:
@@ -136,20 +135,7 @@ class _Shipping:
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
         """The files as the manifest will list them, as far as comparing saves needs them."""
-        return tuple(
-            ManifestFile(
-                path=file.path,
-                key=file.key,
-                bytes=file.bytes,
-                role=file.role,
-                shard=file.shard,
-                checksums=Checksums(crc64nvme=""),
-                fingerprint=file.fingerprint,
-                tensor_fingerprint=file.tensor_fingerprint,
-                proof="none",
-            )
-            for file in self._order.files
-        )
+        return tuple(file.listed(file.bytes, "", file.fingerprint, "none") for file in self._order.files)
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
 
@@ -265,6 +251,9 @@ class _Shipping:
         listed = read_generation(self._store, self._where)
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
+        if all(known.sha256 != ours.sha256 for known in members):
+            # a request of a daemon that died may arrive late; its manifest is of objects that ours replaced
+            reason = f"another manifest of {ours.manifest.node} came between"
         if reason is not None:
             return ShipResult(outcome="conflict", reason=reason)
         missing = coverage.missing(members, self._where[2])
@@ -279,6 +268,9 @@ class _Shipping:
                 bytes_sent=carried.bytes_sent,
                 bytes_skipped=carried.bytes_skipped,
             )
+        if existing is None:
+            # two that began at once saw nobody: what the other listed since must not join ours
+            _one_writer(self._ground, self._order)
         commit = existing or self._create(members)
         if any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests) and not commit.disputed:
             return self._joined(commit, ours, carried)

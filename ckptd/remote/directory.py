@@ -208,13 +208,11 @@ class DirectoryStore:
                 os.close(fd)
             if (size, found) == (size_bytes, crc64):
                 return "read-back" if self._read_back else "none"
-            files.remove_file(folder, name)
-            files.fsync_dir(folder)
         msg = (
             f"{key}: the copy in {self._path} has {size} bytes and CRC64 {found:016x}, "
             f"sent were {size_bytes} and {crc64:016x}"
         )
-        raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
+        raise VerifyError(msg, hint="ckptd removes it and sends it again")
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""

@@ -144,7 +144,7 @@ def read_commits(
 def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: DocumentCache) -> bool:
     """One pass; True when something that was listed is gone."""
     is_gone = False
-    # tombstones first: read after the COMMITs, they could name all of those, and not what came instead of them
+    # tombstones first: read after the COMMITs, they could name all of those, and not what came instead
     for info in store.list(f"{ROOT}/retired/"):
         where = stem_of_key(info.key)
         if where is not None and only_tag in (None, where[0]):

@@ -215,12 +215,11 @@ class FilesStore:
         crc = self._read_crc(key, on_progress) if self._read_back and found.bytes == size_bytes else crc64
         if (found.bytes, crc) == (size_bytes, crc64):
             return "read-back" if self._read_back else "none"
-        self.delete(key)
         msg = (
             f"{key}: the copy in {self._url} has {found.bytes} bytes and CRC64 {crc:016x}, "
             f"sent were {size_bytes} and {crc64:016x}"
         )
-        raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
+        raise VerifyError(msg, hint="ckptd removes it and sends it again")
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""

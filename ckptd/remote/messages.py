@@ -12,7 +12,16 @@ from pydantic import Field, TypeAdapter
 
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
-from ckptd.core.manifest import Commit, Decision, NodeManifest, Proof, RemoteIdentity, Tombstone
+from ckptd.core.manifest import (
+    Checksums,
+    Commit,
+    Decision,
+    ManifestFile,
+    NodeManifest,
+    Proof,
+    RemoteIdentity,
+    Tombstone,
+)
 from ckptd.remote.access import Access
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
@@ -94,6 +103,22 @@ class ShipFile(Model):
     def is_extra(self) -> bool:
         """Neither sealed nor made: what it holds when it is read is what counts."""
         return self.identity is None and not self.is_made
+
+    def listed(self, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof) -> ManifestFile:
+        """As a manifest lists it, once it lies in the remote."""
+        return ManifestFile(
+            path=self.path,
+            key=self.key,
+            bytes=size_bytes,
+            role=self.role,
+            shard=self.shard,
+            checksums=Checksums(crc64nvme=crc64nvme),
+            fingerprint=fingerprint,
+            tensor_fingerprint=self.tensor_fingerprint,
+            proof=proof,
+            mode=self.mode,
+            mtime_ns=self.identity.mtime_ns if self.identity else 0,
+        )
 
 
 class Shipped(Model):

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ckptd.core.manifest import ROOT
-from ckptd.errors import CkptdError, DamagedError, RefusedError
+from ckptd.errors import CkptdError, DamagedError, RefusedError, VerifyError
 from ckptd.remote.checksums import crc64, crc64_combined, to_hex
 from ckptd.remote.documents import generations_with_manifests, read_generation
 from ckptd.remote.observe import confirm
@@ -228,6 +228,10 @@ class Resender:
         if noted:
             self._note(key, "")
         wanted = int(file.checksums.crc64nvme, 16)
-        self._store.verify(key, file.bytes, wanted, lambda _: None)
+        try:
+            self._store.verify(key, file.bytes, wanted, lambda _: None)
+        except VerifyError:
+            self._store.delete(key)
+            raise
         if crc != wanted:
             raise DamagedError(f"{key} was sent with other bytes than were committed")

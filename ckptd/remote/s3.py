@@ -240,7 +240,7 @@ class S3Store:
         """Compare with the checksum or ETag that the server computed, where they hold, else read back.
 
         Raises:
-            VerifyError: other bytes, or none; a bad object was removed.
+            VerifyError: other bytes, or none.
         """
         proof = self._uploads.proved(key, size_bytes, crc64)
         if proof is not None:
@@ -258,12 +258,11 @@ class S3Store:
         found, proof = self._digest(key, head, size_bytes, crc64, etag, on_progress)
         if head["ContentLength"] == size_bytes and found == crc64:
             return proof
-        self.delete(key)
         msg = (
             f"{key}: the copy in {self._url} has {head['ContentLength']} bytes and CRC64 {found:016x}, "
             f"sent were {size_bytes} and {crc64:016x}"
         )
-        raise VerifyError(msg, hint="the bad copy was removed; ckptd sends it again")
+        raise VerifyError(msg, hint="ckptd removes it and sends it again")
 
     def _is_intact(self, key: str, size_bytes: int, sent: int, on_progress: Callable[[int], None]) -> bool:
         """Read a small object in one request; False for anything else than those very bytes."""

@@ -184,7 +184,7 @@ class Store(Protocol):
         """Prove that the store holds those bytes (P2); returns the proof's name for the manifest.
 
         Raises:
-            VerifyError: it does not; the bad object was removed.
+            VerifyError: it does not. Nothing was changed: what lies there may be another node's.
         """
         ...
 

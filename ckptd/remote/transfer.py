@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ckptd.core.layouts import Role
-from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
+from ckptd.core.manifest import sha256_of
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
 from ckptd.remote.extras import inline, read_whole
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ckptd.core.coverage import KnownManifest
+    from ckptd.core.manifest import ManifestFile, Proof
     from ckptd.remote.messages import PartlyShipped, Planned, ShipFile
     from ckptd.remote.origin import Origin
     from ckptd.remote.pacing import Pacer
@@ -39,6 +40,7 @@ SMALL_BYTES = 8 << 20
 _SMALL_EXTRA_BYTES = 1 << 20
 """The same for a file that is held in memory."""
 _BESIDE = (Role.SIDE, Role.EXTRA)
+_AGAIN = "this attempt is dropped; the next turn looks again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,7 @@ class Transfer:
         if self._origin.why_changed(file) is not None:
             self._store.discard(file.key)
             msg = f"{file.path} was written while it was shipped"
-            raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
+            raise SourceChanged(msg, hint=_AGAIN)
         return sent
 
     def _ship_extra(self, file: ShipFile) -> _Sent | None:
@@ -196,6 +198,11 @@ class Transfer:
         held = self._held_bytes(file)
         if held is not None:
             if self._compare(file, source, fingerprint, held):
+                return None
+            if self._origin.why_changed(file) is not None:
+                raise SourceChanged(f"{file.path} was written while it was compared", hint=_AGAIN)
+            # comparing may take hours: what another node listed meanwhile is never removed
+            if self._listed.find(file.key) is not None and self._compare(file, source, fingerprint, held):
                 return None
             self._store.delete(file.key)
         try:
@@ -278,7 +285,13 @@ class Transfer:
 
     def _verify(self, sent: _Sent) -> None:
         file = sent.file
-        proof = self._store.verify(file.key, sent.bytes, sent.crc, self._while_verifying)
+        try:
+            proof = self._store.verify(file.key, sent.bytes, sent.crc, self._while_verifying)
+        except VerifyError:
+            # another save of another node may have taken the key and listed it
+            if self._listed.find(file.key) is None:
+                self._store.delete(file.key)
+            raise
         self._keep(file, sent.bytes, to_hex(sent.crc), proof, sent.fingerprint)
 
     def _while_verifying(self, _done_bytes: int) -> None:
@@ -289,21 +302,7 @@ class Transfer:
             self._skipped += count_bytes
 
     def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
-        entry = ManifestFile.model_validate(
-            {
-                "path": file.path,
-                "key": file.key,
-                "bytes": size,
-                "role": file.role,
-                "shard": file.shard,
-                "checksums": Checksums(crc64nvme=crc),
-                "fingerprint": fingerprint,
-                "tensor_fingerprint": file.tensor_fingerprint,
-                "proof": proof,
-                "mode": file.mode,
-                "mtime_ns": file.identity.mtime_ns if file.identity else 0,
-            }
-        )
+        entry = file.listed(size, crc, fingerprint, cast("Proof", proof))
         self._results[file.key] = entry
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
 

@@ -1,7 +1,7 @@
 """A real checkpoint cut off and flipped everywhere: never complete, never committed, found (P2, P5, P18).
 
 Truncations at every 4 KiB and at every byte of the last 64 KiB; one flipped bit per 4 KiB block of every
-file, on the node before and in the remote after it was committed. All of them with CKPTD_FULL=1, else a sample.
+file, on the node before and in the remote after it was committed. All with CKPTD_FULL=1, else a sample.
 """
 
 from __future__ import annotations

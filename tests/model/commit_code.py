@@ -1,7 +1,7 @@
 """Shipped code, one store operation at a time: what the world of the commit protocol is made of.
 
-`commit.ship`, `observe.describe`, `retire.retire` and the transfer's decisions run as they are, against a store
-whose verbs are questions to the world; a file is one object of a few bytes, which moves in one step.
+`commit.ship`, `observe.describe`, `retire.retire` and the transfer's decisions run as they are, against a
+store whose verbs are questions to the world; a file is one object of a few bytes, which moves in one step.
 """
 
 from __future__ import annotations
@@ -177,6 +177,9 @@ class StepStore:
         assert size is None or isinstance(size, int)
         return None if size is None else ObjectInfo(key=key, bytes=size)
 
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        yield (self.get(key) or b"")[offset : offset + length]
+
     def delete(self, key: str) -> None:
         self.io.ask("delete", key)
 
@@ -197,7 +200,6 @@ class StepStore:
     def verify(self, key: str, size_bytes: int, crc: int, _: object) -> str:
         data = self.get(key) or b""
         if (len(data), crc64(data)) != (size_bytes, crc):
-            self.delete(key)
             raise VerifyError(f"{key} differs")
         return "read-back"
 
@@ -268,7 +270,7 @@ def asking(io: Io) -> Iterator[None]:
 
 @contextmanager
 def stepwise(*, is_pointing: bool) -> Iterator[None]:
-    """The shipped code, with files and time of this world; without `is_pointing` pointers move in one step."""
+    """The shipped code, with files and time of this world; `is_pointing`: pointers in many steps too."""
 
     def point(_store: object) -> None:
         _IO[-1].ask("point", "latest")

@@ -1,4 +1,4 @@
-"""Whether what lies in a remote may lie there: no COMMIT over two saves, nothing listed that is not there (P3, P4)."""
+"""Whether what lies in a remote may lie there: one save a COMMIT, and all of it (P3, P4)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Judged:
     committed: frozenset[int] = frozenset()
     """Saves with a COMMIT that counts."""
     listed: frozenset[tuple[int, str]] = frozenset()
-    """(save, path) of everything that a manifest of a generation lists that is neither disputed nor retired."""
+    """(save, path) of all that manifests list, of generations that are neither disputed nor retired."""
+    keys: frozenset[str] = frozenset()
+    """Objects that manifests list."""
     generations: int = 0
     """The highest that any document speaks of."""
     kept: frozenset[int] = frozenset()
@@ -60,13 +62,16 @@ def judge(objects: dict[str, bytes]) -> Judged:
     opened = {where: known for where, known in held.items() if where not in made | retired}
     folders = {folder_name(*where) for where in retired}
     return Judged(
-        wrong=_replaced(objects) or _badly_listed(objects, held, retired) or _sent_twice(opened),
+        wrong=_replaced(objects) or _sent_twice(opened),
         committed=frozenset(committed),
         listed=frozenset(
             (known.manifest.save_seq, file.path)
             for where in held.keys() - given_up
             for known in held[where]
             for file in known.manifest.files
+        ),
+        keys=frozenset(
+            file.key for manifests in held.values() for known in manifests for file in known.manifest.files
         ),
         generations=max((where[1] for where in wheres), default=0),
         kept=frozenset(where[1] for where in wheres | made)
@@ -84,18 +89,6 @@ def _replaced(objects: dict[str, bytes]) -> str | None:
     """A COMMIT that was written over, as `perform` notes."""
     over = next((key for key in objects if key.startswith(OVERWRITTEN)), None)
     return f"{over.removeprefix(OVERWRITTEN)} was written over" if over else None
-
-
-def _badly_listed(
-    objects: dict[str, bytes], held: Mapping[Stem, tuple[KnownManifest, ...]], retired: set[Stem]
-) -> str | None:
-    """What any manifest lists is there, unless retention took it: a COMMIT may follow at any moment."""
-    for where in held.keys() - retired:
-        for known in held[where]:
-            bad = _not_there(objects, known.manifest.files)
-            if bad is not None:
-                return f"{known.key}: {bad} is not what was listed"
-    return None
 
 
 def _sent_twice(held: Mapping[Stem, tuple[KnownManifest, ...]]) -> str | None:

@@ -1,7 +1,7 @@
 """A small world for the commit protocol: nodes with saves of one tag, one remote, all that may go wrong.
 
-Between any two operations of a node on the remote a trainer may save again, a daemon die (its last request may
-still arrive), a machine be lost with its disk. All states are visited (tests/model/explorer.py).
+Between any two operations of a node on the remote a trainer may save again, a daemon die (its last request
+may still arrive), a machine be lost with its disk. All states are visited (tests/model/explorer.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ IDLE = -1
 MIXED, NOTHING = -1, -2
 """What a restore may give back instead of a save."""
 _CONTROL = Control(pacer=Pacer(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None)
-_WRITES = ("put", "create", "upload", "delete")
+_LATE = ("put", "create", "upload")
+"""Requests that may be under way when a daemon dies. Not `delete`: no order of operations survives that."""
 
 
 class Actor(NamedTuple):
@@ -196,7 +197,7 @@ class World:
     def _next(self, index: int, actor: Actor) -> tuple[Hashable, ...] | None:
         """What an idle slot begins."""
         task = self.rules.slots[index].task
-        if actor.is_done or index in self.rules.asleep or (task == "ship" and actor.saved == 0):
+        if actor.is_done or (task == "ship" and actor.saved == 0):
             return None
         return {
             "ship": ("describe", index, actor.saved),
@@ -225,7 +226,7 @@ class World:
         if found is None:
             moves: list[Move] = []
             for label, after, then, is_fair in self._steps(store, index, actor):
-                if self._judge(then).wrong or not self._concerns_nobody(index, after):
+                if self._judge(then).wrong or not self._concerns_nobody(then, index, after):
                     moves.append((label, after, then, is_fair))
                     continue
                 for more, last, end, is_more_fair in self._moves(then, index, after):
@@ -233,14 +234,15 @@ class World:
             found = self._moved[store, index, actor] = tuple(moves)
         return found
 
-    def _concerns_nobody(self, index: int, actor: Actor) -> bool:
+    def _concerns_nobody(self, store: int, index: int, actor: Actor) -> bool:
         op = None if actor.at == IDLE else self.programs.op(actor.at)
         if op is None or op[0] in ("look", "read"):
             return op is not None
         folder, _, path = str(op[1]).rpartition("/")
         slots = [number for number, slot in enumerate(self.rules.slots) if path in slot.paths]
         is_own = slots == [index] and not (self._is_retiring and folder == TAG)
-        return is_own and op[0] in ("get", "stat", "upload") and actor.stray is None
+        is_seen = op[0] == "upload" and op[1] in self._judge(store).keys
+        return is_own and not is_seen and op[0] in ("get", "stat", "upload") and actor.stray is None
 
     def _steps(self, store: int, index: int, actor: Actor) -> Iterator[Move]:
         slot = self.rules.slots[index]
@@ -260,6 +262,8 @@ class World:
 
     def _own_steps(self, store: int, index: int, actor: Actor, name: str) -> Iterator[Move]:
         if actor.at == IDLE:
+            if index in self.rules.asleep and name:
+                return
             key = self._next(index, actor)
             if key is not None:
                 actor = actor._replace(at=self.programs.begin(key))
@@ -271,11 +275,11 @@ class World:
         op = self.programs.op(actor.at)
         assert op is not None
         answer, then = self._answer(store, op, actor)
-        after = actor._replace(at=self.programs.go_on(actor.at, answer))
-        yield f"{name}: {_words(op)} → {_short(answer)}", self._settled(then, index, after), then, True
+        after, then = self._settled(then, index, actor._replace(at=self.programs.go_on(actor.at, answer)))
+        yield f"{name}: {_words(op)} → {_short(answer)}", after, then, True
 
     def _has_lost(self, store: int, index: int, actor: Actor) -> bool:
-        is_shipping = self.rules.slots[index].task == "ship" and index not in self.rules.asleep
+        is_shipping = self.rules.slots[index].task == "ship"
         return is_shipping and actor.is_done and actor.saved not in self._judge(store).committed
 
     def _crashes(self, store: int, actor: Actor, name: str) -> Iterator[Move]:
@@ -284,7 +288,7 @@ class World:
         yield f"{name}: dies", dead, store, False
         op = self.programs.op(actor.at)
         assert op is not None
-        if self.rules.has_strays and actor.stray is None and op[0] in _WRITES:
+        if self.rules.has_strays and actor.stray is None and op[0] in _LATE:
             stray = op
             if op[0] == "upload":
                 stray = ("arrive", op[1], content_of(actor.saved, str(op[2])))
@@ -293,18 +297,18 @@ class World:
         if self.programs.op(self.programs.go_on(actor.at, answer)) is None:
             yield f"{name}: {_words(op)}, dies", dead, then, False
 
-    def _settled(self, store: int, index: int, actor: Actor) -> Actor:
+    def _settled(self, store: int, index: int, actor: Actor) -> tuple[Actor, int]:
         """Go on with what nobody else can change, and with what follows from a program's end."""
         while actor.at != IDLE:
             op = self.programs.op(actor.at)
             if op is None:
                 actor = self._ended(index, actor)
             elif self._is_stable(store, op):
-                answer, _ = self._answer(store, op, actor)
+                answer, store = self._answer(store, op, actor)
                 actor = actor._replace(at=self.programs.go_on(actor.at, answer))
             else:
                 break
-        return actor
+        return actor, store
 
     def _ended(self, index: int, actor: Actor) -> Actor:
         """Back to idle, or on with the generation that was chosen; a save since then has a row of its own."""
@@ -380,8 +384,7 @@ class World:
         return self._judge(state.store).wrong
 
     def is_good(self, state: State) -> bool:
-        """The newest whole save, or a newer one, is committed, and what was to go is gone; or this lies beyond
-        the bound."""
+        """The newest whole save, or a newer one, is committed and what was to go is gone; or it is beyond."""
         judged, pairs = self._judge(state.store), list(zip(self.rules.slots, state.actors, strict=True))
         if judged.generations > self.rules.most_generations:
             return True

@@ -52,14 +52,22 @@ class Life(RuleBasedStateMachine):
     stepped_down: ClassVar[Counter[str]] = Counter()
     """How often a save lost its ZeRO form and kept another, on the node and in remotes."""
 
-    @initialize(limits=st.tuples(LIMITS, LIMITS, LIMITS), both=st.booleans(), can_clone=st.booleans())
-    def begin(self, limits: tuple[int | None, ...], both: bool, can_clone: bool) -> None:
+    @initialize(
+        limits=st.tuples(LIMITS, LIMITS, LIMITS),
+        both=st.booleans(),
+        can_clone=st.booleans(),
+        keeps_universal=st.sampled_from([True, True, True, False]),
+    )
+    def begin(
+        self, limits: tuple[int | None, ...], both: bool, can_clone: bool, keeps_universal: bool
+    ) -> None:
         self.step = 0
         local, nas, s3 = (RetentionPolicy(save_total_limit=limit) for limit in limits)
         self.world = World(
             local=local,
             remotes={"nas": Remote("nas", True, nas), "s3": Remote("s3", both, s3)},
             can_clone=can_clone,
+            keeps_universal=keeps_universal,
         )
 
     @initialize(ladders=st.tuples(LADDERS, LADDERS, LADDERS))
@@ -122,6 +130,17 @@ class Life(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["nas", "s3"]))
     def upload_ends(self, name: str) -> None:
         self.world.finish_ship(self.world.remotes[name])
+
+    @rule(turns=st.integers(1, 4))
+    def zero_forms_arrive(self, turns: int) -> None:
+        """Some turns at a stretch; derived forms stay on their way."""
+        for _ in range(turns):
+            for action in self.world.actions():
+                self.carry_out(action)
+            self.world.first_scan = False
+            for remote in self.world.remotes.values():
+                if self.world.form_on_its_way(remote) == ZERO:
+                    self.world.finish_ship(remote)
 
     @rule()
     def conversion_ends(self) -> None:

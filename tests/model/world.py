@@ -15,6 +15,7 @@ from ckptd.core.actions import (
     Describe,
     DropDerived,
     Hold,
+    MakeWay,
     PointUniversal,
     Prune,
     ReleaseHold,
@@ -91,6 +92,8 @@ class World:
     local: RetentionPolicy
     remotes: dict[str, Remote]
     can_clone: bool
+    keeps_universal: bool = True
+    """False: universal forms are made while they are sent, and lie nowhere here."""
     saves: dict[int, SaveView] = field(default_factory=dict)
     generations: dict[tuple[int, str, str], GenerationAnswer] = field(default_factory=dict)
     confirmations: dict[int, Confirmation] = field(default_factory=dict)
@@ -134,7 +137,7 @@ class World:
         return JobView(
             saves=tuple(self.saves.values()),
             remotes=tuple(self._remote_view(r) for r in self.remotes.values()),
-            local_forms=(UNIVERSAL,),
+            local_forms=(UNIVERSAL,) if self.keeps_universal else (),
             local_retention=self.local,
             backfill="newest",
             latest=self.latest,
@@ -159,22 +162,34 @@ class World:
             forms=(ZERO, UNIVERSAL),
             is_attached=remote.is_there,
             is_shipping=remote.shipping is not None,
+            ships=self.form_on_its_way(remote),
             commits=remote.seen,
             known_tags=remote.known_tags,
             retention=remote.policy,
+        )
+
+    def form_on_its_way(self, remote: Remote) -> str | None:
+        """What is being sent there."""
+        save_id = remote.shipping
+        if save_id is None:
+            return None
+        return next(
+            f for f in (ZERO, UNIVERSAL) if self._record(save_id, remote.name, f).state is ShipState.SHIPPING
         )
 
     def actions(self) -> tuple[Action, ...]:
         """One turn's plan."""
         return plan(self.view()).actions
 
-    def execute(self, action: Action) -> None:
+    def execute(self, action: Action) -> None:  # noqa: C901 - one case a kind
         """Do what a worker does; uploads and conversions take until `finish_*`."""
         match action:
             case Ship(save_id=save_id, remote=name, form=form, generation=g):
                 self.remotes[name].shipping = save_id
                 record = self._record(save_id, name, form)
                 self._put(save_id, record.model_copy(update={"generation": g, "state": ShipState.SHIPPING}))
+            case MakeWay(remote=name):
+                self._cancel(self.remotes[name])
             case Describe(remote=name, tag=tag, save_id=save_id):
                 self._describe(self.remotes[name], tag, save_id)
             case Hold(save_id=save_id) | ReleaseHold(save_id=save_id):
@@ -209,15 +224,25 @@ class World:
         taken = [c.generation for c in mine] + [1 for t in remote.tombstones if t == tag]
         self.generations[save_id, remote.name, ZERO] = GenerationAnswer(generation=max(taken, default=0) + 1)
 
+    def _cancel(self, remote: Remote) -> None:
+        """The derived form that is on its way; it is begun, and goes on later."""
+        save_id, form = remote.shipping, self.form_on_its_way(remote)
+        assert save_id is not None
+        assert form == UNIVERSAL, "a ZeRO form makes way for nothing"
+        record = self._record(save_id, remote.name, form)
+        self._put(save_id, record.model_copy(update={"state": ShipState.NEW}))
+        remote.shipping = None
+
     def finish_ship(self, remote: Remote) -> None:
         """The upload ends: committed if the source held still (or a hold did), else given up."""
+        form = self.form_on_its_way(remote)
         save_id, remote.shipping = remote.shipping, None
-        if save_id is None:
+        if save_id is None or form is None:
             return
         view = self.saves[save_id]
-        form = next(f for f in (ZERO, UNIVERSAL) if self._record(save_id, remote.name, f).state == "shipping")
         record = self._record(save_id, remote.name, form)
-        has_source = view.is_intact or view.is_held if form == ZERO else view.universal.state == "ready"
+        is_here = view.universal.state == "ready" or (not self.keeps_universal and view.is_intact)
+        has_source = view.is_intact or view.is_held if form == ZERO else is_here
         key = f"_ckptd/commits/{view.save.tag}~g{record.generation}~{form}.json"
         if not (remote.is_there and has_source) or key in remote.commits:
             failed = {"state": ShipState.FAILED, "retry_at_seconds": self.now_seconds + 5}

@@ -1,7 +1,7 @@
 """`python -m tests.sim SEED` replays one life; `--seeds A-B --minutes M` lives many, on all cores.
 
-A run that was ended goes on where it stopped (`.build/sim/`); its last line is one line of JSON, which also lies
-in `.build/figures/sim.json`.
+A run that was ended goes on where it stopped (`.build/sim/`); its last line is one line of JSON, which also
+lies in `.build/figures/sim.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="end after this time, go on next time")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--steps", type=int, default=40, help="most steps of a life")
-    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run did")
+    parser.add_argument(
+        "--fresh", action="store_true", help="neither go on with an earlier run nor be gone on with"
+    )
+    parser.add_argument("--figures", type=Path, default=ROOT / ".build" / "figures" / "sim.json")
     parser.add_argument("--digests", action="store_true", help="one line of seed and history digest per life")
     chosen = parser.parse_args(arguments)
     if chosen.seed is not None:
@@ -88,7 +91,7 @@ def many(chosen: argparse.Namespace) -> int:
     works = [(at, min(at + CHUNK, last), chosen.steps) for at in range(first, last, CHUNK) if at not in done]
     before, started = known["seconds"], time.monotonic()
     kinds: Counter[str] = Counter()
-    with multiprocessing.Pool(chosen.workers) as pool:
+    with multiprocessing.Pool(min(chosen.workers, max(1, len(works)))) as pool:
         for results in pool.imap_unordered(chunk, works):
             for seed, outcome in results:
                 if chosen.digests:
@@ -105,14 +108,14 @@ def many(chosen: argparse.Namespace) -> int:
             known["seconds"] = before + time.monotonic() - started
             if time.monotonic() - started > 60 * chosen.minutes:
                 break
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(known))
+    if not chosen.fresh:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(known))
     line = json.dumps(
         figures(known, f"python -m tests.sim --seeds {chosen.seeds} --minutes {chosen.minutes:g}")
     )
-    target = ROOT / ".build" / "figures" / "sim.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(line + "\n")
+    chosen.figures.parent.mkdir(parents=True, exist_ok=True)
+    chosen.figures.write_text(line + "\n")
     print(line)
     return 1 if known["broken"] else 0
 

@@ -1,4 +1,4 @@
-"""A disk that loses, tears and reorders what was not flushed: the ground of the simulation (ALICE, CrashMonkey).
+"""A disk that loses, tears and reorders what was not flushed, as ALICE and CrashMonkey do.
 
 A file's content is durable after fsync, a name after fsync of its folder; until then a power cut may keep any
 part of it. It exists so that recovery is judged on every state that a kernel may leave, not on the kind ones.
@@ -18,11 +18,11 @@ BLOCK_BYTES = 4096
 
 
 class Inode:
-    """A file or a folder; `saved` names the trainer's file that it is: (save, path), None: not the trainer's."""
+    """A file or a folder; `saved`: which of the trainer's files it is, as (save, path)."""
 
     __slots__ = (
-        "changed_ns", "data", "dev", "disk", "durable", "entries", "flushed", "ino", "is_dirty", "lock", "mode",
-        "parent", "saved", "written_ns",
+        "changed_ns", "data", "dev", "disk", "durable", "entries", "flushed", "ino", "is_dirty", "lock",
+        "mode", "parent", "saved", "written_ns",
     )  # fmt: skip
 
     def __init__(self, disk: Disk, ino: int, mode: int, now_ns: int) -> None:
@@ -111,7 +111,7 @@ class Disk:
         self.pending = [change for change in self.pending if id(change) not in kept]
 
     def lose_power(self, rng: random.Random) -> None:
-        """Names that were not flushed are kept or lost one by one, contents old, new, cut, zeroed or mixed."""
+        """Names not flushed are kept or lost one by one; contents are old, new, cut, zeroed or mixed."""
         keep = rng.choice((0.0, 0.5, 0.8, 1.0))
         broken: set[int] = set()
         for change in self.pending:

@@ -1,7 +1,7 @@
 """Judges a life from the world's own books, never by ckptd's code: documents are plain JSON here.
 
-It stands behind the kernel's calls (what is removed, moved, written, uploaded) and looks at the remotes between
-steps and after every crash. What it raises names the promise that was broken (docs/design.md §2).
+It stands behind the kernel's calls (what is removed, moved, written, uploaded) and looks at the remotes
+between steps and after every crash. What it raises names the promise that was broken (docs/design.md §2).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Judge:
         self.trainer = trainer
         self.removed: dict[int, int] = {}
         """Save → how many of its files ckptd removed, each rightly."""
+        self.removed_since_start = 0
+        """Saves that went since the daemon's last start."""
         self.protected: set[int] = set()
         """Saves that were there before ckptd first ran and are not adopted."""
         self.pinned: set[str] = set()
@@ -58,6 +60,8 @@ class Judge:
         self.ever: dict[str, set[int]] = {name: set() for name in remotes}
         """Saves that were committed there at some time."""
         self.highest: dict[str, tuple[int, int, int]] = {}
+        self.unordered: set[int] = set()
+        """Saves that were committed nowhere when the journal was lost: only their steps order them (P8)."""
         self.spoiled: set[str] = set()
         """Remotes that lost a COMMIT by somebody else's hand: what is claimed of them is out of date."""
         self._remotes = remotes
@@ -167,7 +171,7 @@ class Judge:
         if save.tag in self.pinned:
             self.say("P5", f"{path} is pinned")
         newest = [s for s in self.trainer.saves if s.is_finished and not s.is_gone]
-        if newest and newest[-1].number == save.number:
+        if newest and newest[-1].number == save.number and save.number not in self.unordered:
             self.say("P5", f"{path} belongs to the newest complete checkpoint")
         if not self._required:
             self.say("P1", f"{path} is removed though no remote is required")
@@ -175,6 +179,7 @@ class Judge:
             for name in sorted(self._required):
                 if not self.holds(name, save):
                     self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
+            self.removed_since_start += 1
         self.removed[save.number] = self.removed.get(save.number, 0) + 1
 
     def on_move(self, inode: Inode, path: str, target: str) -> None:
@@ -206,10 +211,12 @@ class Judge:
             if name in self.spoiled:
                 continue
             there = {(live.key, live.sha256) for live in found}
+            held = self._remotes[name]()
             for key, digest in claims.get(name, []):
-                if (key, digest) not in there:
+                is_retired = key.replace("/commits/", "/retired/") in held
+                if (key, digest) not in there and not is_retired:
                     self.say("P17", f"{key} counts as committed on {name} and is not")
-            latest = self._remotes[name]().get("latest")
+            latest = held.get("latest")
             if latest is not None and latest[1].decode() not in {live.folder for live in found}:
                 self.say("P6", f"latest of {name} names {latest[1].decode()}, which is not committed")
 
@@ -224,6 +231,19 @@ class Judge:
             self.say("P5", f"{name} held {before} and its newest is {highest} now")
         if highest is not None:
             self.highest[name] = highest
+
+    def lost_power(self, claims: Mapping[str, list[tuple[str, str]]]) -> None:
+        """What was committed is there still; what nobody had called committed yet may be gone."""
+        for name, known in self.first_ever.items():
+            there = {live.key for live in self.live(name)}
+            self.first_ever[name] = {key: digest for key, digest in known.items() if key in there}
+        self.highest.clear()
+        self.look(claims)
+
+    def lost_journal(self) -> None:
+        """What no remote holds is known by its step alone from here on."""
+        known = set().union(*self.ever.values())
+        self.unordered |= {save.number for save in self.trainer.saves} - known
 
     def forgot(self, name: str, key: str) -> None:
         """Somebody else removed that COMMIT."""

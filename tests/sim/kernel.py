@@ -62,7 +62,8 @@ class Status:
     """A stat result."""
 
     __slots__ = (
-        "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink", "st_size", "st_uid",
+        "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink", "st_size",
+        "st_uid",
     )  # fmt: skip
 
     def __init__(self, inode: Inode) -> None:
@@ -91,7 +92,7 @@ def _error(code: int, path: object) -> OSError:
 
 
 class Kernel:
-    """Disks below /sim, one for each name there; `actor` says who makes the calls: ckptd, trainer or judge."""
+    """Disks below /sim, one for each name there; `actor` makes the calls: ckptd, trainer or judge."""
 
     def __init__(self) -> None:
         self.now_seconds = 1000.0
@@ -103,6 +104,7 @@ class Kernel:
         self.next_fd = FIRST_FD
         self.actor = "ckptd"
         self.is_dead = False
+        self.can_clone = True
         self.ends_at: int | None = None
         """The number of the call at which the daemon's process is killed."""
         self.hooks: dict[int, Callable[[], None]] = {}
@@ -364,7 +366,7 @@ class Kernel:
         text = str(os.fspath(path))
         if text.startswith("/proc/self/fd/") and int(text.rpartition("/")[2]) >= FIRST_FD:
             return self._fd(int(text.rpartition("/")[2])).path
-        return os.readlink(path, dir_fd=dir_fd)
+        return str(os.readlink(path, dir_fd=dir_fd))
 
     def fstatvfs(self, fd: int) -> Any:
         return os.fstatvfs(fd) if fd < FIRST_FD else Space(0)
@@ -472,7 +474,9 @@ class Kernel:
             os.posix_fadvise(fd, offset, length, advice)
 
     def clone(self, src_fd: int, dst_fd: int) -> bool:
-        """FICLONE: the content of a whole file."""
+        """FICLONE: the content of a whole file, where the disk can."""
+        if not self.can_clone:
+            return False
         source, target = self._fd(src_fd).inode, self._fd(dst_fd)
         self._effect("clone", target.path)
         target.inode.data[:] = source.data
@@ -492,7 +496,7 @@ class Kernel:
     def open_stream(self, path: Any, mode: str = "r", *more: Any, **others: Any) -> Any:
         """`io.open` for reading, as pathlib calls it."""
         if not self.is_ours(path):
-            return io.open(path, mode, *more, **others)  # noqa: SIM115, UP020
+            return io.open(path, mode, *more, **others)  # noqa: UP020
         data = self.content_of(str(path))
         return io.BytesIO(data) if "b" in mode else io.StringIO(data.decode())
 
@@ -500,12 +504,29 @@ class Kernel:
         """The content of a file as every reader sees it."""
         return bytes(self._find(path, None)[0].data)
 
+    def exists(self, path: Any) -> bool:
+        """As `os.path.lexists`."""
+        try:
+            self.lstat(path)
+        except OSError:
+            return False
+        return True
+
+    def inode_of(self, path: str) -> Inode:
+        """What a path names."""
+        return self._find(path, None)[0]
+
     def flush_name(self, disk: Disk, inode: Inode) -> None:
         """The name of a file becomes durable."""
         for change in disk.pending:
             if inode in change.moved:
                 disk.flush_folder(change.changes[0][0])
                 return
+
+    def monotonic(self) -> float:
+        """Never the same twice, as on a real machine."""
+        self.now_seconds += 1e-6
+        return self.now_seconds
 
     def wall(self) -> float:
         """Unix seconds, which may jump."""

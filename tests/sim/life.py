@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.sim.judge import Broken
@@ -48,6 +48,7 @@ class Life:
 
     seed: int
     config: JobConfig
+    can_clone: bool
     steps: tuple[Step, ...]
 
 
@@ -66,14 +67,14 @@ class Outcome:
 
 def drawn(seed: int, most_steps: int = 40) -> Life:
     """The life of a seed: a configuration, a subset of the kinds of steps, and some steps of these kinds."""
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
-    return Life(seed=seed, config=_config(rng), steps=steps)
+    return Life(seed=seed, config=job_of(rng), can_clone=rng.random() < 0.5, steps=steps)
 
 
-def _config(rng: random.Random) -> JobConfig:
+def job_of(rng: random.Random) -> JobConfig:
     which = rng.choice(((NAS,), (S3,), (NAS, S3), (S3, NAS)))
     remotes = tuple(
         (name, i == 0 or rng.random() < 0.5, rng.choice((None, None, 1, 2))) for i, name in enumerate(which)
@@ -83,7 +84,7 @@ def _config(rng: random.Random) -> JobConfig:
 
 def live(life: Life) -> Outcome:
     """Carry a life out; never raises for what it finds."""
-    world = World(life.seed, life.config)
+    world = World(life.seed, life.config, can_clone=life.can_clone)
     kinds: Counter[str] = Counter()
     broken: str | None = None
     logging.getLogger("ckptd").setLevel(logging.ERROR)
@@ -93,7 +94,7 @@ def live(life: Life) -> Outcome:
             kinds[step.kind] += 1
             world.kernel.history.append(f"--- {step.kind} {step.salt}")
             take(world, step)
-        finish(world, random.Random(life.seed))  # noqa: S311
+        finish(world, random.Random(life.seed))
     except Broken as error:
         broken = str(error)
         world.kernel.history.append(f"BROKEN {error}")
@@ -121,7 +122,7 @@ def _trace(error: BaseException) -> list[str]:
 
 def take(world: World, step: Step) -> None:
     """Carry one step out and judge."""
-    rng = random.Random(step.salt)  # noqa: S311
+    rng = random.Random(step.salt)
     STEPS[step.kind](world, rng)
     world.look()
 
@@ -159,7 +160,7 @@ def _resave(world: World, rng: random.Random) -> None:
 
 
 def _apart(world: World) -> None:
-    """Two saves of one tag that nobody saw lie further apart than `save_spread`, or nothing tells them apart."""
+    """Two saves of one tag lie further apart than `save_spread`: else nothing would tell them apart."""
     world.kernel.now_seconds += APART_SECONDS
 
 
@@ -228,7 +229,7 @@ def _meanwhile(world: World, rng: random.Random) -> None:
     count, begins, salt = rng.randint(1, 30), rng.random() < 0.5, rng.getrandbits(32)
 
     def hook() -> None:
-        own = random.Random(salt)  # noqa: S311
+        own = random.Random(salt)
         if begins and not trainer.is_writing:
             newest = trainer.saves[-1] if trainer.saves else None
             if newest is not None and own.random() < 0.5:
@@ -245,6 +246,7 @@ def _meanwhile(world: World, rng: random.Random) -> None:
 
 def _journal(world: World, *, garbage: bool) -> None:
     world.kill()
+    world.judge.lost_journal()
     kernel = world.kernel
     kernel.actor = "judge"
     path = f"{STATE_DIR}/journal.db"
@@ -345,7 +347,7 @@ def shortened(life: Life, broken: str) -> Life:
     promise = broken.partition(":")[0]
 
     def fails(steps: Sequence[Step]) -> bool:
-        outcome = live(Life(seed=life.seed, config=life.config, steps=tuple(steps)))
+        outcome = live(replace(life, steps=tuple(steps)))
         return outcome.broken is not None and outcome.broken.partition(":")[0] == promise
 
     steps = list(life.steps)
@@ -359,7 +361,7 @@ def shortened(life: Life, broken: str) -> Life:
             else:
                 at += size
         size //= 2
-    return Life(seed=life.seed, config=life.config, steps=tuple(steps))
+    return replace(life, steps=tuple(steps))
 
 
 assert SAVE_DIR is not None

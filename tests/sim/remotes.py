@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.errors import NoSpaceError, RemoteUnreachable
 from ckptd.remote import messages as m
 from ckptd.remote.client import _Signs
-from ckptd.remote.messages import LONG_ORDERS, known
+from ckptd.remote.messages import EVENTS, LONG_ORDERS, known
 from ckptd.remote.service import Service
 from ckptd.remote.store import ObjectInfo
 from tests.sim.stage import WINDOW_BYTES
@@ -154,13 +154,17 @@ class Client:
     """A remote's child process, of which each order runs when the scheduler picks it."""
 
     def __init__(
-        self, moods: dict[str, Faults], settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None]
+        self,
+        moods: dict[str, Faults],
+        settings: m.RemoteSettings,
+        on_answer: Callable[[int, m.Answer], None],
+        ids: Iterator[int],
     ) -> None:
         self._settings = settings
         self._on_answer = on_answer
         self._faults = moods[settings.name]
         self._service: Service | None = None
-        self._next_id = 0
+        self._ids = ids
         self._open: dict[int, m.Order] = {}
         self._waiting: dict[bool, list[tuple[int, m.Order]]] = {True: [], False: []}
         self._signs = _Signs()
@@ -168,6 +172,10 @@ class Client:
     @property
     def pid(self) -> int | None:
         return None
+
+    @property
+    def open_orders(self) -> tuple[int, ...]:
+        return tuple(self._open)
 
     def lanes(self) -> list[bool]:
         """Which of its two threads could go on: the long orders' (True), the short ones' (False)."""
@@ -191,9 +199,9 @@ class Client:
         is_attaching = isinstance(order, m.Attach)
         if isinstance(order, m.Attach):
             order = m.Attach(settings=self._remember(order.settings))
-        self._next_id += 1
+        order_id = next(self._ids)
         self._signs.ordered(order, self._open.values())
-        self._open[self._next_id] = order
+        self._open[order_id] = order
         if self._service is None:
             self._service = Service(self._deliver, window_bytes=WINDOW_BYTES)
             self._signs = _Signs()
@@ -202,8 +210,8 @@ class Client:
                 self._waiting[False].append((0, m.Attach(settings=self._settings)))
         if isinstance(order, m.Attach):
             self._service.expect(order.settings)
-        self._waiting[isinstance(order, LONG_ORDERS)].append((self._next_id, order))
-        return self._next_id
+        self._waiting[isinstance(order, LONG_ORDERS)].append((order_id, order))
+        return order_id
 
     def pace(self, fraction: float, bytes_per_second: int | None) -> None:
         if self._service is not None:
@@ -250,7 +258,7 @@ class Client:
         if isinstance(answer, m.Attached):
             self._settings = known(self._settings, answer)
         if order is not None:
-            if not isinstance(answer, m.Moving | m.ObjectDone):
+            if not isinstance(answer, EVENTS):
                 del self._open[order_id]
             self._on_answer(order_id, answer)
 

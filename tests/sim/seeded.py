@@ -1,4 +1,4 @@
-"""Defects that were put into ckptd by hand, each by one patch: the simulation that misses one is broken itself.
+"""Defects put into ckptd by hand, each by one patch: the simulation that misses one is broken itself.
 
 The first eight were never in ckptd; the others are what the simulation found there (docs/testing.md).
 """
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckptd import files
-from ckptd.core import keeping_remote, planner
+from ckptd.core import keeping, keeping_remote, planner
+from ckptd.core.actions import Hold
+from ckptd.core.save import Order
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon import intake, recovery
 from ckptd.local import fs
@@ -71,6 +73,31 @@ def _finish_prune(trash_fd: int, name: str, sealed: Any) -> None:
 _real_finish = fs.finish_prune
 
 
+def _remove_all(trash_fd: int, name: str, _: Any) -> None:
+    files.remove_tree(trash_fd, name)
+    files.fsync_dir(trash_fd)
+
+
+def _one_branch(step: int, highest: Order | None) -> Order:
+    return Order(1, step, highest.save_seq + 1 if highest else 1)
+
+
+def _holds(view: Any) -> list[Any]:
+    held = [
+        Hold(save_id=s.id)
+        for s in view.saves
+        if s.is_intact
+        and not s.is_held
+        and not s.is_busy
+        and not keeping.is_committed(view, s)
+        and view.disk.can_clone
+    ]
+    return [*(x for x in _real_holds(view) if not isinstance(x, Hold)), *held]
+
+
+_real_holds = planner._holds
+
+
 def _keep_remote(view: Any) -> Any:
     from dataclasses import replace
 
@@ -91,20 +118,17 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "what was on its way counts as committed": ((recovery, "_take_up_again", _shipped_is_committed),),
     "identities are not compared before a prune": (
         (fs, "check_identities", lambda *_, **__: None),
-        (fs, "finish_prune", lambda trash_fd, name, _sealed: files.remove_tree(trash_fd, name)),
+        (fs, "finish_prune", _remove_all),
     ),
-    "a prune is called done before it is durable": (
-        (fs, "finish_prune", _finish_prune),
-        (recovery.fs, "finish_prune", _finish_prune),
-    ),
-    "a hold is let go as soon as it is made": ((planner, "_was_committed", planner.is_committed),),
+    "a prune is called done before it is durable": ((fs, "finish_prune", _finish_prune),),
+    "a hold is let go as soon as it is made": ((planner, "_holds", _holds),),
     "what lies here unsealed is retired": ((planner, "keep_remote", _keep_remote),),
     "what was found is not flushed": (
         (commit, "settled", lambda *_: None),
         (observe, "settled", lambda *_: None),
         (transfer, "settled", lambda *_: None),
     ),
-    "sealed in any order": ((intake.Intake, "_waits_for_older", lambda *_: False),),
+    "a rewind is no new branch": ((intake, "next_order", _one_branch),),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as real_datetime
 import io
 import pathlib
+import posixpath
 import random
 import sqlite3
 import sys
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import tenacity.nap
 import tenacity.wait
 
-from ckptd import files, pages
+from ckptd import files, journal, pages
 from ckptd.convert import inspect_child, inspection, supervise
 from ckptd.core.facts import FileFacts
-from ckptd.daemon import backoff, intake, job, links, loop, totals, workers
+from ckptd.daemon import backoff, intake, job, loop, processes, totals, workers
+from ckptd.errors import JournalDamaged
 from ckptd.local import rights
 from ckptd.remote import directory, folders, pacing, service, transfer, watched
 from ckptd.remote import store as _store
@@ -61,7 +63,7 @@ class Inline:
         future: Future[Any] = Future()
         try:
             future.set_result(work(*arguments))
-        except BaseException as error:  # noqa: BLE001 (the future raises it)
+        except BaseException as error:
             future.set_exception(error)
         return future
 
@@ -84,13 +86,13 @@ class Database:
 
     def __init__(self, kernel: Kernel, path: str, db: sqlite3.Connection | None) -> None:
         self._kernel = kernel
-        self._path = path
+        self.path = path
         self._db = db
 
     def _real(self, statement: str) -> sqlite3.Connection:
         if self._db is None:
-            msg = "file is not a database"
-            raise sqlite3.DatabaseError(msg)
+            msg = f"the journal {self.path}: file is not a database"
+            raise JournalDamaged(msg)
         if not statement.startswith(("SELECT", "PRAGMA")):
             self._kernel.call("sql", statement.split(maxsplit=3)[0])
         return self._db
@@ -113,18 +115,14 @@ class Database:
 
 
 class Databases:
-    """What `sqlite3` is: connections by the inode of the file that stands for them."""
-
-    DatabaseError = sqlite3.DatabaseError
-    Error = sqlite3.Error
-    Row = sqlite3.Row
-    Connection = Database
+    """The journals of a life: connections by the inode of the file that stands for them."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._held: dict[int, sqlite3.Connection] = {}
 
-    def connect(self, path: Path, **_: object) -> Database:
+    def connect(self, path: Path) -> Database:
+        """What `ckptd.journal_db.connect` is."""
         kernel = self._kernel
         fd = kernel.open(path, 0o100 | 2, 0o644)
         inode = kernel.fds[fd].inode
@@ -175,8 +173,8 @@ def inspect_files(kernel: Kernel, folder: Path, paths: Sequence[str]) -> list[Fi
                 content = b""
             key = (path, content)
             if key not in _known_facts:
-                line = inspect_child._inspect(fd, 0, inspection._asked(path))  # noqa: SLF001
-                _known_facts[key] = inspection._facts_of(path, line)  # noqa: SLF001
+                line = inspect_child._inspect(fd, 0, inspection._asked(path))
+                _known_facts[key] = inspection._facts_of(path, line)
             found.append(_known_facts[key])
     finally:
         kernel.close(fd)
@@ -199,11 +197,11 @@ class Stage:
         self.databases = Databases(kernel)
         self._put: list[tuple[Any, str, Any]] = []
         self._defaults: list[tuple[Any, dict[str, Any] | None]] = []
-        clock = _copy(time, monotonic=lambda: kernel.now_seconds, time=kernel.wall, sleep=kernel.sleep)
+        clock = _copy(time, monotonic=kernel.monotonic, time=kernel.wall, sleep=kernel.sleep)
         clock.time_ns = lambda: int(kernel.wall() * 1e9)
         now_type = type("SimulatedDatetime", (SimulatedDatetime,), {"kernel": kernel})
         system = _system(kernel)
-        chance = random.Random(rng.random())  # noqa: S311
+        chance = random.Random(rng.random())
         secret = types.SimpleNamespace(
             token_hex=lambda n=16: chance.randbytes(n).hex(), token_bytes=chance.randbytes
         )
@@ -212,7 +210,6 @@ class Stage:
             "time": clock,
             "secrets": secret,
             "random": chance,
-            "sqlite3": self.databases,
             "fcntl": _copy(__import__("fcntl"), flock=kernel.flock),
             "datetime": now_type,
         }
@@ -238,12 +235,15 @@ class Stage:
         self._plan(files, "drop_pages", lambda *_: None)
         self._plan(files, "drop_pages_but", lambda *_: None)
         self._plan(intake, "has_open_writer", has_open_writer)
+        self._plan(journal, "connect", self.databases.connect)
+        for module in (files, pages):
+            self._plan(module, "mount_of", lambda fd: str(system.fstat(fd).st_dev))
         self._plan(
             supervise, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths)
         )
         self._plan(inspect_child, "_emit", lambda _line: None)
         self._plan(job, "Watcher", watcher)
-        self._plan(links, "RemoteClient", client)
+        self._plan(processes, "RemoteClient", client)
         self._plan(service, "open_store", open_store)
         for function in (
             backoff.Breaker.__init__,
@@ -289,10 +289,13 @@ def _system(kernel: Kernel) -> Any:
     """`os`, its calls on files by the kernel."""
     names = (
         "open", "dup", "close", "read", "pread", "preadv", "write", "pwrite", "ftruncate", "lseek", "fsync",
-        "fdatasync", "stat", "lstat", "fstat", "listdir", "scandir", "access", "readlink", "fstatvfs", "mkdir",
-        "unlink", "remove", "rmdir", "link", "rename", "replace", "fchmod", "fchown", "posix_fadvise",
+        "fdatasync", "stat", "lstat", "fstat", "listdir", "scandir", "access", "readlink", "fstatvfs",
+        "mkdir", "unlink", "remove", "rmdir", "link", "rename", "replace", "fchmod", "fchown",
+        "posix_fadvise",
     )  # fmt: skip
-    return _copy(__import__("os"), **{name: getattr(kernel, name) for name in names})
+    system = _copy(__import__("os"), **{name: getattr(kernel, name) for name in names})
+    system.path = _copy(posixpath, lexists=kernel.exists, exists=kernel.exists)
+    return system
 
 
 assert Killed is not None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from tests.sim.kernel import Kernel
 from tests.unit import synthetic
@@ -28,6 +30,13 @@ CHUNK_BYTES = 4096
 STEP_SECONDS = 0.01
 
 
+def _timeless(path: Path, records: dict[str, bytes], prefix: str = "archive") -> None:
+    """As `write_archive`, the same bytes at any time of day."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as out:
+        for name, data in records.items():
+            out.writestr(zipfile.ZipInfo(f"{prefix}/{name}"), data)
+
+
 @cache
 def shards_of(step: int, number: int) -> dict[str, bytes]:
     """The files of one save in the order in which DeepSpeed writes them; `number` makes its bytes its own."""
@@ -41,9 +50,10 @@ def shards_of(step: int, number: int) -> dict[str, bytes]:
         def own_model(model: dict[str, object]) -> None:
             model["lr_scheduler"] = number
 
-        synthetic.write_stage12(
-            folder, [{"w": (1400,)}], RANKS, step=step, change=own, change_model=own_model
-        )
+        with mock.patch.object(synthetic, "write_archive", _timeless):
+            synthetic.write_stage12(
+                folder, [{"w": (1400,)}], RANKS, step=step, change=own, change_model=own_model
+            )
         names = sorted(os.listdir(folder), key=lambda name: ("optim" in name, name))
         return {name: (folder / name).read_bytes() for name in names}
 
@@ -56,11 +66,22 @@ class Save:
     tag: str
     step: int
     files: dict[str, bytes]
-    is_finished: bool = False
-    finished_seconds: float = 0.0
+    written: set[str] = field(default_factory=set)
+    """Files whose last byte was written."""
     is_gone: bool = False
     """The trainer itself removed or overwrote it, or a power cut took what was never flushed."""
     inodes: dict[str, Inode] = field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every byte of it was written."""
+        return len(self.written) == len(self.files)
+
+    @property
+    def window_seconds(self) -> float:
+        """Between the first of its files and the last."""
+        times = [inode.written_ns for inode in self.inodes.values()]
+        return (max(times) - min(times)) / 1e9 if times else 0.0
 
 
 class Trainer:
@@ -81,8 +102,9 @@ class Trainer:
         return bool(self._todo)
 
     def current(self, tag: str) -> Save | None:
-        """The newest save under a tag."""
-        return next((save for save in reversed(self.saves) if save.tag == tag), None)
+        """The save that lies under a tag, else the newest that did."""
+        mine = [save for save in self.saves if save.tag == tag]
+        return next((save for save in reversed(mine) if not save.is_gone), mine[-1] if mine else None)
 
     def has_open(self, tag: str) -> bool:
         """A file of that checkpoint is open for writing."""
@@ -109,7 +131,7 @@ class Trainer:
             self._write_file(save, path)
         if early == len(names):
             self._todo.append(lambda: self._point(save.tag))
-        self._todo.append(lambda: self._finish(save))
+        self._todo.append(self._finish)
 
     def go_on(self, count: int) -> None:
         """Carry out the next steps of the save."""
@@ -164,6 +186,8 @@ class Trainer:
         def chunk(at: int) -> None:
             if self._fd is not None:
                 kernel.write(self._fd, data[at : at + CHUNK_BYTES])
+                if at + CHUNK_BYTES >= len(data):
+                    save.written.add(path)
 
         def close() -> None:
             if self._fd is not None:
@@ -180,9 +204,7 @@ class Trainer:
         self._kernel.write(fd, tag.encode())
         self._kernel.close(fd)
 
-    def _finish(self, save: Save) -> None:
-        save.is_finished = True
-        save.finished_seconds = self._kernel.now_seconds
+    def _finish(self) -> None:
         self.writing = None
 
     # --- rotation ----------------------------------------------------------------------------------------

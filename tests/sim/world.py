@@ -1,7 +1,7 @@
 """One node's whole world: disks, remotes, trainer, and the real daemon's job with everything below it.
 
 The scheduler picks one thing at a time: a worker's action, an order in a remote's process, the deciding
-thread's next turn. A kill ends all of ckptd's processes at one call; a power cut takes what was not flushed too.
+thread's next turn. A kill ends all of ckptd's processes at one call; a power cut takes what was not flushed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
 from tests.sim.remotes import Client, Cloud, Faults
 from tests.sim.stage import Stage
-from tests.sim.trainer import SAVE_DIR, Trainer
+from tests.sim.trainer import SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.daemon.links import RemoteLink
     from tests.sim.disk import Disk
 
 NAS, S3 = "nas", "s3"
@@ -106,9 +107,10 @@ class _Defects(logging.Handler):
 class World:
     """See the module's first lines; every choice comes from the generators it is given."""
 
-    def __init__(self, seed: int, config: JobConfig) -> None:
+    def __init__(self, seed: int, config: JobConfig, *, can_clone: bool = True) -> None:
         self.config = config
         self.kernel = Kernel()
+        self.kernel.can_clone = can_clone
         self.crashes = self.starts = 0
         self._rests_since: float | None = None
         self.is_power_cut = False
@@ -119,7 +121,7 @@ class World:
         self.tasks: list[Callable[[], None]] = []
         self.clients: list[Client] = []
         self.job: Job | None = None
-        rng = random.Random(f"{seed}-world")  # noqa: S311
+        rng = random.Random(f"{seed}-world")
         self._rng = rng
         for name in ("nvme", "nas"):
             disk = self.kernel.add_disk(name)
@@ -166,8 +168,8 @@ class World:
 
     # --- what the stage asks for -----------------------------------------------------------------------
 
-    def _client(self, settings: Any, on_answer: Any, **_: object) -> Client:
-        client = Client(self.moods, settings, on_answer)
+    def _client(self, settings: Any, on_answer: Any, *, ids: Any, **_: object) -> Client:
+        client = Client(self.moods, settings, on_answer, ids)
         self.clients.append(client)
         return client
 
@@ -204,15 +206,26 @@ class World:
         """Start it when it does not run."""
         if self.job is None:
             workers = Workers(self.posts.append)
-            links = lambda: list(self.job.links.values()) if self.job else []  # noqa: E731
-            self.totals = Totals(DaemonConfig(), links, lambda: 0)
+            self.totals = Totals(DaemonConfig(), self._links, lambda: 0)
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             self.starts += 1
+            self.judge.removed_since_start = 0
             self.kernel.history.append("daemon starts")
-            self.job = Job(self.config, DaemonConfig(), STATE_DIR, self.totals, workers, self.posts.append)
+            self.job = Job(
+                self.config,
+                DaemonConfig(),
+                STATE_DIR,
+                self.totals,
+                workers,
+                self.posts.append,
+                is_patient=False,
+            )
             self.job.open()
         return self.job
+
+    def _links(self) -> list[RemoteLink]:
+        return list(self.job.links.values()) if self.job is not None else []
 
     def guarded(self, what: Callable[[], None]) -> bool:
         """Do something of the daemon's; False when that killed it."""
@@ -301,7 +314,7 @@ class World:
     def _killed(self) -> None:
         kernel = self.kernel
         self.crashes += 1
-        sealed = self._sealed()
+        sealed, claims, was_power_cut = self._sealed(), self.claims(), self.is_power_cut
         if self.job is not None:
             for link in self.job.links.values():
                 link.close()
@@ -323,6 +336,12 @@ class World:
         if self.is_power_cut:
             self._after_power_cut(sealed)
         self.is_power_cut = False
+        kernel.actor = "judge"
+        if was_power_cut:
+            self.judge.lost_power(claims)
+        else:
+            self.judge.look({})
+        kernel.actor = "ckptd"
 
     # --- what a power cut may not take -----------------------------------------------------------------
 
@@ -343,7 +362,7 @@ class World:
                     found.append(save.number)
         return found
 
-    def is_intact(self, save: Any) -> bool:
+    def is_intact(self, save: Save) -> bool:
         """Every file of a save lies under its tag with its content."""
         for path, data in save.files.items():
             try:
@@ -354,6 +373,7 @@ class World:
         return True
 
     def _after_power_cut(self, sealed: list[int]) -> None:
+        self._take_back()
         for save in self.trainer.saves:
             if save.is_gone or self.is_intact(save):
                 continue
@@ -365,14 +385,27 @@ class World:
             if not removed and not self._in_trash(save):
                 save.is_gone = True
 
-    def _is_torn(self, save: Any) -> bool:
+    def _take_back(self) -> None:
+        """What was about to be overwritten may be there as it was before: then it is that save again."""
+        for tag in dict.fromkeys(save.tag for save in self.trainer.saves):
+            mine = [save for save in self.trainer.saves if save.tag == tag]
+            whole = [save for save in mine if self.is_intact(save)]
+            for save in mine:
+                if whole:
+                    save.is_gone = save is not whole[-1]
+            for path in whole[-1].files if whole else ():
+                inode = self.kernel.inode_of(f"{SAVE_DIR}/{tag}/{path}")
+                inode.saved = whole[-1].number, path
+                whole[-1].inodes[path] = inode
+
+    def _is_torn(self, save: Save) -> bool:
         try:
             names = self.kernel.listdir(f"{SAVE_DIR}/{save.tag}")
         except OSError:
             return False
         return bool(names) and set(names) != set(save.files)
 
-    def _in_trash(self, save: Any) -> bool:
+    def _in_trash(self, save: Save) -> bool:
         kernel = self.kernel
         try:
             names = kernel.listdir(f"{SAVE_DIR}/_ckptd/trash")
@@ -473,13 +506,25 @@ class World:
         required = [remote.name for remote in self.config.remotes if remote.required]
         limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
+        # those are not shipped, or not believed to be one save, without being asked
+        spread = self.config.save_spread_seconds
+        here = [s for s in here if s.tag not in found_first and s.window_seconds < spread - 1]
         for save in here:
-            if save.tag in found_first:
-                continue
             for name in required:
                 is_retired = limits[name] is not None and save.number in self.judge.ever[name]
                 if not self.judge.holds(name, save) and not is_retired:
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
+        self._judge_limit(here)
+
+    def _judge_limit(self, here: list[Save]) -> None:
+        """No more than the limit, but for what a rewind left ahead and what the seat belt holds up."""
+        limit = self.config.local.save_total_limit
+        if limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
+            return
+        behind = [save for save in here if save.step < here[-1].step]
+        if len(behind) + 1 > limit:
+            tags = ", ".join(save.tag for save in behind)
+            self.judge.say("P5", f"{limit} may stay, {tags} do as well: {self._words()}")
 
     def _found_first(self) -> frozenset[str]:
         """Tags that ckptd noted as older than itself: not shipped without being asked."""

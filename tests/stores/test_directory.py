@@ -158,9 +158,9 @@ def test_a_bit_that_flips_on_the_share_is_found(nas: Path) -> None:
         byte = stream.read(1)[0]
         stream.seek(12345)
         stream.write(bytes([byte ^ 4]))
-    with pytest.raises(VerifyError, match="removed"):
+    with pytest.raises(VerifyError, match="CRC64"):
         store.verify("t/x", len(DATA), crc, lambda done: None)
-    assert not (nas / "t" / "x").exists()
+    assert (nas / "t" / "x").exists(), "it may be another node's"
 
 
 def test_reading_back_leaves_nothing_in_the_page_cache(nas: Path) -> None:

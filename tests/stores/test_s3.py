@@ -202,7 +202,19 @@ def test_a_small_object_costs_one_request_or_one_more_to_prove_it(moto: servers.
         for wrong in (right ^ 1, right):
             with pytest.raises(VerifyError):
                 store.verify("t/x", 9998, wrong, lambda done: None)
-            assert store.stat("t/x") is None
+            assert store.stat("t/x") is not None
+
+
+def test_what_another_node_uploads_there_is_never_given_up(moto: servers.Server) -> None:
+    """H18: of several uploads of a key only those are aborted whose ids are ours."""
+    store = store_at(moto)
+    client, place = moto.client(), store.place("t/x")
+    theirs = client.create_multipart_upload(**place)["UploadId"]
+    ours = client.create_multipart_upload(**place)["UploadId"]
+    store.discard("t/x")
+    store.discard("t/x", f"{5 << 20}:{ours}")
+    left = client.list_multipart_uploads(Bucket=place["Bucket"], Prefix=place["Key"]).get("Uploads", [])
+    assert [upload["UploadId"] for upload in left] == [theirs]
 
 
 def test_a_huge_object_is_no_document(moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,16 @@ def test_the_newest_and_what_is_newer_than_the_newest_committed_stay() -> None:
     assert pruned(job_view(saves)) == ["s1b1"]
 
 
+def test_the_newest_stays_whatever_the_policy_says() -> None:
+    """P5: a policy that names other steps alone takes the rest, and never the newest."""
+    policy = RetentionPolicy(keep_steps=(1,))
+    assert pruned(job_view(three(), local_retention=policy)) == ["s2b1"]
+
+
+def test_never_more_deletions_than_the_seat_belt_allows() -> None:
+    assert pruned(job_view(three(), deletions_left=1)) == ["s1b1"]
+
+
 def test_what_latest_names_stays() -> None:
     """P5: the trainer's own pointer protects its checkpoint."""
     assert pruned(job_view(three(), latest="s1b1")) == ["s2b1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core.actions import Convert, DropDerived, Prune, Retire, Ship
+from ckptd.core.actions import DropDerived, Prune, Retire, Ship
 from ckptd.core.ladder import Rung
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView
@@ -76,7 +76,7 @@ def test_a_rewound_run_fills_the_policy_before_the_branch_it_left_goes() -> None
 
 
 def test_the_node_keeps_a_universal_form_for_its_ladder() -> None:
-    """The folder goes once the form is ready; that stays until its own rung, or until the tag is saved again."""
+    """The folder goes once the form is ready; that stays until its own rung, or a new save of the tag."""
     rungs = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=2))
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
@@ -102,11 +102,15 @@ def test_a_remotes_ladder_gets_the_forms_it_needs() -> None:
     done = {(NAS, UNIVERSAL): committed_record(saves[1].save, form=UNIVERSAL)}
     saves[1] = replace(saves[1], ships={**saves[1].ships, **done})
     view = job_view(saves, local_retention=RetentionPolicy())
-    for ladder, shipped in ((policy, ["s1b1"]), (RetentionPolicy(save_total_limit=1), [])):
-        nas = replace(view.remotes[0], retention=ladder, forms=(ZERO, UNIVERSAL, "weights-fp32"))
+    fp32 = "weights-fp32"
+    for ladder in (policy, RetentionPolicy(save_total_limit=1)):
+        nas = replace(view.remotes[0], retention=ladder, forms=(ZERO, UNIVERSAL, fp32))
         now = replace(view, remotes=(nas,))
-        assert [sealed(a.save_id).tag for a in of(now, Ship)] == shipped
-        assert len(of(now, DropDerived)) == (0 if shipped else 1)
-        whole = replace(saves[1], weights={"weights-fp32": DerivedRecord(state=DerivedState.REFUSED)})
-        weights = of(replace(now, saves=(saves[0], whole)), Convert)
-        assert [a.save_id for a in weights] == ([1] if shipped else [])
+        wanted = (1, UNIVERSAL) if ladder is policy else (2, fp32)
+        assert [(a.save_id, a.form) for a in of(now, Ship)] == [wanted]
+        assert len(of(now, DropDerived)) == (0 if ladder is policy else 1)
+        whole = replace(saves[1], weights={fp32: DerivedRecord(state=DerivedState.REFUSED)})
+        there = {(NAS, UNIVERSAL): committed_record(saves[0].save, form=UNIVERSAL)}
+        first = replace(saves[0], ships={**saves[0].ships, **there})
+        weights = of(replace(now, saves=(first, whole)), Ship)
+        assert [(a.save_id, a.form) for a in weights] == ([(1, fp32)] if ladder is policy else [])

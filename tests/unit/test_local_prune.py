@@ -105,6 +105,45 @@ def test_anything_that_changed_keeps_everything(save_dir: Path, change: Callable
     assert sorted(str(p) for p in save_dir.rglob("*") if "_ckptd" not in str(p)) == before
 
 
+def test_a_save_that_begins_while_it_is_renamed_aside_comes_back(
+    save_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer had the file open: what it wrote since the first look is no committed byte (P4)."""
+    real, permit = files.rename_noreplace, permit_for(save_dir)
+
+    def rename(source_fd: int, source: str, target_fd: int, target: str) -> None:
+        real(source_fd, source, target_fd, target)
+        if source == TAG:
+            with opened:
+                opened.write("new save")
+
+    opened = (save_dir / TAG / "a.pt").open("r+")
+    monkeypatch.setattr(files, "rename_noreplace", rename)
+    with pytest.raises(CkptdError, match=r"a\.pt changed"):
+        prune(save_dir, permit)
+    assert (save_dir / TAG / "a.pt").read_text() == "new save"
+    assert all((save_dir / TAG / name).exists() for name in NAMES), "nothing else went either"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts)")
+def test_what_is_mounted_there_is_not_entered(save_dir: Path) -> None:
+    """A share mounted below a folder of ours is not emptied with it (P15)."""
+    ours = save_dir / fs.DERIVED / "x"
+    (ours / "share").mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(ours / "share")], check=True)
+    try:
+        (ours / "share" / "theirs").write_text("theirs")
+        with files.opened_dir(save_dir) as fd:
+            with pytest.raises(CkptdError, match="another file system"):
+                files.open_dir_beneath(fd, f"{fs.DERIVED}/x/share")
+            with pytest.raises(CkptdError, match="mount"):
+                files.remove_tree(fd, f"{fs.DERIVED}/x")
+        assert (ours / "share" / "theirs").read_text() == "theirs"
+    finally:
+        subprocess.run(["umount", "-l", str(ours / "share")], check=True)
+
+
 @pytest.mark.parametrize("change", [{"commits": ()}, {"issued_at_seconds": time.monotonic() - 61}])
 def test_a_permit_without_commit_or_past_its_minute_is_refused(
     save_dir: Path, change: dict[str, object]

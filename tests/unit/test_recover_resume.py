@@ -325,6 +325,14 @@ def test_several_nodes_choose_what_is_committed(scene: Scene) -> None:
     assert scene.shards("global_step5") == shards
 
 
+def test_of_several_nodes_none_takes_what_no_commit_holds(scene: Scene) -> None:
+    """The others may not have it: they would go on from two checkpoints (P6)."""
+    scene.save(5)
+    scene.commit("global_step5", 5)
+    scene.save(10)
+    assert scene.resume(nodes=Nodes(count=2, rank=0)).path.name == "global_step5"
+
+
 def test_a_symlinked_save_dir_is_refused(scene: Scene) -> None:
     scene.lose_node()
     target = scene.root / "elsewhere"

@@ -125,6 +125,16 @@ class TestGeneration:
         foreign = manifest_of(save, job_id="x")
         assert choose(save, [seen(foreign, committed=False)]) == Use(generation=2)
 
+    def test_an_open_one_of_this_save_is_joined_whatever_came_after_it(self, save: SealedSave) -> None:
+        """Opening one more each time, two nodes with two saves passed each other for ever (ADR 0098)."""
+        mine, foreign = manifest_of(save, 1), other(save).model_copy(update={"generation": 2})
+        assert choose(save, [seen(mine, committed=False), seen(foreign, committed=False)]) == Use(
+            generation=1
+        )
+        newer = manifest_of(save, 3)
+        both = [seen(mine, committed=False), seen(newer, committed=False)]
+        assert choose(save, [*both, seen(foreign, committed=False)]) == Use(generation=3), "all meet in one"
+
     def test_committed_with_our_bytes_is_already_there(self, save: SealedSave) -> None:
         mine = seen(manifest_of(save), committed=True)
         assert choose(save, [mine], [commit(1)]) == Already(

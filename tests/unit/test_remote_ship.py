@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +12,12 @@ from ckptd.core.manifest import Commit, NodeManifest, parse, sha256_of
 from ckptd.errors import DamagedError, RefusedError, RemoteNotOurs, SourceChanged, VerifyError
 from ckptd.remote import observe
 from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.commit import ship
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.messages import Shipped
 from ckptd.remote.reader import live_commits, manifests_of, read_remote
 from tests.stores.memory import MemoryStore
-from tests.stores.scene import MODEL, OPTIM, Node, archive
+from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, archive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,10 +126,6 @@ def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
         if event.key.endswith("zero_to_fp32.py"):
             node.rewrite(first, archive(b"later"))
 
-    from dataclasses import replace
-
-    from ckptd.remote.commit import ship
-
     with pytest.raises(SourceChanged, match=first):
         ship(ground, order, replace(control, on_done=on_done))
     assert not list((nas / "_ckptd").glob("nodes/*/*"))
@@ -174,6 +172,23 @@ def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, gro
     assert not (nas / node.tag).exists()
 
 
+def test_a_remote_that_changed_hands_while_files_were_sent_gets_no_manifest(
+    node: Node, nas: Path, ground: Ground
+) -> None:
+    """Hours go by between the first look and the manifest: another share may be mounted there then (P2)."""
+    identity, other = nas / "_ckptd/remote.json", nas / "other"
+    other.write_bytes(identity.read_bytes().replace(JOB_ID.encode(), b"k" * 32))
+    order, control = node.order(node.sealed()), node.control()
+
+    def on_done(event: Shipped) -> None:
+        if event.key.endswith(MODEL) and other.exists():
+            os.replace(other, identity)
+
+    with pytest.raises(RemoteNotOurs, match="belongs to"):
+        ship(ground, order, replace(control, on_done=on_done))
+    assert not list((nas / "_ckptd").glob("nodes/*/*"))
+
+
 def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Path) -> None:
     nodes = [Node(tmp_path / name, name) for name in ("a", "b")]
     nodes[0].write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
@@ -183,6 +198,7 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
     assert first.outcome == "waiting"
     assert "rank 1" in (first.reason or "")
     assert observe.observe(grounds[0].store).uncommitted == (("global_step5", 1, "zero"),)
+    assert not (nas / "latest").exists(), "it names only what is committed (P6)"
     second = nodes[1].ship(grounds[1], nodes[1].order(nodes[1].sealed()))
     assert second.outcome == "committed"
     assert second.commit is not None

@@ -1,0 +1,89 @@
+"""Whole lives of a node with crashes at every call: no promise is broken, and the same seed is the same life.
+
+Each runs in a process of its own (`python -m tests.sim`), in which sets have one order; a failure prints the
+seed, the few steps that are enough and the command that replays it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.life import drawn, live
+from tests.sim.seeded import PATCHES, seeded
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = bool(os.environ.get("CKPTD_FULL"))
+LIVES = "0-2000" if FULL else "0-120"
+
+
+def simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.sim", "--fresh", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_some_hundred_lives(tmp_path: Path) -> None:
+    done = simulated(
+        "--seeds", LIVES, "--steps", "24", "--workers", "1", "--figures", str(tmp_path / "sim.json")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "sim.json").read_text())
+    assert figures["runs"] == int(LIVES.partition("-")[2])
+    assert figures["crashes"] > 4 * figures["runs"], "hardly anything crashed"
+    assert figures["violations"] == 0
+
+
+def test_the_same_seed_is_the_same_life(tmp_path: Path) -> None:
+    """Call for call, in two processes."""
+    asked = ("--seeds", "7-15", "--digests", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
+    first, second = simulated(*asked), simulated(*asked)
+    assert first.returncode == 0, first.stdout
+    digests = [line for line in first.stdout.splitlines() if not line.startswith("{")]
+    assert digests == [line for line in second.stdout.splitlines() if not line.startswith("{")]
+    assert len(set(digests)) == 8
+
+
+QUICK = (
+    "no folder is flushed",
+    "a permit without a fresh read",
+    "sealed without a flush",
+    "what was on its way counts as committed",
+    "identities are not compared before a prune",
+    "a prune is called done before it is durable",
+)
+MOST_LIVES = 2000 if FULL else 150
+
+
+@pytest.mark.parametrize("defect", PATCHES if FULL else QUICK)
+def test_a_guard_taken_out_is_noticed(defect: str) -> None:
+    """Six of them in every run, all with CKPTD_FULL=1; the first life that notices is enough."""
+    with seeded(defect):
+        for seed in range(MOST_LIVES):
+            outcome = live(drawn(seed))
+            if outcome.broken is not None:
+                return
+    pytest.fail(f"{MOST_LIVES} lives and nothing noticed: {defect}")
+
+
+def test_a_failure_says_how_to_replay_it() -> None:
+    """What a person sees: the promise, few steps, a timeline, the command."""
+    code = (
+        "from tests.sim.__main__ import replay; from tests.sim.seeded import seeded\n"
+        "with seeded('sealed without a flush'): raise SystemExit(replay(0, 24))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for words in ("seed 0 BROKEN P7", "steps are enough", "timeline:", "replay: python -m tests.sim 0"):
+        assert words in done.stdout, done.stdout
