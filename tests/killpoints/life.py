@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.convert.sandbox import die_with_parent
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
@@ -213,6 +214,7 @@ def fork(place: Place, fate: Fate, **more: object) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
+        die_with_parent()
         code = 1
         try:
             live(place, fate, **more)  # type: ignore[arg-type]

@@ -24,6 +24,8 @@ from ckptd.convert.watch import Watched
 from ckptd.daemon import job, processes
 from ckptd.daemon.backoff import Breaker
 from ckptd.remote import messages as m
+from ckptd.remote import again as again  # what the first upload would import, in each process anew
+from ckptd.remote import checksums
 from ckptd.remote import open as opening
 from ckptd.remote import service, transfer
 from ckptd.remote.directory import DirectoryStore
@@ -32,6 +34,7 @@ from tests.killpoints.shelf import ShelfStore
 
 WINDOW_BYTES = 4096
 STORE_VERBS = ("upload", "put", "put_if_absent", "delete", "discard", "verify")
+checksums.crc64(b"warm")
 Post = Callable[[Callable[[], None]], None]
 
 
