@@ -23,11 +23,10 @@ from ckptd.convert import children, executor_child, inspect_child, inspection, p
 from ckptd.convert.watch import Watched
 from ckptd.daemon import job, processes
 from ckptd.daemon.backoff import Breaker
-from ckptd.remote import messages as m
 from ckptd.remote import again as again  # what the first upload would import, in each process anew
-from ckptd.remote import checksums
+from ckptd.remote import checksums, service, transfer
+from ckptd.remote import messages as m
 from ckptd.remote import open as opening
-from ckptd.remote import service, transfer
 from ckptd.remote.directory import DirectoryStore
 from tests.killpoints.seams import Seams, stored
 from tests.killpoints.shelf import ShelfStore
