@@ -125,7 +125,7 @@ stores-full: setup ## the conformance suite on every store and file system that 
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py $(ARGS)
 
 faults: setup ## what CI runs of faults, attacks, models and simulations: kill -9, full disks, lost remotes, hostile files
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults tests/attacks tests/model tests/sim tests/killpoints $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults tests/attacks tests/model tests/sim tests/killpoints tests/golden $(ARGS)
 
 faults-full: setup ## all of it: every kill point and error (MINUTES=30; goes on where it was cut), then the long tests
 	$(PY) -m tests.killpoints --minutes $(MINUTES)

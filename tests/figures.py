@@ -28,9 +28,15 @@ FAULTS = {
     "F5": ("the same in the remote", "table below; `test_daemon_remote.py`"),
     "F6": ("EIO; a flush is never tried again", ""),
     "F7": ("read-only, denied, stale", ""),
-    "F8": ("truncated, empty, missing, extra shards", "`test_daemon_input.py`, `test_torchfile_archive.py`"),
-    "F9": ("bits that flip", "table below; `test_daemon_input.py`, `test_verify.py`"),
-    "F10": ("shards that grow, `latest` ahead of them, aborted and repeated saves", "`tests/e2e`"),
+    "F8": (
+        "truncated, empty, missing, extra shards",
+        "`tests/attacks/test_damage.py`, `test_daemon_input.py`",
+    ),
+    "F9": ("bits that flip", "`tests/attacks/test_damage.py`; table below"),
+    "F10": (
+        "growing shards, `latest` ahead, aborted and repeated saves",
+        "`tests/attacks/test_interleavings.py`",
+    ),
     "F11": ("the trainer deletes while it is shipped", "`test_daemon_rotation.py`, `test_daemon_input.py`"),
     "F12": ("slow, stalled, half-open links", "table below"),
     "F13": ("storms of 503, errors inside 200", "table below"),
@@ -39,7 +45,7 @@ FAULTS = {
     "F16": ("weak and lying stores", "table below; `tests/stores`"),
     "F17": ("a COMMIT damaged before the prune", "`test_daemon_remote.py`"),
     "F18": ("clocks that jump, stop, go back", "`python -m tests.sim`; `test_core_retention.py`"),
-    "F19": ("two daemons, two nodes", "`test_daemon_service.py`; `tests/model`"),
+    "F19": ("two daemons, two nodes", "`tests/attacks`; `python -m tests.model`"),
     "F20": ("configuration mutants", "`tests/attacks/test_config_mutants.py`"),
     "F21": ("rights or credentials lost while it runs", "table below"),
     "F22": ("inotify overflows, watch limits, a directory replaced", "`test_local_watch.py`"),
@@ -60,7 +66,7 @@ FAULTS = {
         "`make bench-idle`, docs/performance.md; no real trainer at 10 GB here",
     ),
     "F33": ("thousands of tags and shards", "`make bench-scale`, docs/performance.md"),
-    "F34": ("manifests of older versions", "version 0.1.0 is the only one released"),
+    "F34": ("manifests and journals of older versions", "`tests/golden`"),
 }
 """Fault → what it is, and where it is tried or why not, besides the runs."""
 
@@ -70,8 +76,10 @@ def rows_before(page: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 7 and cells[1].startswith("`"):
-            found[cells[1].strip("`")] = {"cells": cells[1:], "faults": [cells[0].split(" ")[0]]}
+        name = re.match(r"`([^`]+)`( \((.*)\))?$", cells[1]) if len(cells) == 7 else None
+        if name is not None:
+            faults = (name[3] or cells[0].split(" ")[0]).split(", ")
+            found[name[1]] = {"cells": cells[1:], "faults": faults}
     return found
 
 
@@ -82,15 +90,17 @@ def rows_now(folder: Path) -> dict[str, dict[str, Any]]:
         figure = json.loads(path.read_text())
         faults = re.findall(r"\bF\d+", f"{figure['name']} {figure.get('fault', '')}")
         faults = faults or [WITHOUT_NUMBER.get(figure["name"], "")]
+        faults = [fault for fault in dict.fromkeys(faults) if fault in FAULTS]
+        several = f" ({', '.join(faults)})" if len(faults) > 1 else ""
         cells = [
-            f"`{figure['name']}`",
+            f"`{figure['name']}`{several}",
             f"{figure['runs']:,}".replace(",", " "),
             f"{figure['crashes']:,}".replace(",", " ") if figure.get("crashes") else "",
             str(figure["violations"]),
             f"`{figure['command']}`",
             str(figure["date"])[:10],
         ]
-        found[figure["name"]] = {"cells": cells, "faults": [f for f in dict.fromkeys(faults) if f in FAULTS]}
+        found[figure["name"]] = {"cells": cells, "faults": faults}
     return found
 
 
@@ -99,7 +109,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     lines = [HEAD]
     for fault, (title, elsewhere) in FAULTS.items():
         mine = [row for row in rows.values() if row["faults"][:1] == [fault]]
-        also = [row["cells"][0] for row in rows.values() if fault in row["faults"][1:]]
+        also = [row["cells"][0].partition(" (")[0] for row in rows.values() if fault in row["faults"][1:]]
         for number, row in enumerate(mine):
             shown = f"{fault} {title}" if number == 0 else f"{fault} ″"
             lines.append(f"| {shown} | {' | '.join(row['cells'])} |")
