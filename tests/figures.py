@@ -76,7 +76,7 @@ def rows_before(page: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in page.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        name = re.match(r"`([^`]+)`( \((.*)\))?$", cells[1]) if len(cells) == 7 else None
+        name = re.match(r"`([^`]+)`( \((.*)\))?$", cells[1]) if len(cells) == 7 and cells[2] else None
         if name is not None:
             faults = (name[3] or cells[0].split(" ")[0]).split(", ")
             found[name[1]] = {"cells": cells[1:], "faults": faults}
