@@ -33,10 +33,10 @@ def run(*arguments: object) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("kind", "scenario", "number"),
     [
-        ("kill", "directory", 14),
-        ("kill", "objects-constant", 6),
-        ("pairs", "directory", 6),
-        ("errors", "directory-zero", 14),
+        ("kill", "directory", 10),
+        ("kill", "objects-constant", 4),
+        ("pairs", "directory", 4),
+        ("errors", "directory-zero", 10),
         ("journal", "directory", 10),
     ],
 )
