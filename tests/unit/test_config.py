@@ -123,7 +123,7 @@ def test_init_shows_the_defaults(tmp_path: Path) -> None:
     """A template with every commented default switched on means what the bare file means."""
     (tmp_path / "nas").mkdir()
     text = job_template(str(tmp_path / "run"), str(tmp_path / "nas" / "run"), "job")
-    keep_out = ("save_total_limit", "keep_", "ephemeral", "metric", "extra", "node_name")
+    keep_out = ("save_total_limit", "keep_", "ephemeral", "ladder", "metric", "extra", "node_name")
     shown = [
         line.removeprefix("# ")
         if " = " in line and not line.startswith(tuple(f"# {k}" for k in keep_out))
@@ -308,7 +308,7 @@ def test_arguments_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("CKPTD_SETTEL", "5s", "CKPTD_SETTLE"),
         ("CKPTD_SAVE_TOTAL_LIMT", "3", "CKPTD_SAVE_TOTAL_LIMIT"),
-        ("CKPTD_LADDER", "2", "not in this version"),
+        ("CKPTD_RUN_ID_ENV", "2", "not in this version"),
         ("CKPTD_SETTLE", "5", "settle"),
         ("CKPTD_SAVE_TOTAL_LIMIT", "many", "save_total_limit"),
         ("CKPTD_REMOTE_REQUIRED", "perhaps", "CKPTD_REMOTE_REQUIRED"),

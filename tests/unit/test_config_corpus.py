@@ -258,6 +258,8 @@ def test_mutants_are_refused(
         and not str(value).startswith("@")
     ):
         shown = str(value).lower() if isinstance(value, bool) else str(value)
-        assert shown in error.message
+        # the query of a URL may hold a secret
+        is_url = "://" in shown
+        assert (shown.partition("?")[0] if is_url else shown) in error.message
     if named == "secret":
         assert "hunter2" not in str(error)
