@@ -33,7 +33,7 @@ from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
 from ckptd.remote.store import settled
-from ckptd.remote.transfer import Transfer
+from ckptd.remote.transfer import Transfer, as_listed
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import ManifestFile, RemoteIdentity
@@ -135,7 +135,7 @@ class _Shipping:
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
         """The files as the manifest will list them, as far as comparing saves needs them."""
-        return tuple(file.listed(file.bytes, "", file.fingerprint, "none") for file in self._order.files)
+        return tuple(as_listed(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
 

@@ -13,10 +13,8 @@ from pydantic import Field, TypeAdapter
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.manifest import (
-    Checksums,
     Commit,
     Decision,
-    ManifestFile,
     NodeManifest,
     Proof,
     RemoteIdentity,
@@ -103,22 +101,6 @@ class ShipFile(Model):
     def is_extra(self) -> bool:
         """Neither sealed nor made: what it holds when it is read is what counts."""
         return self.identity is None and not self.is_made
-
-    def listed(self, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof) -> ManifestFile:
-        """As a manifest lists it, once it lies in the remote."""
-        return ManifestFile(
-            path=self.path,
-            key=self.key,
-            bytes=size_bytes,
-            role=self.role,
-            shard=self.shard,
-            checksums=Checksums(crc64nvme=crc64nvme),
-            fingerprint=fingerprint,
-            tensor_fingerprint=self.tensor_fingerprint,
-            proof=proof,
-            mode=self.mode,
-            mtime_ns=self.identity.mtime_ns if self.identity else 0,
-        )
 
 
 class Shipped(Model):
