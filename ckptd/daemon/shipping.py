@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
-from ckptd.daemon.links import error_of
 from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_order
+from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError

@@ -20,38 +20,15 @@ from ckptd.core.manifest import (
     RemoteIdentity,
     Tombstone,
 )
-from ckptd.remote.access import Access
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
 from ckptd.remote.making_messages import Making as Making
 from ckptd.remote.making_messages import Planned as Planned
 from ckptd.remote.scrub_messages import Scrub, Scrubbed
+from ckptd.remote.settings import RemoteSettings as RemoteSettings
 from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
-
-
-class RemoteSettings(Model):
-    """The part of a job's `[[remote]]` that the child needs."""
-
-    name: str
-    url: str
-    job: str
-    job_id: str | None = None
-    """None: no state yet; taken from remote.json when the job name is equal (contract)."""
-    proposed_job_id: str | None = None
-    """What a new remote.json gets: the id that the job's other remotes know it by."""
-    remote_id: str | None = None
-    """The identity seen before; another one, or none, is "not there" (P2)."""
-    may_initialise: bool = True
-    same_filesystem: bool = False
-    save_dir: str
-    """To prove that a directory remote lies on another file system (H5)."""
-    verify: Literal["auto", "read-back", "none"] = "auto"
-    access: Access = Access()
-    bytes_per_second: int | None = None
-    node: str
-    node_id: str
 
 
 class Attach(Model):

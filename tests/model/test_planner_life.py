@@ -131,6 +131,14 @@ class Life(RuleBasedStateMachine):
     def upload_ends(self, name: str) -> None:
         self.world.finish_ship(self.world.remotes[name])
 
+    @rule(gain=st.integers(1, 3))
+    def a_save_comes_while_a_form_is_sent(self, gain: int) -> None:
+        self.zero_forms_arrive(3)
+        self.world.finish_conversion()
+        self.zero_forms_arrive(2)
+        self.save(gain)
+        self.zero_forms_arrive(1)
+
     @rule(turns=st.integers(1, 4))
     def zero_forms_arrive(self, turns: int) -> None:
         """Some turns at a stretch; derived forms stay on their way."""
