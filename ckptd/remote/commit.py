@@ -258,7 +258,9 @@ class _Shipping:
             return ShipResult(outcome="conflict", reason=reason)
         missing = coverage.missing(members, self._where[2])
         existing = read_commit(self._store, self._where)
-        waits = _missing_words(missing) if missing else in_the_way(self._store, ours.manifest, listed)
+        waits = (
+            _missing_words(missing, members) if missing else in_the_way(self._store, ours.manifest, listed)
+        )
         if waits is not None and existing is None:
             return ShipResult(
                 outcome="waiting",
@@ -318,9 +320,10 @@ def _one_writer(ground: Ground, order: ShipOrder) -> None:
             raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
 
 
-def _missing_words(missing: tuple[str, ...]) -> str:
+def _missing_words(missing: tuple[str, ...], members: tuple[KnownManifest, ...]) -> str:
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return f"waiting for {', '.join(missing[:3])}{more}"
+    there = ", ".join(sorted({known.manifest.node for known in members}))
+    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
 
 
 def _now() -> str:

@@ -45,6 +45,18 @@ def test_a_full_job(tmp_path: Path, base: dict[str, Any]) -> None:
     assert not job.opt_outs
 
 
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_opting_out_of_the_first_promise_is_said_for_ever(
+    tmp_path: Path, base: dict[str, Any], how: str
+) -> None:
+    """And refused where it would mean nothing."""
+    base["unuploaded"] = how
+    job = load_job(write(tmp_path, base))
+    assert [text.partition(":")[0] for text in job.opt_outs] == [f'unuploaded = "{how}"']
+    del base["local"]["save_total_limit"]
+    assert f'unuploaded = "{how}" lets nothing go' in refusal(write(tmp_path, base)).message
+
+
 GLOBS = EXAMPLES / "sweep.toml"
 
 
