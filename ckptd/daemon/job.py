@@ -221,7 +221,7 @@ class Job:
 
     def turn(self, now_seconds: float) -> None:
         """One pass: scan when due, then plan and act; what its own disk refuses is waited for."""
-        self.patience.guard(lambda: self._turn(now_seconds))
+        self.patience.turn(lambda: self._turn(now_seconds))
 
     def _turn(self, now_seconds: float) -> None:
         if self._fd is None:

@@ -31,25 +31,43 @@ class Patience:
         self._post = post
         self._is_patient = is_patient
         self._again_at_seconds = 0.0
+        self._ending: CkptdError | None = None
+        """What a job without patience ends with at its next turn."""
 
     @property
     def seconds_left(self) -> float:
         """Until the job is opened again; 0 when it may be now."""
         return max(0.0, self._again_at_seconds - time.monotonic())
 
-    def guard(self, call: Callable[[], None]) -> None:
-        """Make a call of the deciding thread for this job.
+    def turn(self, call: Callable[[], None]) -> None:
+        """Make the job's turn.
 
         Raises:
             CkptdError, OSError: what no patience helps against, or there is none.
         """
+        self.guard(call)
+        if self._ending is not None:
+            raise self._ending
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Make a call of the deciding thread for this job; after a lack the job begins again, or ends.
+
+        Raises:
+            CkptdError: what no patience helps against.
+        """
+        if self._ending is not None:
+            return
         try:
             call()
         except (StorageError, NotPermitted, OSError, RuntimeError) as error:
             told = error if isinstance(error, CkptdError) else _in_words(error)
-            if told is None or not self._is_patient:
+            if told is None:
                 raise
-            self._begin_again(told)
+            if self._is_patient:
+                self._begin_again(told)
+            else:
+                self._ending = told
+                self._job.wake()
 
     def post(self, call: Callable[[], None]) -> None:
         """Have a call made in the deciding thread, guarded (any thread)."""

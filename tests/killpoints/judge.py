@@ -170,7 +170,7 @@ def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdic
     if not expected - optional <= verdict.committed <= expected:
         wrong.append(f"committed are {sorted(verdict.committed)}, wanted {sorted(expected)}")
     last = place.tag(-1)
-    first = {place.tag(0)} if place.was_found_first else set()
+    first = {place.tag(0)} - {last} if place.was_found_first else set()
     folders = {p.name for p in place.save_dir.iterdir() if p.is_dir()}
     if folders - first != {last, "_ckptd"}:
         wrong.append(f"save_dir holds {sorted(folders)}, wanted {last}")

@@ -205,3 +205,25 @@ def test_a_restart_does_not_move_half_a_checkpoint_back(
         recover(scene.state, fd, scene.audit)
         assert not (save_dir / TAG).exists()
         assert scene.trash == []
+
+
+def test_without_patience_a_job_ends_with_the_words_of_the_disk(tmp_path: Path) -> None:
+    """`--once`: what fails in a turn, or while a result is taken in, is its end and no defect."""
+    (tmp_path / "save").mkdir()
+    (tmp_path / "nas").mkdir()
+    job_file = tmp_path / "run.toml"
+    remote = f'name = "nas"\nurl = "{tmp_path}/nas"\nsame_filesystem = true\n'
+    job_file.write_text(f'save_dir = "{tmp_path}/save"\n[[remote]]\n{remote}')
+    daemon = Daemon(load_jobs([job_file], load_daemon(None, {}), {}), {}, once=True)
+    daemon._open_jobs()
+    job = daemon.jobs[0]
+
+    def fail() -> None:
+        raise JournalFailed("the journal: disk I/O error")
+
+    daemon._call(lambda: job.patience.guard(fail))
+    assert job.problems.all() == ()
+    daemon._turn(job, time.monotonic())
+    assert daemon.jobs == []
+    assert [one.error.exit_code for one in daemon.invalid] == [74]
+    daemon._workers.stop()
