@@ -254,10 +254,11 @@ class Intake:
         waits_for = [t for t in found_first if not may_seal.get(t, not self._is_undecided(t))]
         latest = self._state.listing.latest if self._state.listing else None
         rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest)
+        now = {tag for tag in due if may_seal[tag]}
         for folder, verdict in sorted(ready, key=lambda row: rank.index(row[0].tag)):
             if folder.tag in found_first and waits_for:
                 continue
-            if not may_seal[folder.tag] or self._waits_for_older(folder, due):
+            if folder.tag not in now or self._waits_for_older(folder, now):
                 continue
             row = self._state.row_of_tag(folder.tag)
             same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None

@@ -68,6 +68,7 @@ class Save:
     files: dict[str, bytes]
     written: set[str] = field(default_factory=set)
     """Files whose last byte was written."""
+    gone_seconds: float = 0.0
     is_gone: bool = False
     """The trainer itself removed or overwrote it, or a power cut took what was never flushed."""
     inodes: dict[str, Inode] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class Trainer:
     def _make_folder(self, save: Save) -> None:
         known = [other for other in self.saves if other.tag == save.tag and not other.is_gone]
         for other in known:
-            other.is_gone = True
+            other.is_gone, other.gone_seconds = True, self._kernel.now_seconds
         self.saves.append(save)
         try:
             self._kernel.mkdir(f"{SAVE_DIR}/{save.tag}")

@@ -137,7 +137,10 @@ class World:
         self.judge = Judge(
             self.trainer, {r.name: held[r.name] for r in config.remotes}, required, self.kernel.history
         )
-        self.kernel.on_removal, self.kernel.on_move = self.judge.on_removal, self.judge.on_move
+        self.kernel.on_removal = lambda inode, path: self.judge.on_removal(
+            inode, path, self.kernel.now_seconds
+        )
+        self.kernel.on_move = self.judge.on_move
         self.kernel.on_write = self._on_write
         self.cloud.on_upload = lambda key: self.judge.on_upload(S3, key)
         self.stage = Stage(
