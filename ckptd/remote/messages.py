@@ -179,6 +179,13 @@ LONG_ORDERS = (ShipOrder, Retire, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 
 
+def in_short(order: Order) -> Order:
+    """What is remembered of an order while it is open: not its files, of which there may be thousands."""
+    if isinstance(order, ShipOrder):
+        return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
+    return order
+
+
 class OrderLine(Model):
     """One line to the child."""
 
