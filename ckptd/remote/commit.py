@@ -248,7 +248,7 @@ class _Shipping:
 
     def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
         withdraw(self._store, ours.manifest)
-        listed = read_generation(self._store, self._where)
+        listed = read_generation(self._store, self._where, ours=ours)
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
         if all(known.sha256 != ours.sha256 for known in members):
