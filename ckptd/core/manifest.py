@@ -7,13 +7,13 @@ that saw the same digest decided on the same thing. Unknown fields are ignored; 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from datetime import datetime
 from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from ckptd.core.canonical import canonical, canonical_with_rows
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
 from ckptd.core.names import decode_name as decode_name
@@ -239,20 +239,9 @@ class Decision(Document):
 
 def to_bytes(document: Model) -> bytes:
     """Canonical bytes: sorted keys, no blanks, UTF-8; None and defaults included."""
-    if not isinstance(document, NodeManifest):
-        return _canonical(document).encode()
-    # row by row: as one tree, the files of a large checkpoint are many times their text
-    rows = ",".join(map(_canonical, document.files))
-    head, empty, tail = _canonical(document.model_copy(update={"files": ()})).partition(_NO_FILES)
-    return f"{head}{empty[:-1]}{rows}]{tail}".encode()
-
-
-_NO_FILES = '"files":[]'
-"""Quotes are escaped in a value, so that this is the key."""
-
-
-def _canonical(document: Model) -> str:
-    return json.dumps(document.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    if isinstance(document, NodeManifest):
+        return canonical_with_rows(document.model_copy(update={"files": ()}), document.files).encode()
+    return canonical(document).encode()
 
 
 def sha256_of(data: bytes) -> str:

@@ -230,7 +230,7 @@ def read_manifest(
 def read_generation(
     store: Store, where: Stem, damaged: list[str] | None = None, ours: KnownManifest | None = None
 ) -> tuple[KnownManifest, ...]:
-    """Every readable manifest of one generation of one form, all revisions, sorted by key; `ours` as above."""
+    """Every readable manifest of one generation of one form, all revisions, by key; `ours` as above."""
     found = []
     for info in store.list(manifest_folder(where)):
         try:
