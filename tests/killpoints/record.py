@@ -58,7 +58,7 @@ def ground(*, is_full: bool) -> Iterator[tuple[Path, Path | None]]:
         yield base, mounted
     finally:
         if mounted is not None:
-            subprocess.run(["umount", str(mounted)], check=False)
+            subprocess.run(["umount", "-l", str(mounted)], check=False)
         shutil.rmtree(base, ignore_errors=True)
 
 
