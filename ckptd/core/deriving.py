@@ -80,7 +80,8 @@ def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True
     """Whether a form that is not kept here can be made of the shards as it is sent; `is_now`: may begin."""
     if form in view.local_forms or not save.is_intact:
         return False
-    may_begin = not view.is_converting and not view.is_save_in_flight
+    # its plan lies on this disk
+    may_begin = not view.is_converting and not view.is_save_in_flight and not view.disk.is_full
     return is_open(save.derived(form), view.now_seconds) and (may_begin or not is_now)
 
 

@@ -114,6 +114,14 @@ def test_a_conversion_under_way_is_given_up_below_min_free() -> None:
     assert of(job(three(), lower, is_save_in_flight=True), StopConverting) == []
 
 
+def test_a_form_that_is_sent_without_lying_here_needs_room_for_its_plan_alone() -> None:
+    """Short or not, the remote gets it; below `min_free` nothing is begun."""
+    newest = [replace(three()[2], universal=DerivedRecord())]
+    low = Disk(free_bytes=100, reserve_bytes=1000, min_free_bytes=100, can_clone=False)
+    assert [a.form for a in of(job(newest, low, local_forms=()), Ship)] == [UNIVERSAL]
+    assert of(job(newest, replace(low, free_bytes=99), local_forms=()), Ship) == []
+
+
 def test_a_full_disk_takes_nothing_that_the_policy_keeps() -> None:
     full = Disk(free_bytes=0, reserve_bytes=1000, can_clone=False)
     assert of(job(three(), full), Prune) == []
