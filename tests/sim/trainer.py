@@ -123,8 +123,6 @@ class Trainer:
         self.writing = save
         self._todo.append(lambda: self._make_folder(save))
         names = list(save.files)
-        if rng.random() < 0.3:
-            names.append(names.pop(0))
         early = rng.randrange(1, len(names) + 1)
         for at, path in enumerate(names):
             if at == early:
