@@ -516,7 +516,8 @@ class World:
         say = self.judge.say
         if not self.is_at_rest():
             say("liveness", f"the daemon does not come to rest: {self._words()}")
-        here = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and self.is_intact(s)]
+        alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and not s.is_rotated]
+        here = [s for s in alive if self.is_intact(s)]
         required = [remote.name for remote in self.config.remotes if remote.required]
         limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
