@@ -69,6 +69,8 @@ class Save:
     written: set[str] = field(default_factory=set)
     """Files whose last byte was written."""
     gone_seconds: float = 0.0
+    is_rotated: bool = False
+    """The trainer removed it; a power cut may have brought it back."""
     is_gone: bool = False
     """The trainer itself removed or overwrote it, or a power cut took what was never flushed."""
     inodes: dict[str, Inode] = field(default_factory=dict)
@@ -123,8 +125,6 @@ class Trainer:
         self.writing = save
         self._todo.append(lambda: self._make_folder(save))
         names = list(save.files)
-        if rng.random() < 0.3:
-            names.append(names.pop(0))
         early = rng.randrange(1, len(names) + 1)
         for at, path in enumerate(names):
             if at == early:
@@ -217,7 +217,7 @@ class Trainer:
         before, kernel.actor = kernel.actor, "trainer"
         try:
             for save in here[: max(0, len(here) - keep)]:
-                save.is_gone = True
+                save.is_gone = save.is_rotated = True
                 for path in list(save.files):
                     kernel.unlink(f"{SAVE_DIR}/{save.tag}/{path}")
                 kernel.rmdir(f"{SAVE_DIR}/{save.tag}")
