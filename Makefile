@@ -28,7 +28,7 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer audit lint types loader-matrix ds-suite stores-full faults faults-full figures \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -134,6 +134,9 @@ faults-full: setup ## all of it: every kill point and error (MINUTES=30; goes on
 
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.figures
+
+seeded: setup ## defects put into ckptd one at a time: a test must find each (writes docs/faults.md)
+	$(PY) -m tests.seeded --jobs 2 $(ARGS)
 
 system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts and the systemd unit need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \

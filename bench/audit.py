@@ -1,4 +1,4 @@
-"""Known vulnerabilities of what is installed: pip-audit over an environment, and a plain answer (`make audit`).
+"""Known vulnerabilities of what is installed: pip-audit over an environment (`make audit`), in plain words.
 
 Where the service with the advisories does not answer, that is said and nothing is claimed.
 """
@@ -36,10 +36,11 @@ def main(tool: str, packages: str) -> int:
     command = [tool, "--format", "json", "--progress-spinner", "off", "--path", packages]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         print(f"skipped: no answer within {SECONDS} s")
         return 0
+    try:
+        answer = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         print(f"skipped: the advisory service does not answer ({last[:200]})")

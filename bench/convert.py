@@ -23,6 +23,7 @@ from bench.measure import Run, make_cold, make_warm, measure
 from tests.real import REPOSITORY
 
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+CLONES = "ckptd, XFS clones"
 CACHES: dict[str, Callable[[list[Path]], float]] = {"cold": make_cold, "warm": make_warm}
 
 
@@ -95,8 +96,25 @@ def record(source: Path, tool: str, cache: str, run: Run) -> None:
     """Keep each run as a JSON line beside the checkpoints: a series that is cut short is not lost."""
     line = {"source": source.parent.parent.name, "tool": tool, "cache": cache, **asdict(run)}
     line |= {"stdout": "", "load": os.getloadavg()[0]}
+    if tool.startswith("ckptd"):
+        line["child_rss_bytes"] = json.loads(run.stdout)["peak_rss_bytes"]
     with (recipe.CACHE / "runs.jsonl").open("a") as out:
         out.write(json.dumps(line) + "\n")
+
+
+def recorded(source: Path, tools: list[str]) -> list[Series]:
+    """What earlier rounds of that checkpoint left: rounds of several days count as much as one long one."""
+    name = source.parent.parent.name
+    lines = [json.loads(line) for line in (recipe.CACHE / "runs.jsonl").read_text().splitlines()]
+    found: dict[tuple[str, str], Series] = {}
+    for line in lines:
+        if line["source"] == name and line["tool"] in (*tools, CLONES):
+            series = found.setdefault((line["tool"], line["cache"]), Series(line["tool"], line["cache"]))
+            series.runs.append(Run(**{key: line[key] for key in Run.__dataclass_fields__}))
+            if line.get("child_rss_bytes"):
+                series.child_rss_bytes.append(line["child_rss_bytes"])
+    order = [(tool, cache) for cache in CACHES for tool in tools] + [(CLONES, "cold")]
+    return [found[key] for key in order if key in found]
 
 
 def cloning(source: Path, runs: int) -> list[Series]:
@@ -104,7 +122,7 @@ def cloning(source: Path, runs: int) -> list[Series]:
     if not xfs.available():
         return []
     size = sum(p.stat().st_size for p in source.iterdir())
-    series = Series("ckptd, XFS clones", "cold")
+    series = Series(CLONES, "cold")
     with xfs.mounted(recipe.CACHE, max(512 << 20, 2 * size)) as mounted:
         copied, place = mounted / "save" / source.name, mounted / "out"
         place.mkdir()
@@ -150,6 +168,9 @@ def main() -> None:
         "--tiny", action="store_true", help="small checkpoints, no report: tries the benchmark"
     )
     parser.add_argument("--without-stock", action="store_true")
+    parser.add_argument(
+        "--recorded", action="store_true", help="run nothing: the table of all rounds that were recorded"
+    )
     given = parser.parse_args()
     stock = () if given.without_stock else ("stock 1", "stock 4")
     tools = ["read", "cp", "ckptd", "ckptd verify", *stock]
@@ -159,7 +180,10 @@ def main() -> None:
         source = recipe.checkpoint(chosen)
         size = sum(p.stat().st_size for p in source.iterdir())
         print(f"stage {stage}: {source}, {size / 1e9:.2f} GB", flush=True)
-        series = compare(source, given.runs, tools) + cloning(source, given.runs)
+        if given.recorded:
+            series = recorded(source, tools)
+        else:
+            series = compare(source, given.runs, tools) + cloning(source, given.runs)
         stages.append(report.Stage(stage, chosen.world_size, size, series))
     first = recipe.checkpoint((recipe.TINY if given.tiny else recipe.LARGE)[given.stages[0]])
     latencies = {

@@ -130,9 +130,10 @@ def verdicts(stage: Stage) -> list[str]:
         said.append(f"XFS, at least {CLONE_TIMES:.0f} × faster than stock: {times:.0f} ({_word(fast)})")
         said.append(f"XFS, less than {CLONE_SHARE:.1%} new disk: {share:.2%} ({_word(small)})")
     children = [b for s in stage.series for b in s.child_rss_bytes]
-    largest, ok = max(children), max(children) <= CHILD_LIMIT_BYTES
-    words = "largest resident set of a converting child, at most 64 MiB"
-    said.append(f"{words}: {largest / 2**20:.0f} MiB ({_word(ok)})")
+    if children:
+        largest, ok = max(children), max(children) <= CHILD_LIMIT_BYTES
+        words = "largest resident set of a converting child, at most 64 MiB"
+        said.append(f"{words}: {largest / 2**20:.0f} MiB ({_word(ok)})")
     return said
 
 

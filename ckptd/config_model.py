@@ -40,13 +40,13 @@ from ckptd.config_values import (
     Url,
     check_part_size,
     check_save_dir,
-    known_policy,
     local_form,
     not_shared,
     only_never,
     reject,
     shown_remote,
 )
+from ckptd.core.permit import Unuploaded
 
 MIN_MEMORY_BUDGET_BYTES = 256 << 20
 
@@ -146,6 +146,12 @@ class RemoteConfig(S3Keys, Retention):
         return self.endpoint_url is not None and self.endpoint_url.startswith("http://")
 
 
+_UNUPLOADED = {
+    "thin": "checkpoints may go before they are committed, once a newer one is",
+    "delete": "checkpoints go by the limit, committed or not",
+}
+
+
 class JobConfig(Section):
     """One job file: one save_dir and its remotes."""
 
@@ -164,8 +170,11 @@ class JobConfig(Section):
         '"newest"',
         "found at the first start, shipped: newest | all | none; never deleted but with all",
     )
-    unuploaded: Annotated[Literal["keep"], BeforeValidator(known_policy)] = _key(
-        "keep", "unuploaded", '"keep"', "nothing goes before it is committed"
+    unuploaded: Unuploaded = _key(
+        "keep",
+        "unuploaded",
+        '"keep"',
+        "what is not committed: keep | thin (goes once a newer one is) | delete (by the limit)",
     )
     extra: Names | None = _key(
         None, "extra", '["tokenizer*"]', "files directly in save_dir that travel along; default all ≤ 16 MiB"
@@ -203,6 +212,11 @@ class JobConfig(Section):
                     reject(f'two remotes have {field} = "{value}"')
         if self.deletes_locally and not any(r.required for r in self.remotes):
             reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
+        if self.unuploaded != "keep" and not self.deletes_locally:
+            reject(
+                f'unuploaded = "{self.unuploaded}" lets nothing go while [local] keeps everything; '
+                "set save_total_limit there"
+            )
         if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
             reject('keep_best compares a metric; name it: metric = "eval_loss"')
         if self.metric is None and self.metrics_file is not None:
@@ -229,7 +243,9 @@ class JobConfig(Section):
     def opt_outs(self) -> tuple[str, ...]:
         """Promises that the configuration weakens; the first line of status says them (P1)."""
         lax = [shown_remote(r.name, r.url) for r in self.remotes if r.verify == "none"]
-        return tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
+        unproved = tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
+        loose = _UNUPLOADED.get(self.unuploaded)
+        return (*((f'unuploaded = "{self.unuploaded}": {loose}',) if loose else ()), *unproved)
 
 
 def _budget(value: Share) -> Share:

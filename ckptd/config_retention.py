@@ -80,8 +80,8 @@ class Retention(Section):
     ladder: Annotated[tuple[RungConfig, ...], Strict(False)] = key(
         (),
         "ladder",
-        '[{ after = "7d", form = "universal" }, { after = "30d", form = "gone" }]',
-        "what the keys above let go steps down instead of going at once; after = 5: five newer ones",
+        '[{ after = "7d", form = "universal" }]',
+        "what the other keys let go steps down instead; after = 5: five newer ones",
     )
 
     @model_validator(mode="after")

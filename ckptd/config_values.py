@@ -163,13 +163,6 @@ def local_form(value: object) -> object:
     return value
 
 
-def known_policy(value: object) -> object:
-    """Refuse policies of later versions by name."""
-    if value in ("thin", "delete"):
-        reject(f'unuploaded = "{value}" is not in this version; nothing goes before it is committed')
-    return value
-
-
 def only_never(value: object) -> float | None:
     """ "never" is the only value so far."""
     seconds = parse_optional_duration(value)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MOUNTS = "mounts inside a save_dir are not followed"
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -95,8 +96,7 @@ def open_dir_beneath(
     put into them. `_ckptd` may lie beside `dir_fd` (ckptd/place.py). The caller closes the result.
 
     Raises:
-        RefusedError: a component is a symlink or lies on another device.
-        OSError: as the kernel says.
+        RefusedError: a component is a symlink or lies on another device. OSError: as the kernel says.
     """
     parts = check_relative(relative)
     beside = place.open_beside(dir_fd) if parts[0] == place.OURS else None
@@ -228,8 +228,7 @@ def fsync_dir(fd: int) -> None:
 @contextlib.contextmanager
 def _temporary(dir_fd: int, data: bytes, mode: int) -> Iterator[str]:
     name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, mode, dir_fd=dir_fd)
+    fd = os.open(name, NEW_FLAGS, mode, dir_fd=dir_fd)
     try:
         try:
             write_all(fd, data)
@@ -276,9 +275,8 @@ def _create_without_link(dir_fd: int, temporary: str, name: str, data: bytes, mo
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = os.open(name, flags, mode, dir_fd=dir_fd)
+            fd = os.open(name, NEW_FLAGS, mode, dir_fd=dir_fd)
         except FileExistsError:
             return False
         try:

@@ -120,6 +120,19 @@ def ckptd_parts(path: Path) -> list[tuple[str, int]]:
     return parts
 
 
+def test_permits_are_made_in_one_place() -> None:
+    """The right to delete comes from the planner alone (P1)."""
+    makers = {
+        name_of(path)
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("DeletePermit", "OptOutPermit")
+    }
+    assert makers == {"core/pruning.py"}
+
+
 def test_imports_run_one_way() -> None:
     wrong = []
     for path in MODULES:

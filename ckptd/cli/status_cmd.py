@@ -228,9 +228,8 @@ def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, ret
     age = _age_seconds(document["generated_at"])
     for job in printable_everywhere(jobs):
         since = _age_seconds(job["as_of"]) if job.get("as_of") else age
-        console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, since))}")
-        for text in job["opt_outs"]:
-            console.print(f"  opt-out: {escape(text)}")
+        waived = "".join(f"; OPT-OUT {text}" for text in job["opt_outs"])
+        console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, since) + waived)}")
         if not alive:
             console.print(f"  [red]the daemon is not running[/red]; this is what it saw {ago(age)} ago")
         elif age > STALE_SECONDS:
@@ -268,6 +267,8 @@ def _disk(console: Any, job: dict[str, Any]) -> None:
     parts = [f"{size_of(disk['free_bytes'])} free"]
     if disk.get("full_in_saves") is not None:
         parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
+    if disk.get("unfinished_bytes"):
+        parts.append(f"{size_of(disk['unfinished_bytes'])} in saves that were cut short")
     if job.get("production_bytes_per_second"):
         parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
     if job.get("link_bytes_per_second"):

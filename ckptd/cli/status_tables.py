@@ -49,6 +49,8 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         here += " +hold" if local["held"] else ""
         cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
         note = _kept(checkpoint) if retention else (checkpoint["reason"] or "")
+        if checkpoint.get("next_step"):
+            note = f"{note}; {checkpoint['next_step']} removes it"
         if checkpoint.get("kind") == "model-only":
             note = f"only a model: nothing to resume from {note}".strip()
         if checkpoint["pinned"] and not retention:

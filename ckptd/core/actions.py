@@ -49,6 +49,13 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopConverting:
+    """Give up the conversion under way, with what it has written: the trainer needs the room (P13)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
     """Clone the files of a complete save into `_ckptd/hold` until it is committed."""
 
@@ -105,19 +112,9 @@ class Retire:
     """The form of the same save that must be whole there before this one goes."""
 
 
-Action = (
-    Describe
-    | Ship
-    | MakeWay
-    | Convert
-    | Hold
-    | ReleaseHold
-    | DropDerived
-    | PointUniversal
-    | AskConfirmation
-    | Prune
-    | Retire
-)
+ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | Prune
+"""What is done on this node, in workers."""
+Action = ActionHere | Describe | Ship | MakeWay | AskConfirmation | Retire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptd.core.view import DerivedRecord, JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
+PRESSURE = "disk pressure (P13)"
 _SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
 
 
@@ -51,6 +52,24 @@ def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> b
     return is_open_there and record.generation is not None and is_streamed(view, save, form, is_now=False)
 
 
+def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
+    """Under disk pressure, the save whose universal form goes next; None: no pressure, or none is left.
+
+    They can be made again, so all of them go before any hold: one a turn, clones (which free little) last,
+    the oldest first among equals. What a ladder has left instead of its source stays.
+    """
+    if not view.disk.is_short:
+        return None
+    ready = (s for s in view.saves if s.universal.state is DerivedState.READY and not s.is_busy)
+    loose = [s for s in ready if not _is_all_that_is_left(view, s, local)]
+    return min(loose, key=lambda s: (s.universal.is_cloned and s.is_intact, s.save.order), default=None)
+
+
+def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bool:
+    rung = local.universal.get(save.id) or Fate()
+    return not save.is_intact and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
+
+
 def _has_zero(view: JobView, save: SaveView, remote: RemoteView) -> bool:
     """Committed there; for a remote that takes no ZeRO form, on every required one."""
     names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
@@ -61,7 +80,8 @@ def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True
     """Whether a form that is not kept here can be made of the shards as it is sent; `is_now`: may begin."""
     if form in view.local_forms or not save.is_intact:
         return False
-    may_begin = not view.is_converting and not view.is_save_in_flight
+    # its plan lies on this disk
+    may_begin = not view.is_converting and not view.is_save_in_flight and not view.disk.is_full
     return is_open(save.derived(form), view.now_seconds) and (may_begin or not is_now)
 
 
@@ -70,8 +90,9 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     ready = sorted(
         (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
     )
+    short = first_to_go(view, local)
     here = {s.save.tag for s in view.saves if s.is_present}
-    valid = [s for s in ready if s.is_intact or s.save.tag not in here]
+    valid = [s for s in ready if (s.is_intact or s.save.tag not in here) and s is not short]
     proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
     actions: list[Action] = []
     # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
@@ -84,6 +105,8 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     for save in ready:
         is_replaced = not save.is_present and save.save.tag in here
         reason = "its tag was saved again" if is_replaced else _why_drop(view, save, proven, local)
+        if save is short:
+            reason = PRESSURE
         if reason and not save.is_busy and save.save.tag != target:
             actions.append(DropDerived(save_id=save.id, reason=reason))
     return actions
@@ -95,7 +118,8 @@ def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
     Its save is not on the node, so its order is its COMMIT's; before the remotes were asked it is kept.
     """
     tag = (view.latest_universal or "").rpartition("/")[2]
-    if not tag or any(s.save.tag == tag and s.is_present for s in view.saves):
+    made_here = (s for s in view.saves if s.is_present or s.universal.state is DerivedState.READY)
+    if not tag or any(s.save.tag == tag for s in made_here):
         return False
     commits = [c for remote in view.remotes for c in remote.commits if c.tag == tag]
     orders = [Order(c.branch, c.step, c.save_seq) for c in commits]

@@ -41,6 +41,8 @@ class Room:
     """Of the slowest required remote, as last measured; None: not known, or it is away."""
     is_rotated: bool
     """A retention key is set, so what is committed goes."""
+    is_bounded: bool = False
+    """What is not committed goes as well (`unuploaded`), so that no link is too slow for the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forec
     steps = [later.step - earlier.step for earlier, later in pairwise(recent) if later.step > earlier.step]
     every_steps = round(median(steps)) if steps else None
     link = room.link_bytes_per_second if room.is_rotated else 0.0
-    filling = production - (link or 0.0)
+    filling = 0.0 if room.is_bounded else production - (link or 0.0)
     full_seconds = room.free_bytes / filling if filling > 0 else None
     late = now_seconds - recent[-1].at_seconds - every
     is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)

@@ -6,10 +6,11 @@ without a reason is for the planner to remove, with a permit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.ladder import Fate
+from ckptd.core.optout import loose_policy, may_go_uncommitted
 from ckptd.core.permit import CommitRef
 from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _ALONE = frozenset({UNIVERSAL})
+NEWEST = "newest committed"
+"""What the policy says of the newest that it is shown; of an uncommitted one it would not be true."""
 
 
 def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
@@ -51,13 +54,14 @@ def keep_local(view: JobView) -> LocalFates:
     """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
     zero: dict[int, Fate] = {}
     universal: dict[int, Fate] = {}
-    dates = _dates(view)
     for is_model_only in (False, True):
         kind = [s for s in view.saves if s.is_model_only == is_model_only]
         present = [s for s in kind if s.is_present]
         committed = [s for s in present if is_committed(view, s) and s.is_intact]
         stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
-        by_policy = fates([_held(view, s, dates) for s in (*committed, *stepped)], view.local_retention)
+        whole = [s for s in present if s.is_intact and not is_committed(view, s)]
+        loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
+        by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
         ground = _Ground(
             top=newest(view, is_model_only=is_model_only),
             newest_committed=max((s.save.order for s in committed), default=None),
@@ -66,13 +70,31 @@ def keep_local(view: JobView) -> LocalFates:
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
-            zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_committed(view, save)))
+            is_safe, is_loose = is_committed(view, save), save.id in loose
+            zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_safe, is_loose=is_loose))
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()
             if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
                 fate = fate.kept_for(*zero[save.id].keeps)
             universal[save.id] = fate
     return LocalFates(zero=zero, universal=universal)
+
+
+def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
+    """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
+    dates = _dates(view)
+    held = [_held(view, save, dates) for save in committed]
+    by_policy = fates(held, view.local_retention)
+    if not loose:
+        return by_policy
+    everything = [*held, *(_held(view, save, dates) for save in loose)]
+    among_all = fates(everything, loose_policy(view))
+    mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
+    return (fates(everything, view.local_retention) if view.unuploaded == "delete" else by_policy) | mine
+
+
+def _uncommitted(fate: Fate) -> Fate:
+    return replace(fate, keeps=tuple(why for why in fate.keeps if why != NEWEST))
 
 
 def _is_ready(save: SaveView) -> bool:
@@ -126,13 +148,14 @@ class _Ground:
     best: str | None
 
 
-def _protection(save: SaveView, ground: _Ground, *, is_committed: bool) -> tuple[str, ...]:
+def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
     top, newest_committed = ground.top, ground.newest_committed
+    is_newer = newest_committed is None or save.save.order > newest_committed
     why = (
-        (not is_committed, "not committed on every required remote"),
+        (not is_committed and not is_loose, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
         (top is not None and save.id == top.id, "newest complete"),
-        (newest_committed is None or save.save.order > newest_committed, "newer than the newest committed"),
+        (is_newer and not is_loose, "newer than the newest committed"),
         (save.save.tag == ground.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
         (save.is_busy, "being read"),

@@ -74,10 +74,13 @@ def generations_of(remote: RemoteView) -> list[Generation]:
 def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
     """(remote, COMMIT key) → what becomes of it."""
     result: dict[tuple[str, str], Fate] = {}
-    here = {(s.save.tag, s.save.order) for s in view.saves if s.is_present}
+    present = [s for s in view.saves if s.is_present]
+    here = {(s.save.tag, s.save.order) for s in present}
     best = best_tag(view)
     for remote in view.remotes:
         generations = generations_of(remote)
+        # orders may differ once the journal was lost, what a save is committed as does not
+        claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
         for is_model_only in (False, True):
             mine = [g for g in generations if g.leader.is_model_only == is_model_only]
             held = [g.held(view) for g in mine]
@@ -85,8 +88,8 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
             for one, generation in zip(held, mine, strict=True):
                 lead = generation.leader
                 more: tuple[str, ...] = ()
-                is_here = (lead.tag, lead.order) in here or lead.tag in view.unsealed_tags
-                if is_here and remote.retention.deletes:
+                is_here = (lead.tag, lead.order) in here or lead.key in claimed
+                if (is_here or lead.tag in view.unsealed_tags) and remote.retention.deletes:
                     more += ("still on this node",)
                 if lead.tag == best:
                     more += ("best_model_checkpoint",)

@@ -7,7 +7,7 @@ expectation (H13). A verdict never deletes: what is not complete is left alone a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -83,6 +83,8 @@ class Verdict:
     writer: Writer = field(default_factory=Writer)
     window: SaveWindow | None = None
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Shards that the proven grid demands and the folder lacks."""
 
 
 def judge(
@@ -112,9 +114,9 @@ def judge(
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
     for root in listing.roots:
-        grid, inside, problem = _root(root, shards, context)
+        grid, inside, problem, missing = _root(root, shards, context)
         if grid is None:
-            return _not_yet(listing, memory, context, problem)
+            return replace(_not_yet(listing, memory, context, problem), missing=missing)
         grids.append(grid)
         current |= inside
     marks = judge_marks(listing, facts, grids[0].dp * grids[0].mm_count, context.quiet_seconds)
@@ -151,19 +153,19 @@ def _only_a_model(
 
 def _root(
     root: str, shards: Mapping[str, FileFacts], context: Context
-) -> tuple[Grid | None, dict[str, FileFacts], str]:
+) -> tuple[Grid | None, dict[str, FileFacts], str, tuple[str, ...]]:
     """The proven grid of one shard root and the shards that belong to it; or why it is not whole."""
     inside = _within(root, shards)
     grid, problem = prove_grid(inside, context)
     if grid is None:
-        return None, {}, problem or "the grid is not proven yet"
+        return None, {}, problem or "the grid is not proven yet", ()
     inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
     missing = missing_shards(grid, frozenset(named(path) for path in inside))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         where = f" in {root}" if root else ""
-        return None, {}, f"missing{where}: {missing[0]}{more}"
-    return grid, inside, ""
+        return None, {}, f"missing{where}: {missing[0]}{more}", missing
+    return grid, inside, "", ()
 
 
 def _whole(

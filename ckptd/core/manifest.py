@@ -7,32 +7,36 @@ that saw the same digest decided on the same thing. Unknown fields are ignored; 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from datetime import datetime
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
+from ckptd.core.canonical import canonical, canonical_with_rows
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.core.names import ROOT as ROOT
 from ckptd.core.names import decode_name as decode_name
 from ckptd.core.names import encode_name as encode_name
-from ckptd.core.names import name_problem
+from ckptd.core.names import tag_problem as tag_problem
 from ckptd.core.trainers import universal_name
 from ckptd.errors import DamagedError, RefusedError
 
 FORMAT = "1.0"
 MAJOR = 1
-ROOT = "_ckptd"
 EXTRA_FOLDER = "_extra"
 """Files that lie directly in save_dir travel under `<folder>/_extra/<name>` (role `extra`)."""
 
 Proof = Literal["store-checksum", "part-etags", "read-back", "none"]
 
-_TAG_BYTES = 220
 _DIGITS = 10
-_RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
+_MOST_OBJECTS = 500_000
+"""Of a document, three to a file; reading takes up to 2 kB for each."""
+
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], FailFast()]
+"""A list that is refused at its first wrong item: the errors of millions would take gigabytes."""
 
 AnyDocument = TypeVar("AnyDocument", bound="Document")
 
@@ -83,7 +87,7 @@ class DerivedSource(Model):
     """What a derived form was made from (H15)."""
 
     generation: int
-    fingerprints: tuple[tuple[str, str], ...] = ()
+    fingerprints: Many[tuple[str, str]] = ()
     """(path, fingerprint) of each source shard, sorted."""
     plan_sha256: str
     layout: str
@@ -137,7 +141,7 @@ class NodeManifest(Document):
     grid: Grid
     best: Best | None = None
     source: DerivedSource | None = None
-    files: tuple[ManifestFile, ...]
+    files: Many[ManifestFile]
 
 
 class ManifestRef(Model):
@@ -161,7 +165,7 @@ class Commit(Document):
     grid: Grid
     bytes: int
     files: int
-    manifests: tuple[ManifestRef, ...] = Field(min_length=1)
+    manifests: Many[ManifestRef] = Field(min_length=1)
     committed_by: str
     committed_at: str
     """RFC 3339, UTC; shown, and what keep_every and keep_within go by; never used for order (P9)."""
@@ -193,7 +197,7 @@ class Tombstone(Document):
     save_seq: int
     reason: str
     commit_sha256: str
-    fingerprints: tuple[tuple[str, str], ...] = ()
+    fingerprints: Many[tuple[str, str]] = ()
     """(path, fingerprint), sorted; empty for derived forms."""
 
 
@@ -228,9 +232,9 @@ class Decision(Document):
     kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
     tag: str
     """`*` = every checkpoint found at the first start (adopt)."""
-    fingerprints: tuple[tuple[str, str], ...] = ()
+    fingerprints: Many[tuple[str, str]] = ()
     """Which save of the tag is meant, where it matters (accept)."""
-    tags: tuple[str, ...] = ()
+    tags: Many[str] = ()
     """first-start: the tags found then."""
     by: str = ""
     at: str = ""
@@ -239,7 +243,9 @@ class Decision(Document):
 
 def to_bytes(document: Model) -> bytes:
     """Canonical bytes: sorted keys, no blanks, UTF-8; None and defaults included."""
-    return json.dumps(document.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+    if isinstance(document, NodeManifest):
+        return canonical_with_rows(document.model_copy(update={"files": ()}), document.files).encode()
+    return canonical(document).encode()
 
 
 def sha256_of(data: bytes) -> str:
@@ -254,10 +260,15 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
         DamagedError: not JSON or not of that kind.
         RefusedError: written by a newer major of ckptd.
     """
+    if data.count(b"{") + data.count(b"[") > _MOST_OBJECTS:
+        msg = f"{where} holds more than {_MOST_OBJECTS} objects"
+        raise DamagedError(msg, hint="no ckptd wrote it; `ckptd list` shows what is left")
     try:
         document = kind.model_validate_json(data)
     except ValidationError as error:
-        msg = f"{where} is no valid {kind.__name__}: {error.errors()[0]['msg']}"
+        # without inputs: each error would carry a copy of what it is about, in turn of all within
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        msg = f"{where} is no valid {kind.__name__}: {first['msg'][:200]}"
         what = (
             "write it again: docs/recovery.md"
             if kind is RemoteIdentity
@@ -272,20 +283,6 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
         msg = f"{where} has format {document.format}, this ckptd knows {FORMAT}"
         raise RefusedError(msg, hint="upgrade ckptd; nothing was written or deleted")
     return document
-
-
-def tag_problem(tag: str) -> str | None:
-    """Why a tag cannot be shipped; None when it can."""
-    if "/" in tag:
-        return "contains '/'"
-    if tag.startswith((".", ROOT)):
-        return "starts with '.' or '_ckptd'"
-    if _RESERVED_END.search(tag):
-        return "ends like a name of ours (_universal, _weights-…, .g<n>, .a<n>)"
-    problem = name_problem(tag)
-    if problem is None and len(encode_name(tag)) > _TAG_BYTES:
-        return f"takes more than {_TAG_BYTES} bytes in a remote, where longer names are made from it"
-    return problem
 
 
 def stem(tag: str, generation: int, form: str) -> str:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
+ROOT = "_ckptd"
+_RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
+_TAG_BYTES = 220
 _ID = re.compile(r"^[A-Za-z0-9._=+-]+$")
 TEMPORARY_PREFIX = ".ckptd-tmp-"
 NAME_BYTES = 255
@@ -50,3 +53,17 @@ def encode_name(name: str) -> str:
 def decode_name(name: str) -> str:
     """Inverse of `encode_name`."""
     return unquote(name)
+
+
+def tag_problem(tag: str) -> str | None:
+    """Why a tag cannot be shipped; None when it can."""
+    if "/" in tag:
+        return "contains '/'"
+    if tag.startswith((".", ROOT)):
+        return "starts with '.' or '_ckptd'"
+    if _RESERVED_END.search(tag):
+        return "ends like a name of ours (_universal, _weights-…, .g<n>, .a<n>)"
+    problem = name_problem(tag)
+    if problem is None and len(encode_name(tag)) > _TAG_BYTES:
+        return f"takes more than {_TAG_BYTES} bytes in a remote, where longer names are made from it"
+    return problem

@@ -1,7 +1,7 @@
 """What to do next for one job: a pure function from a view to a list of actions (docs/design.md §3, §5).
 
-The only maker of `DeletePermit`, and only from commits that were freshly confirmed on every required
-remote (P1). Executing an action is somebody else's; a plan that is not executed changes nothing.
+Permits are made in pruning.py alone. Executing an action is somebody else's; a plan that is not executed
+changes nothing.
 """
 
 from __future__ import annotations
@@ -10,29 +10,25 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.actions import (
     Action,
-    AskConfirmation,
     Convert,
     Describe,
     Hold,
     MakeWay,
     Plan,
-    Prune,
     ReleaseHold,
     Retire,
     Ship,
+    StopConverting,
 )
-from ckptd.core.deriving import is_open, is_streamed, keep_derived, to_derive
-from ckptd.core.keeping import commits_of, is_committed, keep_local
+from ckptd.core.deriving import PRESSURE, first_to_go, is_open, is_streamed, keep_derived, to_derive
+from ckptd.core.keeping import is_committed, keep_local
 from ckptd.core.keeping_remote import keep_remote
-from ckptd.core.permit import DeletePermit
+from ckptd.core.pruning import prune, victims
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from ckptd.core.ladder import Fate
     from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
-
-CONFIRMATION_SECONDS = 20.0
-"""A confirmation older than this is asked for again, so that a permit made from it is young."""
 
 
 def plan(view: JobView) -> Plan:
@@ -41,26 +37,42 @@ def plan(view: JobView) -> Plan:
     remote_fates = keep_remote(view)
     actions: list[Action] = []
     if not view.is_paused:
-        actions += _holds(view)
+        loose = _let_go(view, local.zero)
+        actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
         for remote in view.remotes:
-            actions += _ship(view, remote)
+            actions += _ship(view, remote, loose)
         actions += _convert(view)
         actions += keep_derived(view, local)
-        actions += _prune(view, local.zero)
+        actions += prune(view, local.zero)
         actions += _retire(view, remote_fates)
     return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates)
 
 
-def _holds(view: JobView) -> list[Action]:
-    """Hold complete, uncommitted saves where extents clone; release under P13's line, oldest first."""
+def _let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
+    """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
+    if view.unuploaded == "keep" or not view.may_delete:
+        return frozenset()
+    return frozenset(s.id for s in victims(view, fates) if not is_committed(view, s))
+
+
+def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Action]:
+    """Hold complete, uncommitted saves where extents clone; release under P13's line, oldest first.
+
+    `is_enough`: something that can be made again goes first.
+    """
     held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.save.order)
     done: list[Action] = [
         ReleaseHold(save_id=s.id, reason="committed")
         for s in held
         if _was_committed(view, s) and not s.is_busy
     ]
-    if view.disk.free_bytes < view.disk.reserve_bytes:
-        victim = next((s for s in held if not is_committed(view, s) and not s.is_busy), None)
+    done += [
+        ReleaseHold(save_id=s.id, reason=f'unuploaded = "{view.unuploaded}"')
+        for s in held
+        if s.id in loose and not s.is_busy
+    ]
+    if view.disk.is_short:
+        victim = next((s for s in held if _is_open(view, s) and s.id not in loose and not is_enough), None)
         return [*done, *([ReleaseHold(save_id=victim.id, reason="disk pressure (P13)")] if victim else [])]
     if not view.disk.can_clone or not view.remotes:
         return done
@@ -72,7 +84,12 @@ def _holds(view: JobView) -> list[Action]:
         and not s.is_busy
         and not _was_committed(view, s)
         and _to_ship(view, s)
+        and s.id not in loose
     ]
+
+
+def _is_open(view: JobView, save: SaveView) -> bool:
+    return not is_committed(view, save) and not save.is_busy
 
 
 def _was_committed(view: JobView, save: SaveView) -> bool:
@@ -92,12 +109,13 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
     return save.save.order == max(found)
 
 
-def _ship(view: JobView, remote: RemoteView) -> list[Action]:
+def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
     """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
     if not remote.is_attached:
         return []
     newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
-    zero = next((s for s in newest_first if _is_zero_due(view, s, remote)), None)
+    waiting = (s for s in newest_first if s.id not in loose and _is_zero_due(view, s, remote))
+    zero = next(waiting, None)
     if remote.is_shipping:
         is_in_the_way = zero is not None and remote.ships not in (None, ZERO)
         return [MakeWay(remote=remote.name)] if is_in_the_way else []
@@ -151,6 +169,8 @@ def _convert(view: JobView) -> list[Action]:
 
     What remotes alone take is never made here (`_ship`).
     """
+    if view.is_converting and view.disk.is_full:
+        return [StopConverting(reason=PRESSURE)]
     if view.is_converting or view.is_save_in_flight or UNIVERSAL not in view.local_forms:
         return []
     whole = (s for s in view.saves if s.is_intact and not s.is_model_only)
@@ -164,35 +184,6 @@ def _convert(view: JobView) -> list[Action]:
             return []
         return [Convert(save_id=save.id)]
     return []
-
-
-def _prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
-    """Oldest first; a permit only from a young confirmation, else ask for one."""
-    if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
-        return []
-    victims = sorted(
-        (s for s in view.saves if s.is_present and not fates[s.id].keeps), key=lambda s: s.save.order
-    )
-    actions: list[Action] = []
-    for save in victims[: view.deletions_left]:
-        commits = commits_of(view, save)
-        confirmed = view.confirmations.get(save.id)
-        is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
-        if confirmed is None or not is_young or confirmed.commits != commits:
-            if all(r.is_attached for r in view.remotes if r.is_required):
-                actions.append(AskConfirmation(save_id=save.id, commits=commits))
-            continue
-        permit = DeletePermit(
-            tag=save.save.tag,
-            generation=max(r.generation or 1 for r in save.ships.values() if r.form == ZERO),
-            folder=save.save.folder,
-            files=save.save.files + save.added,
-            commits=commits,
-            issued_at_seconds=view.now_seconds,
-            reason=fates[save.id].goes,
-        )
-        actions.append(Prune(save_id=save.id, permit=permit))
-    return actions
 
 
 def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:

@@ -17,7 +17,7 @@ from ckptd.core.save import Order, SealedFile, SealedSave
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.permit import CommitRef
+    from ckptd.core.permit import CommitRef, Unuploaded
 
 ZERO = "zero"
 UNIVERSAL = "universal"
@@ -194,6 +194,17 @@ class Disk:
     free_bytes: int
     reserve_bytes: int
     can_clone: bool
+    min_free_bytes: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """The next save would not fit beside `min_free`: what is ours makes room (P13)."""
+        return self.free_bytes < self.reserve_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """A save in flight is larger than all before it, or others write here: half work of ours goes too."""
+        return self.free_bytes < self.min_free_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +233,8 @@ class JobView:
     confirmations: Mapping[int, Confirmation]
     is_converting: bool
     now_seconds: float
+    unuploaded: Unuploaded = "keep"
+    """What the job file says of checkpoints that are not committed (P1)."""
     metric: str | None = None
     """What keep_best compares."""
     is_higher_better: bool = False

@@ -83,8 +83,19 @@ class Actor:
                 self._shipping.ship(action, save_dir_fd, self._totals.conversion_bytes())
             case a.MakeWay():
                 self._shipping.make_way(action)
+            case a.AskConfirmation():
+                self._shipping.confirm(action)
+            case a.Retire():
+                self._shipping.retiring.retire(action)
+            case _:
+                self._act_here(action, save_dir_fd, reserve_bytes)
+
+    def _act_here(self, action: a.ActionHere, save_dir_fd: int, reserve_bytes: int) -> None:
+        match action:
             case a.Convert():
                 self._chores.convert(action, save_dir_fd, reserve_bytes)
+            case a.StopConverting():
+                self._chores.stop_converting(action)
             case a.Hold():
                 self._chores.hold(action, save_dir_fd)
             case a.ReleaseHold():
@@ -93,12 +104,8 @@ class Actor:
                 self._chores.drop_derived(action, save_dir_fd)
             case a.PointUniversal():
                 self._chores.point_universal(action, save_dir_fd)
-            case a.AskConfirmation():
-                self._shipping.confirm(action)
             case a.Prune():
                 self._chores.pruner.prune(action, save_dir_fd)
-            case a.Retire():
-                self._shipping.retiring.retire(action)
 
     def sweep(self, save_dir_fd: int) -> None:
         """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""

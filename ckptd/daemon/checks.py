@@ -9,6 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote
 from ckptd.core import actions as a
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
@@ -16,7 +17,9 @@ from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
+from ckptd.daemon.unfinished import bytes_of, removal, unfinished
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.job")
 
+_VANISHED = ("vanished-uncommitted", "vanished-kept")
 NEXT_STEP_VANISHED = "raise the trainer's own save limit, or save less often"
 
 
@@ -41,7 +45,9 @@ def notice_gone(job: Job, state: JobState) -> None:
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
         job.problems.clear("prune-blocked", tag)
-        log.info("%s was removed by somebody else", tag)
+        fate = state.plan.local_fates.get(row.id) if state.plan else None
+        kept = fate.keeps if fate else ()
+        log.info("%s was removed by somebody else; here it was kept: %s", tag, ", ".join(kept) or "no more")
         if is_lost:
             job.problems.put(
                 "vanished-uncommitted",
@@ -49,18 +55,30 @@ def notice_gone(job: Job, state: JobState) -> None:
                 f"{tag} was removed before it was committed",
                 NEXT_STEP_VANISHED,
             )
+        elif (why := _why_wanted(job, row)) is not None:
+            text = f"{tag} was removed here by somebody else: {why}; the remote holds it"
+            job.problems.put("vanished-kept", tag, text, f"ckptd restore {job.config.name} {tag} --to DIR")
         state.load()
+
+
+def _why_wanted(job: Job, row: SaveRow) -> str | None:
+    """It was safe, and still somebody counts on it here."""
+    if row.save.tag in job.knowledge.pins:
+        return "it is pinned"
+    safe = newest_safe(job.view) if job.view is not None else None
+    is_newest = safe is not None and (safe.tag, safe.order) == (row.save.tag, row.save.order)
+    return "it is the newest that is safe" if is_newest else None
 
 
 def _forget_vanished(job: Job, state: JobState) -> None:
     """A newer one is safe: what vanished is no loss any more, unless somebody wanted just that one kept."""
     safe = newest_safe(job.view) if job.view is not None else None
     for problem in job.problems.all() if safe is not None else ():
-        if problem.code != "vanished-uncommitted" or problem.about in job.knowledge.pins:
+        if problem.code not in _VANISHED or problem.about in job.knowledge.pins:
             continue
         orders = [row.save.order for row in state.rows.values() if row.save.tag == problem.about]
         if safe is not None and safe.order > max(orders, default=safe.order):
-            job.problems.clear("vanished-uncommitted", problem.about)
+            job.problems.clear(problem.code, problem.about)
 
 
 def see_problems(job: Job, state: JobState) -> None:
@@ -77,7 +95,7 @@ def see_problems(job: Job, state: JobState) -> None:
     if job.view is not None and job.view.disk.free_bytes < job.view.disk.reserve_bytes:
         free, need = job.view.disk.free_bytes / 1e9, job.view.disk.reserve_bytes / 1e9
         text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
-        see.see("disk-low", "disk", text, "nothing uncommitted is deleted; free space or save less often")
+        see.see("disk-low", "disk", text, _what_frees(job, state))
     for link in job.links.values():
         if link.observation is not None and link.observation.damaged:
             text = f"{link.name}: {link.observation.damaged[0]}"
@@ -101,9 +119,17 @@ def see_problems(job: Job, state: JobState) -> None:
         )
     _see_failures(see, state)
     see_outlook(job, state)
+    see_alarms(job, state)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()
+
+
+def _what_frees(job: Job, state: JobState) -> str:
+    """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
+    cut_short = unfinished(state)[:1]
+    removes = (f"{removal(job, tag)} frees {show_bytes(bytes_of(state, tag))}; " for tag in cut_short)
+    return f"{''.join(removes)}nothing uncommitted is deleted; free space or save less often"
 
 
 def _see_verdicts(job: Job, state: JobState) -> None:
@@ -114,11 +140,12 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         )
     for tag, verdict in state.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
+        costs = f"{reason} ({show_bytes(bytes_of(state, tag))})"
+        aside = f"ckptd resume moves it aside, {removal(job, tag)} removes it"
         if verdict.state is State.TORN_RESAVE:
-            see.see("torn-save", tag, reason, "ckptd resume moves it aside; an older checkpoint is used")
+            see.see("torn-save", tag, costs, f"{aside}; an older checkpoint is used")
         elif verdict.state is State.INCOMPLETE:
-            removes = f"ckptd gc {job.config.name} --incomplete {tag} removes it"
-            see.see("incomplete-save", tag, reason, f"ckptd resume moves it aside, {removes}")
+            see.see("incomplete-save", tag, costs, aside)
         elif verdict.state is State.SUSPECT:
             see.see("suspect-save", tag, reason, f"if it is one save: ckptd accept {job.config.name} {tag}")
         elif verdict.state is State.LEFTOVER and _is_lost(job, state, tag):
@@ -215,13 +242,9 @@ def is_idle(job: Job) -> bool:
 def is_at_rest(job: Job) -> bool:
     """Idle, and the mere passing of time brings nothing to do: all is safe and nothing is tried again."""
     state = job.state
-    if (
-        state is None
-        or not is_idle(job)
-        or _is_behind(job)
-        or job.intake.metrics.is_put_off
-        or state.failures
-    ):
+    if state is None or not is_idle(job) or _is_behind(job) or waits_for_alarm(job, state):
+        return False
+    if job.intake.metrics.is_put_off or state.failures:
         return False
     here = [row for row in state.rows.values() if row.state == "present" or row.held]
     ships = [record for row in here for record in state.ships.get(row.id, {}).values()]

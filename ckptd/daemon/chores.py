@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -12,26 +11,29 @@ from ckptd.convert import supervise
 from ckptd.convert.workplace import partial_name
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.converting import PLACE, Signals, make_universal
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError, from_os_error
 from ckptd.local import fs
-from ckptd.local.derived import describe
-from ckptd.place import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.actions import Convert, DropDerived, Hold, PointUniversal, ReleaseHold
+    from ckptd.core.actions import (
+        Convert,
+        DropDerived,
+        Hold,
+        PointUniversal,
+        ReleaseHold,
+        StopConverting,
+    )
     from ckptd.daemon.workers import OneJobs
-    from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
-
-PLACE = f"{fs.DERIVED}/{UNIVERSAL}"
 
 
 class Chores:
@@ -52,8 +54,7 @@ class Chores:
         self._audit = audit
         self._conversion_bytes = conversion_bytes
         self._wake = wake
-        self._pause = threading.Event()
-        self._stop = threading.Event()
+        self._signals = Signals()
         self.pruner = Pruner(state, audit, self._in_worker, wake)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
@@ -61,14 +62,14 @@ class Chores:
     def pace(self, *, is_save_in_flight: bool) -> None:
         """Pause conversions while a save is in flight (P11)."""
         if is_save_in_flight:
-            self._pause.set()
+            self._signals.pause.set()
         else:
-            self._pause.clear()
+            self._signals.pause.clear()
 
     def stop(self) -> None:
         """Tell conversions to end; what they finished is taken up again after a restart."""
-        self._stop.set()
-        self._pause.clear()
+        self._signals.stop.set()
+        self._signals.pause.clear()
 
     # --- holds -----------------------------------------------------------------------------------------
 
@@ -154,70 +155,23 @@ class Chores:
         def progress(p: supervise.ConvertProgress) -> None:
             converting.done_bytes, converting.total_bytes = p.bytes_done, p.bytes_total
 
+        def replaced() -> None:
+            why = "made from another save of the tag"
+            self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=why)
+
+        self._signals.give_room.clear()
         options = supervise.ConvertOptions(
             memory_budget_bytes=self._conversion_bytes(), reserve_bytes=reserve_bytes
         )
         self._in_worker(
             f"converting {tag}",
             save_dir_fd,
-            lambda fd: self._convert(fd, row, options, progress),
+            lambda fd: make_universal(
+                fd, self._config.save_dir, row, options, progress, self._signals, replaced
+            ),
             lambda record: self._converted(row.id, record),
             lambda error: self._not_converted(row.id, error),
             is_told=True,
-        )
-
-    def _convert(
-        self,
-        fd: int,
-        row: SaveRow,
-        options: supervise.ConvertOptions,
-        progress: Callable[[supervise.ConvertProgress], None],
-    ) -> DerivedRecord:
-        """In a worker: what is there already and was made from this save serves, anything else makes room."""
-        tag, place = row.save.tag, PLACE
-        os.close(fs.ensure_ours(fd, place))
-        os.close(fs.ensure_ours(fd, fs.STAGING))
-        found = describe(fd, f"{place}/{tag}")
-        if len(row.save.roots) > 1:
-            msg = f"{tag} holds two engines ({', '.join(row.save.roots)})"
-            raise RefusedError(msg, hint="`ckptd convert` each; the ZeRO form is safe all the same")
-        if found is not None and found.is_made_from(row.save.shard_fingerprints):
-            fs.remove_ours(fd, fs.STAGING, partial_name(tag))  # an attempt that failed after it published
-            return DerivedRecord(
-                state=DerivedState.READY,
-                plan_sha256=found.plan_sha256,
-                layout=found.layout,
-                alignment=found.alignment,
-            )
-        if found is not None:
-            why = "made from another save of the tag"
-            self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=why)
-        fs.remove_ours(fd, place, tag)
-        save_dir = self._config.save_dir
-        report = supervise.convert(
-            save_dir / tag / row.save.roots[0],
-            path_of(save_dir, f"{place}/{tag}"),
-            options,
-            on_progress=progress,
-            should_stop=self._stop.is_set,
-            should_pause=self._pause.is_set,
-            work_dir=path_of(save_dir, fs.STAGING),
-            beneath=save_dir,
-        )
-        made = describe(fd, f"{place}/{tag}")
-        is_of_this_save = made is not None and made.is_made_from(row.save.shard_fingerprints)
-        if not is_of_this_save or not fs.folder_is_intact(fd, tag, row.save.files):
-            fs.remove_ours(fd, place, tag)
-            msg = f"{tag} was saved again while it was converted"
-            raise SourceChanged(msg)
-        return DerivedRecord(
-            state=DerivedState.READY,
-            plan_sha256=report.plan_sha256,
-            layout=report.layout,
-            alignment=made.alignment if made else 0,
-            is_cloned=report.bytes_cloned > 0,
-            is_source_verified=report.verified,
-            bytes=report.bytes,
         )
 
     def _converted(self, save_id: int, record: DerivedRecord) -> None:
@@ -240,7 +194,7 @@ class Chores:
             "reason": error.message,
             "hint": error.hint,
         }
-        if self._stop.is_set():
+        if self._signals.stop.is_set():
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
@@ -252,6 +206,12 @@ class Chores:
         state.put_derived(save_id, derived.model_copy(update=update))
         log.warning("converting %s: %s", tag, error)
         self._wake()
+
+    def stop_converting(self, action: StopConverting) -> None:
+        """What it has written goes at once; it is tried again when there is room."""
+        if not self._signals.give_room.is_set():
+            log.warning("the conversion under way is given up: %s", action.reason)
+            self._signals.give_room.set()
 
     def drop_derived(self, action: DropDerived, save_dir_fd: int) -> None:
         """Remove the universal form of a save."""

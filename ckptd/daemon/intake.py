@@ -69,6 +69,7 @@ class Intake:
         self._inspecting: set[str] = set()
         self._flushing: dict[str, str] = {}
         self._flushed: dict[str, str] = {}
+        self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
@@ -122,7 +123,7 @@ class Intake:
         quiet = self._state.quiet.get(folder.tag)
         if quiet is None or quiet.digest != folder.digest:
             first = quiet.first_seen_unix if quiet else time.time()
-            if quiet is not None and self._is_sealed_digest(folder.tag, quiet.digest):
+            if quiet is not None and self._flushed.get(folder.tag) == quiet.digest:
                 first = time.time()
             quiet = Quiet(digest=folder.digest, since_seconds=now_seconds, first_seen_unix=first)
             self._state.quiet[folder.tag] = quiet
@@ -170,9 +171,6 @@ class Intake:
         if known is None or known[0] is not folder or known[1] is not row.save:
             known = self._compared[folder.tag] = (folder, row.save, same_files(row.save, folder))
         return known[2]
-
-    def _is_sealed_digest(self, tag: str, digest: str) -> bool:
-        return self._flushed.get(tag) == digest
 
     # --- inspection and flushing -----------------------------------------------------------------------
 
@@ -254,10 +252,12 @@ class Intake:
         waits_for = [t for t in found_first if not may_seal.get(t, not self._is_undecided(t))]
         latest = self._state.listing.latest if self._state.listing else None
         rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest)
+        now = {tag for tag in due if may_seal[tag]}
+        self._asked_at = {t: self._asked_at.get(t, time.monotonic()) for t in due - now} if now else {}
         for folder, verdict in sorted(ready, key=lambda row: rank.index(row[0].tag)):
             if folder.tag in found_first and waits_for:
                 continue
-            if not may_seal[folder.tag] or self._waits_for_older(folder, due):
+            if folder.tag not in now or self._waits_for_older(folder, now):
                 continue
             row = self._state.row_of_tag(folder.tag)
             same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None
@@ -277,7 +277,8 @@ class Intake:
             verdict = self._state.verdicts.get(other.tag)
             if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
                 continue
-            is_recent = time.monotonic() - self._state.quiet[other.tag].since_seconds < IN_FLIGHT_SECONDS
+            since = max(self._state.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0))
+            is_recent = time.monotonic() - since < IN_FLIGHT_SECONDS
             if is_recent and not self._is_sealed(other) and _written_ns(other) < mine:
                 return True
         return False

@@ -178,7 +178,14 @@ class Knowledge(Recogniser):
         return not unasked
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order in a committed manifest that lists exactly these shards."""
+        """The order in a committed manifest that lists exactly these shards, or that they had here before.
+
+        What a trainer removed comes back as it was when the power goes before that is on disk.
+        """
+        for row in self._state.rows.values():
+            known = tuple(sorted((f.path, f.fingerprint) for f in row.save.files))
+            if row.save.tag == tag and known == fingerprints:
+                return row.save.order
         wanted = set(fingerprints)
         for link in self._links.values():
             manifests, _ = link.seen(tag)

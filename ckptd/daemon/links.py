@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.config_timetable import constant
 from ckptd.daemon.backoff import Breaker
-from ckptd.daemon.processes import Processes
+from ckptd.daemon.processes import Processes, error_of
 from ckptd.daemon.seen import seen_in
 from ckptd.daemon.standstill import NEXT_STEP, Standstill
 from ckptd.remote import messages as m
@@ -31,14 +31,6 @@ log = logging.getLogger("ckptd.remote")
 OBSERVE_SECONDS = 10.0
 AT_REST_SECONDS = 60.0
 STALLED_SECONDS = 120.0
-
-
-def error_of(failed: m.Failed) -> errors.CkptdError:
-    """The error of the tree that a child reported by class name."""
-    kind = getattr(errors, failed.error, errors.RemoteError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
-        kind = errors.RemoteError
-    return kind(failed.message, hint=failed.hint)
 
 
 class RemoteLink:

@@ -10,21 +10,33 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_quantities import show_bandwidth, show_seconds
 from ckptd.core.forecast import Forecast, Room, Saved, forecast
+from ckptd.core.view import ZERO
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import Job
-    from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
 
 FULL_SOON_SAVES = 3
+RUNNING_SECONDS = 10.0
+"""An upload that has run for so long tells the speed of its link before it ends."""
 
 
 def link_speed(job: Job, state: JobState) -> float | None:
     """Bytes per second of the slowest required remote, as last measured; None: nothing was sent yet."""
-    known = [
-        state.link_speeds[r.name] for r in job.config.remotes if r.required and r.name in state.link_speeds
+    speeds = [
+        state.link_speeds.get(r.name) or _running(state, r.name) for r in job.config.remotes if r.required
     ]
-    return min(known, default=None)
+    return min((speed for speed in speeds if speed), default=None)
+
+
+def _running(state: JobState, remote: str) -> float | None:
+    """The first day has no finished upload: what the one under way has done so far."""
+    now = time.monotonic()
+    for (_, name, form), moving in state.moving.items():
+        seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
+        if name == remote and form == ZERO and seconds >= RUNNING_SECONDS and done > 0:
+            return done / seconds
+    return None
 
 
 def outlook(job: Job, state: JobState) -> Forecast:
@@ -40,6 +52,7 @@ def outlook(job: Job, state: JobState) -> Forecast:
         free_bytes=job.view.disk.free_bytes,
         link_bytes_per_second=link_speed(job, state) if is_there else None,
         is_rotated=bool(required) and job.config.local.policy.deletes,
+        is_bounded=job.config.unuploaded == "delete" or (job.config.unuploaded == "thin" and is_there),
     )
     return forecast(saves, room, now_seconds=time.time())
 
@@ -51,14 +64,9 @@ def see_outlook(job: Job, state: JobState) -> None:
     told, speed = outlook(job, state), link_speed(job, state)
     # only from a link that was measured: the first upload of a job is no reason for an alarm
     if speed is not None:
-        _see_full(job.problems, told)
+        _see_full(job, told)
     if told.save_steps_for_link is not None and speed is not None:
-        text = (
-            f"production {show_bandwidth(round(told.production_bytes_per_second or 0))}, "
-            f"link {show_bandwidth(round(speed))}: uploads fall behind"
-        )
-        cure = f"save every {told.save_steps_for_link:,} steps, or make the link faster"
-        job.problems.see("link-slow", "link", text, cure)
+        _see_slow(job, told, speed, told.save_steps_for_link)
     if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
         usual = show_seconds(told.save_every_seconds)
         late = show_seconds(told.overdue_seconds)
@@ -69,9 +77,27 @@ def see_outlook(job: Job, state: JobState) -> None:
         )
 
 
-def _see_full(problems: Problems, told: Forecast) -> None:
+def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
+    production = show_bandwidth(round(told.production_bytes_per_second or 0)).partition(" = ")[0]
+    text = f"production {production}, link {show_bandwidth(round(speed)).partition(' = ')[0]}"
+    cure = f"save every {steps:,} steps, or make the link faster"
+    if job.config.unuploaded != "keep":
+        text += f': not every save is uploaded (unuploaded = "{job.config.unuploaded}")'
+    else:
+        full = told.full_in_seconds
+        text += ": uploads fall behind" + ("" if full is None else f", disk full in {show_seconds(full)}")
+        cure = f'set unuploaded = "thin" or {cure}'
+    job.problems.see("link-slow", "link", text, cure)
+
+
+def _see_full(job: Job, told: Forecast) -> None:
     saves, seconds = told.full_in_saves, told.full_in_seconds
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
-    problems.see("disk-full-soon", "disk", text, "free space, save less often, or make the link faster")
+    cure = "free space, save less often, or make the link faster"
+    if not job.config.local.policy.deletes:
+        cure = "set save_total_limit in [local], free space, or save less often"
+    elif job.config.unuploaded == "keep":
+        cure += '; unuploaded = "thin" lets go what is older than a committed one'
+    job.problems.see("disk-full-soon", "disk", text, cure)

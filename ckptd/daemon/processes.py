@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING
 
+from ckptd import errors
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.messages import ShipOrder
 
@@ -90,3 +91,11 @@ class Processes:
         maker, self._maker = self._maker, None
         if maker is not None:
             maker.abandon(reason)
+
+
+def error_of(failed: m.Failed) -> errors.CkptdError:
+    """The error of the tree that a child reported by class name."""
+    kind = getattr(errors, failed.error, errors.RemoteError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
+        kind = errors.RemoteError
+    return kind(failed.message, hint=failed.hint)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.convert.workplace import partial_name
+from ckptd.core.permit import OptOutPermit
 from ckptd.core.view import UNIVERSAL, DerivedState
 from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
@@ -51,7 +52,7 @@ class Pruner:
         self._tidy_at_seconds = 0.0
 
     def prune(self, action: Prune, save_dir_fd: int) -> None:
-        """Remove a committed checkpoint under its permit."""
+        """Remove a checkpoint under its permit."""
         state, permit = self._state, action.permit
         if action.save_id in self._pruning:
             return
@@ -71,7 +72,7 @@ class Pruner:
 
         def work(fd: int) -> None:
             self._audit.write(
-                "prune",
+                "prune-unuploaded" if isinstance(permit, OptOutPermit) else "prune",
                 tag=permit.tag,
                 generation=permit.generation,
                 form="zero",

@@ -14,6 +14,7 @@ from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.outlook import link_speed, outlook
+from ckptd.daemon.unfinished import bytes_of, removal, unfinished
 from ckptd.daemon.viewing import next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
@@ -176,6 +177,7 @@ def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
         next_save_bytes=next_save_bytes(state),
         full_in_saves=told.full_in_saves,
         full_in_seconds=None if told.full_in_seconds is None else round(told.full_in_seconds, 1),
+        unfinished_bytes=sum(bytes_of(state, tag) for tag in unfinished(state)),
     )
 
 
@@ -207,6 +209,7 @@ def _unsealed(job: Job, tag: str, verdict: Verdict) -> st.CheckpointStatus:
         state="sealing" if verdict.state is State.COMPLETE else str(verdict.state),
         reason=verdict.reason,
         bytes=folder.total_bytes if folder else 0,
+        next_step=removal(job, tag) if tag in unfinished(job.state) else None,
         local=st.LocalStatus(
             present=True,
             universal="none",

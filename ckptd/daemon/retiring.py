@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.manifest import commit_key
 from ckptd.core.view import ZERO, ShipState
-from ckptd.daemon.links import error_of
+from ckptd.daemon.processes import error_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
 from ckptd.remote import messages as m
 

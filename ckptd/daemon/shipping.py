@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
-from ckptd.daemon.links import error_of
 from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_order
+from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
@@ -314,8 +314,13 @@ class Shipping:
             link.trouble(error_of(answer))
             return
         reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
-        tag = state.rows[action.save_id].save.tag
-        log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
-        state.lose_commit(action.save_id, remote, reason)
-        link.tag_views.pop(tag, None)
+        asked = {ref.sha256 for ref in action.commits if ref.remote == remote}
+        for save_id in list(state.ships):
+            # with `unuploaded` the COMMITs may be those of a newer save
+            if state.ship(save_id, remote, ZERO).commit_sha256 not in asked:
+                continue
+            tag = state.rows[save_id].save.tag
+            log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
+            state.lose_commit(save_id, remote, reason)
+            link.tag_views.pop(tag, None)
         link.observe()

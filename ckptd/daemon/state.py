@@ -108,6 +108,8 @@ class JobState:
     link_speeds: dict[str, float] = field(default_factory=dict)
     """Remote → bytes per second of its last upload that was committed."""
     is_first_scan: bool = True
+    blocked_since: tuple[str, float] | None = None
+    """What holds retention up, and since when (monotonic)."""
     widest_save_seconds: float = 0.0
     views: dict[int, tuple[tuple[object, ...], SaveView]] = field(default_factory=dict)
     """Save id → what its view was made from, and the view."""

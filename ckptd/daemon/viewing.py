@@ -37,6 +37,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
     return Disk(
         free_bytes=free_bytes(save_dir_fd),
         reserve_bytes=next_save_bytes(state) + min_free,
+        min_free_bytes=min_free,
         can_clone=state.can_clone,
     )
 
@@ -68,6 +69,7 @@ def build_view(
         local_forms=config.local.forms,
         local_retention=retention,
         backfill=config.backfill,
+        unuploaded=config.unuploaded,
         metric=config.metric,
         is_higher_better=config.is_higher_better,
         latest=state.listing.latest,

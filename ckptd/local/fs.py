@@ -87,14 +87,14 @@ def everything_in(folder_fd: int, prefix: str = "") -> list[str]:
 
 
 def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
-    """Remove a committed checkpoint: check, rename aside, check again (else rename back), remove its files.
+    """Remove a checkpoint: check, rename aside, check again (else rename back), remove its files.
 
     Raises:
-        RefusedError: the permit is too old, or rests on no COMMIT.
+        RefusedError: the permit is too old, or rests on nothing.
         SourceChanged: the folder is not the one that was sealed; nothing was removed.
         NotPermitted, StorageError: as the kernel says; nothing was removed.
     """
-    if not permit.commits or not permit.is_valid_at(time.monotonic()):
+    if not permit.is_grounded or not permit.is_valid_at(time.monotonic()):
         msg = f"the permit to remove {permit.tag} is not valid"
         raise RefusedError(msg, hint="a new one is made from a fresh read of the COMMITs")
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-What = Literal["prune", "retire", "drop-derived", "release-hold", "trash", "repair", "gc"]
+What = Literal["prune", "prune-unuploaded", "retire", "drop-derived", "release-hold", "trash", "repair", "gc"]
 
 
 class Audit:

@@ -50,6 +50,8 @@ class DiskStatus:
     next_save_bytes: int
     full_in_saves: int | None = None
     full_in_seconds: float | None = None
+    unfinished_bytes: int = 0
+    """In saves that were cut short and are never deleted by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,8 @@ class CheckpointStatus:
     goes: str | None = None
     """Why it may go from this node; None: it stays, or is gone."""
     pinned: bool = False
+    next_step: str | None = None
+    """The command that removes a save that was cut short."""
     kind: str = "resumable"
     """Or "model-only": weights alone, nothing to resume from."""
 

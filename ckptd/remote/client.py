@@ -35,6 +35,7 @@ from ckptd.remote.messages import (
     Failed,
     OrderLine,
     Pace,
+    in_short,
     known,
 )
 from ckptd.remote.open import WINDOW_BYTES, directory_path, is_s3
@@ -175,7 +176,7 @@ class RemoteClient:
         with self._lock:
             order_id = next(self._ids)
             self._signs.ordered(order, self._open.values())
-            self._open[order_id] = order
+            self._open[order_id] = in_short(order)
             try:
                 child = self._running(is_attaching=isinstance(order, Attach))
             except OSError as error:

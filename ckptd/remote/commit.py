@@ -33,7 +33,7 @@ from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
 from ckptd.remote.store import settled
-from ckptd.remote.transfer import Transfer
+from ckptd.remote.transfer import Transfer, as_listed
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import ManifestFile, RemoteIdentity
@@ -135,7 +135,7 @@ class _Shipping:
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
         """The files as the manifest will list them, as far as comparing saves needs them."""
-        return tuple(file.listed(file.bytes, "", file.fingerprint, "none") for file in self._order.files)
+        return tuple(as_listed(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class _Shipping:
 
     def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
         withdraw(self._store, ours.manifest)
-        listed = read_generation(self._store, self._where)
+        listed = read_generation(self._store, self._where, ours=ours)
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
         if all(known.sha256 != ours.sha256 for known in members):
@@ -258,7 +258,9 @@ class _Shipping:
             return ShipResult(outcome="conflict", reason=reason)
         missing = coverage.missing(members, self._where[2])
         existing = read_commit(self._store, self._where)
-        waits = _missing_words(missing) if missing else in_the_way(self._store, ours.manifest, listed)
+        waits = (
+            _missing_words(missing, members) if missing else in_the_way(self._store, ours.manifest, listed)
+        )
         if waits is not None and existing is None:
             return ShipResult(
                 outcome="waiting",
@@ -318,9 +320,10 @@ def _one_writer(ground: Ground, order: ShipOrder) -> None:
             raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
 
 
-def _missing_words(missing: tuple[str, ...]) -> str:
+def _missing_words(missing: tuple[str, ...], members: tuple[KnownManifest, ...]) -> str:
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return f"waiting for {', '.join(missing[:3])}{more}"
+    there = ", ".join(sorted({known.manifest.node for known in members}))
+    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
 
 
 def _now() -> str:

@@ -204,8 +204,10 @@ def lease_folder(where: Stem) -> str:
     return f"{LEASES}{stem(*where)}/"
 
 
-def read_manifest(store: Store, key: str, sha256: str | None = None) -> KnownManifest | None:
-    """One manifest; None when absent.
+def read_manifest(
+    store: Store, key: str, sha256: str | None = None, ours: KnownManifest | None = None
+) -> KnownManifest | None:
+    """One manifest; None when absent. `ours`: one that is known already, and is not taken apart again.
 
     Raises:
         DamagedError: it is not what its name or `sha256` says.
@@ -220,15 +222,19 @@ def read_manifest(store: Store, key: str, sha256: str | None = None) -> KnownMan
         raise DamagedError(
             msg, hint="it was changed in the remote; restore falls back to an older checkpoint"
         )
+    if ours is not None and (ours.key, ours.sha256) == (key, found):
+        return ours
     return KnownManifest(key=key, sha256=found, manifest=parse(NodeManifest, data, key))
 
 
-def read_generation(store: Store, where: Stem, damaged: list[str] | None = None) -> tuple[KnownManifest, ...]:
-    """Every readable manifest of one generation of one form, all revisions, sorted by key."""
+def read_generation(
+    store: Store, where: Stem, damaged: list[str] | None = None, ours: KnownManifest | None = None
+) -> tuple[KnownManifest, ...]:
+    """Every readable manifest of one generation of one form, all revisions, by key; `ours` as above."""
     found = []
     for info in store.list(manifest_folder(where)):
         try:
-            known = read_manifest(store, info.key)
+            known = read_manifest(store, info.key, ours=ours)
         except DamagedError as error:
             if damaged is not None:
                 damaged.append(error.message)

@@ -13,47 +13,22 @@ from pydantic import Field, TypeAdapter
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.manifest import (
-    Checksums,
     Commit,
     Decision,
-    ManifestFile,
     NodeManifest,
     Proof,
     RemoteIdentity,
     Tombstone,
 )
-from ckptd.remote.access import Access
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
 from ckptd.remote.making_messages import Making as Making
 from ckptd.remote.making_messages import Planned as Planned
 from ckptd.remote.scrub_messages import Scrub, Scrubbed
+from ckptd.remote.settings import RemoteSettings as RemoteSettings
 from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
-
-
-class RemoteSettings(Model):
-    """The part of a job's `[[remote]]` that the child needs."""
-
-    name: str
-    url: str
-    job: str
-    job_id: str | None = None
-    """None: no state yet; taken from remote.json when the job name is equal (contract)."""
-    proposed_job_id: str | None = None
-    """What a new remote.json gets: the id that the job's other remotes know it by."""
-    remote_id: str | None = None
-    """The identity seen before; another one, or none, is "not there" (P2)."""
-    may_initialise: bool = True
-    same_filesystem: bool = False
-    save_dir: str
-    """To prove that a directory remote lies on another file system (H5)."""
-    verify: Literal["auto", "read-back", "none"] = "auto"
-    access: Access = Access()
-    bytes_per_second: int | None = None
-    node: str
-    node_id: str
 
 
 class Attach(Model):
@@ -103,22 +78,6 @@ class ShipFile(Model):
     def is_extra(self) -> bool:
         """Neither sealed nor made: what it holds when it is read is what counts."""
         return self.identity is None and not self.is_made
-
-    def listed(self, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof) -> ManifestFile:
-        """As a manifest lists it, once it lies in the remote."""
-        return ManifestFile(
-            path=self.path,
-            key=self.key,
-            bytes=size_bytes,
-            role=self.role,
-            shard=self.shard,
-            checksums=Checksums(crc64nvme=crc64nvme),
-            fingerprint=fingerprint,
-            tensor_fingerprint=self.tensor_fingerprint,
-            proof=proof,
-            mode=self.mode,
-            mtime_ns=self.identity.mtime_ns if self.identity else 0,
-        )
 
 
 class Shipped(Model):
@@ -218,6 +177,13 @@ Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 
 LONG_ORDERS = (ShipOrder, Retire, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
+
+
+def in_short(order: Order) -> Order:
+    """What is remembered of an order while it is open: not its files, of which there may be thousands."""
+    if isinstance(order, ShipOrder):
+        return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
+    return order
 
 
 class OrderLine(Model):

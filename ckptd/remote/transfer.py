@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from ckptd.core.layouts import Role
-from ckptd.core.manifest import sha256_of
+from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
 from ckptd.remote.extras import inline, read_whole
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import ManifestFile, Proof
+    from ckptd.core.manifest import Proof
     from ckptd.remote.messages import PartlyShipped, Planned, ShipFile
     from ckptd.remote.origin import Origin
     from ckptd.remote.pacing import Pacer
@@ -302,9 +302,28 @@ class Transfer:
             self._skipped += count_bytes
 
     def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
-        entry = file.listed(size, crc, fingerprint, cast("Proof", proof))
+        entry = as_listed(file, size, crc, fingerprint, cast("Proof", proof))
         self._results[file.key] = entry
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
+
+
+def as_listed(
+    file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
+) -> ManifestFile:
+    """As a manifest lists a file, once it lies in the remote."""
+    return ManifestFile(
+        path=file.path,
+        key=file.key,
+        bytes=size_bytes,
+        role=file.role,
+        shard=file.shard,
+        checksums=Checksums(crc64nvme=crc64nvme),
+        fingerprint=fingerprint,
+        tensor_fingerprint=file.tensor_fingerprint,
+        proof=proof,
+        mode=file.mode,
+        mtime_ns=file.identity.mtime_ns if file.identity else 0,
+    )
 
 
 def _is_small(file: ShipFile) -> bool:

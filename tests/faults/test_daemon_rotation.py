@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, Node, node
-from tests.real import prepare
+from tests.real import prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -62,3 +62,48 @@ def test_lost_until_a_newer_one_is_safe(tmp_path: Path) -> None:
         here.wait_committed("global_step3~g1", 60)
         here.wait("one to go", lambda: lost(here) == {"global_step2"}, 20)
         assert here.status()["state"] == "attention"
+
+
+def gone_but_safe(here: Node) -> set[str]:
+    """Tags that status says were wanted here and are in the remote alone."""
+    found = here.status().get("problems", ())
+    return {p["text"].split()[0] for p in found if p["code"] == "vanished-kept"}
+
+
+def test_what_was_wanted_here_is_said_though_the_remote_has_it(tmp_path: Path) -> None:
+    """The newest safe one until a newer is safe; a pinned one for longer."""
+    with node(tmp_path, local="forms = []", remote='forms = ["zero"]') as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        done = here.ckptd("pin", here.job_file, "global_step1")
+        assert done.returncode == 0, done.stderr
+        here.save(2)
+        here.wait_committed("global_step2~g1")
+        here.wait("the pin", lambda: here.checkpoint("global_step1")["pinned"])
+        for step in (1, 2):
+            shutil.rmtree(here.save_dir / f"global_step{step}")
+        here.wait("the alarms", lambda: gone_but_safe(here) == {"global_step1", "global_step2"}, 20)
+        assert "here it was kept: " in here.log.read_text()
+        here.save(3)
+        here.wait_committed("global_step3~g1")
+        here.wait("one to stay", lambda: gone_but_safe(here) == {"global_step1"}, 20)
+        assert not lost(here)
+        assert here.status()["state"] == "ok", "nothing is lost"
+
+
+def test_one_that_vanishes_while_it_is_sent_ends_with_the_file_under_way(tmp_path: Path) -> None:
+    """No time is spent on the rest of what can never be whole: the next save goes up at once."""
+    with node(tmp_path, local="forms = []", remote='forms = ["zero"]\nbandwidth = "500kB/s"') as here:
+        here.start()
+        here.save(1)
+        here.wait("bytes", lambda: here.checkpoint("global_step1")["remotes"]["nas"]["zero"]["bytes_done"])
+        shutil.rmtree(here.save_dir / "global_step1")
+        here.wait("the attempt to end", lambda: here.checkpoint("global_step1")["state"] == "vanished", 15)
+        sent = sum(p.stat().st_size for p in (here.nas / "global_step1").rglob("*") if p.is_file())
+        whole = sum(p.stat().st_size for p in (save_dir_of(RUN) / "global_step1").iterdir())
+        assert sent < whole
+        assert not here.commits()
+        here.save(2)
+        here.wait_committed("global_step2~g1")
+        assert set(here.commits()) == {"global_step2~g1"}

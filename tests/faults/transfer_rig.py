@@ -11,8 +11,9 @@ import queue
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.daemon.links import RemoteLink, error_of
+from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.processes import error_of
 from ckptd.errors import CkptdError, SourceChanged, VerifyError
 from ckptd.remote import messages as m
 from tests.stores.scene import OPTIM, Node, archive

@@ -238,20 +238,43 @@ class StepTransfer(Transfer):
             files=tuple(self._results[file.key] for file in self._order.files), bytes_sent=0, bytes_skipped=0
         )
 
-    def _ship(self, file: ShipFile) -> Any:
-        sent = self._settle(file, LocalFile(_IO[-1], file), file.fingerprint)
-        if changed_in(_IO[-1], file) is not None:
-            raise SourceChanged(f"{file.path} was written while it was shipped")
-        return sent
+
+class StepOrigin:
+    """The node's disk, as the world has it when it is asked."""
+
+    most_lanes = 1
+
+    def __init__(self, order: ShipOrder, io: Io) -> None:
+        self.order = order
+        self._io = io
+
+    @contextmanager
+    def opened(self, file: ShipFile) -> Iterator[LocalFile]:
+        yield LocalFile(self._io, file)
+
+    def why_changed(self, file: ShipFile) -> str | None:
+        return changed_in(self._io, file.identity, file.path)
+
+    def recheck(self) -> None:
+        for file in self.order.files:
+            reason = self.why_changed(file)
+            if reason is not None:
+                raise SourceChanged(reason)
 
 
-def changed_in(io: Io, file: ShipFile) -> str | None:
-    """As `transfer.changed`: the save that lies there is not the sealed one."""
+@contextmanager
+def on_this_disk(order: ShipOrder, _root: int, _control: object) -> Iterator[StepOrigin]:
+    """The origin of an order of the program that runs."""
+    yield StepOrigin(order, _IO[-1])
+
+
+def changed_in(io: Io, identity: FileIdentity | None, name: str) -> str | None:
+    """As `origin.changed`: the save that lies there is not the sealed one."""
     number = io.ask("look")
-    assert file.identity is not None
+    assert identity is not None
     if number == 0:
-        return f"{file.path} vanished"
-    return None if number == file.identity.mtime_ns else f"{file.path} is another save's"
+        return f"{name} vanished"
+    return None if number == identity.mtime_ns else f"{name} is another save's"
 
 
 _IO: list[Io] = []
@@ -277,8 +300,7 @@ def stepwise(*, is_pointing: bool) -> Iterator[None]:
 
     patches: list[Any] = [
         mock.patch.object(commit, "Transfer", StepTransfer),
-        mock.patch.object(commit, "changed", lambda _root, file: changed_in(_IO[-1], file)),
-        mock.patch("ckptd.remote.transfer.changed", lambda _root, file: changed_in(_IO[-1], file)),
+        mock.patch.object(commit, "changed", lambda _root, _source, i, name: changed_in(_IO[-1], i, name)),
         mock.patch.object(commit, "_open_root", lambda _path: os.open("/", os.O_PATH)),
         mock.patch.object(commit, "_now", lambda: "2026-01-01T00:00:00+00:00"),
         mock.patch.object(documents, "parse", lru_cache(maxsize=None)(documents_of.parse)),

@@ -165,7 +165,7 @@ class World:
 
     def _ship(self, io: Io, index: int, name: int, number: int, generation: int) -> tuple[Hashable, ...]:
         order = code.order_of(self.rules.slots[index], name, number, generation)
-        return commit.ship(self._ground(io), order, _CONTROL).outcome, number
+        return commit.ship(self._ground(io), order, _CONTROL, code.on_this_disk).outcome, number
 
     def _retire(self, io: Io, generation: int) -> tuple[Hashable, ...]:
         order = Retire(

@@ -14,13 +14,21 @@ from typing import Any, ClassVar, get_args
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from ckptd.core import keeping, ladder, planner
+from ckptd.core import keeping, ladder, planner, pruning
 from ckptd.core.actions import Action, Prune, Retire
 from ckptd.core.keeping import keep_local
 from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.ladder import Fate, Rung
+from ckptd.core.permit import OptOutPermit, Unuploaded
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from tests.model.world import Remote, World, order_of
@@ -57,9 +65,15 @@ class Life(RuleBasedStateMachine):
         both=st.booleans(),
         can_clone=st.booleans(),
         keeps_universal=st.sampled_from([True, True, True, False]),
+        unuploaded=st.sampled_from(["keep", "keep", "keep", "thin", "delete"]),
     )
     def begin(
-        self, limits: tuple[int | None, ...], both: bool, can_clone: bool, keeps_universal: bool
+        self,
+        limits: tuple[int | None, ...],
+        both: bool,
+        can_clone: bool,
+        keeps_universal: bool,
+        unuploaded: Unuploaded,
     ) -> None:
         self.step = 0
         local, nas, s3 = (RetentionPolicy(save_total_limit=limit) for limit in limits)
@@ -68,6 +82,7 @@ class Life(RuleBasedStateMachine):
             remotes={"nas": Remote("nas", True, nas), "s3": Remote("s3", both, s3)},
             can_clone=can_clone,
             keeps_universal=keeps_universal,
+            unuploaded=unuploaded,
         )
 
     @initialize(ladders=st.tuples(LADDERS, LADDERS, LADDERS))
@@ -123,6 +138,14 @@ class Life(RuleBasedStateMachine):
     def disk(self, free: int) -> None:
         self.world.free_bytes = free
 
+    @precondition(lambda self: self.world.converting is not None)
+    @rule()
+    def disk_fills_while_converting(self) -> None:
+        self.world.free_bytes = 50
+        for action in self.world.actions():
+            self.carry_out(action)
+        self.world.first_scan = False
+
     @rule(seconds=st.sampled_from([1.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
         self.world.now_seconds += seconds
@@ -130,6 +153,14 @@ class Life(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["nas", "s3"]))
     def upload_ends(self, name: str) -> None:
         self.world.finish_ship(self.world.remotes[name])
+
+    @rule(gain=st.integers(1, 3))
+    def a_save_comes_while_a_form_is_sent(self, gain: int) -> None:
+        self.zero_forms_arrive(3)
+        self.world.finish_conversion()
+        self.zero_forms_arrive(2)
+        self.save(gain)
+        self.zero_forms_arrive(1)
 
     @rule(turns=st.integers(1, 4))
     def zero_forms_arrive(self, turns: int) -> None:
@@ -175,7 +206,11 @@ class Life(RuleBasedStateMachine):
             assert save.is_intact, "what changed is never deleted"
             assert save.save.order != max(complete), "the newest complete one is never deleted"
             assert save.save.tag != world.latest, "what latest names is never deleted"
-            assert action.permit.commits, "a permit names COMMITs"
+            assert action.permit.commits or world.unuploaded == "delete", "a permit names COMMITs"
+            assert action.permit.is_grounded
+            is_opt_out = isinstance(action.permit, OptOutPermit)
+            assert not is_opt_out or world.unuploaded != "keep", "an opt-out is the job file's alone"
+            self.carried_out["by opt-out"] += is_opt_out
             if "ladder: universal" in action.permit.reason:
                 assert save.universal.state is DerivedState.READY, (
                     "the rung's form is here before the save goes"
@@ -258,19 +293,35 @@ def test_any_life_keeps_the_promises() -> None:
     Life.carried_out.clear()
     Life.stepped_down.clear()
     run_state_machine_as_test(Life, settings=SETTINGS)
-    assert set(Life.carried_out) == {kind.__name__ for kind in get_args(Action)}, Life.carried_out
-    assert min(Life.carried_out.values()) >= 10, Life.carried_out
-    assert min(Life.stepped_down[where] for where in ("node", "remote")) >= 10, Life.stepped_down
+    kinds = {kind.__name__ for kind in get_args(Action)} | {"by opt-out"}
+    assert set(Life.carried_out) == kinds, Life.carried_out
+    assert min(Life.carried_out.values()) >= 3, Life.carried_out
+    assert min(Life.stepped_down[where] for where in ("node", "remote")) >= 3, Life.stepped_down
 
 
-@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest", "ladder"])
+@pytest.mark.parametrize("what", ["confirmation", "newest", "remote newest", "ladder", "opt-out"])
 def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each guard taken out by hand is noticed, so the machine is no decoration."""
     if what == "confirmation":
         for module in (keeping, planner):
             monkeypatch.setattr(module, "is_committed", lambda view, save: bool(view.remotes))
+    elif what == "opt-out":
+        # thin that asks for no newer COMMIT
+        monkeypatch.setattr(keeping, "may_go_uncommitted", lambda view, save: view.unuploaded != "keep")
+        monkeypatch.setattr(pruning, "newer_commits", lambda view, save: ())
+        monkeypatch.setattr(OptOutPermit, "is_grounded", True)
+        real = pruning._one
+        monkeypatch.setattr(
+            pruning,
+            "_one",
+            lambda view, save, why: (
+                real(replace(view, unuploaded="delete"), save, why)
+                if view.unuploaded == "thin"
+                else real(view, save, why)
+            ),
+        )
     elif what == "newest":
-        monkeypatch.setattr(keeping, "_protection", lambda save, ground, *, is_committed: ())
+        monkeypatch.setattr(keeping, "_protection", lambda save, ground, **_: ())
     elif what == "ladder":
         every, honest = frozenset({"zero", "universal"}), ladder.step_down  # as if each form were there
         monkeypatch.setattr(

@@ -21,9 +21,10 @@ from ckptd.core.actions import (
     ReleaseHold,
     Retire,
     Ship,
+    StopConverting,
 )
 from ckptd.core.order import next_order
-from ckptd.core.permit import CommitRef
+from ckptd.core.permit import CommitRef, Unuploaded
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order, SealedSave
@@ -101,11 +102,12 @@ class World:
     now_seconds: float = 1000.0
     in_flight: bool = False
     first_scan: bool = True
+    unuploaded: Unuploaded = "keep"
     latest: str | None = None
     latest_universal: str | None = None
     converting: int | None = None
     pruned: list[tuple[int, bool]] = field(default_factory=list)
-    """(save id, all required remotes truly held it when it went)."""
+    """(save id, all required remotes truly held it when it went, or what the job file asks for instead)."""
     best_ever: dict[str, Order] = field(default_factory=dict)
     """Highest ZeRO order ever committed, per remote."""
 
@@ -145,9 +147,12 @@ class World:
             is_save_in_flight=self.in_flight,
             is_first_scan=self.first_scan,
             is_paused=False,
+            unuploaded=self.unuploaded,
             may_delete=True,
             deletions_left=5,
-            disk=Disk(free_bytes=self.free_bytes, reserve_bytes=200, can_clone=self.can_clone),
+            disk=Disk(
+                free_bytes=self.free_bytes, reserve_bytes=200, min_free_bytes=60, can_clone=self.can_clone
+            ),
             generations=self.generations,
             confirmations=self.confirmations,
             is_converting=self.converting is not None,
@@ -199,6 +204,8 @@ class World:
                 self._derive(save_id, DerivedState.CONVERTING)
                 if not self.can_clone:
                     self.free_bytes -= SAVE_BYTES
+            case StopConverting():
+                self.finish_conversion_as_killed()
             case DropDerived(save_id=save_id):
                 self._derive(save_id, DerivedState.NONE)
                 if not self.can_clone:
@@ -207,10 +214,14 @@ class World:
                 self.latest_universal = f"_ckptd/derived/universal/{tag}" if tag else None
             case AskConfirmation(save_id=save_id, commits=refs):
                 self._confirm(save_id, refs)
-            case Prune(save_id=save_id):
-                self._prune(save_id)
-            case Retire(remote=name, commit=commit, instead=instead):
-                self._retire(self.remotes[name], commit, instead)
+            case Prune() | Retire():
+                self._remove(action)
+
+    def _remove(self, action: Prune | Retire) -> None:
+        if isinstance(action, Prune):
+            self._prune(action.save_id)
+        else:
+            self._retire(self.remotes[action.remote], action.commit, action.instead)
 
     def _describe(self, remote: Remote, tag: str, save_id: int) -> None:
         if not remote.is_there:
@@ -303,7 +314,13 @@ class World:
 
     def _prune(self, save_id: int) -> None:
         save = self.saves[save_id].save
-        safe = all(r.holds(save) for r in self.remotes.values() if r.is_required)
+        required = [r for r in self.remotes.values() if r.is_required]
+        safe = all(r.holds(save) for r in required)
+        if not safe and self.unuploaded == "thin":
+            safe = all(
+                any(o.branch == save.branch and o > save.order for o in r.zero_orders()) for r in required
+            )
+        safe = safe or self.unuploaded == "delete"
         self.pruned.append((save_id, safe))
         self._change(self.saves[save_id], is_present=False, is_intact=False, is_pruned=True)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.sim.disk import Inode
 
 OURS = "_ckptd"
+PERMIT_SECONDS = 60.0
 
 
 class Broken(BaseException):
@@ -158,7 +159,7 @@ class Judge:
 
     # --- behind every call -----------------------------------------------------------------------------
 
-    def on_removal(self, inode: Inode, path: str) -> None:
+    def on_removal(self, inode: Inode, path: str, now_seconds: float) -> None:
         """ckptd unlinks a trainer's file (P1, P5)."""
         assert inode.saved is not None
         save = self.trainer.saves[inode.saved[0] - 1]
@@ -170,7 +171,12 @@ class Judge:
             self.say("P5", f"{path} was there before ckptd first ran")
         if save.tag in self.pinned:
             self.say("P5", f"{path} is pinned")
-        newest = [s for s in self.trainer.saves if s.is_finished and not s.is_gone]
+        # one that is being overwritten right now was there when the permit was made
+        newest = [
+            s
+            for s in self.trainer.saves
+            if s.is_finished and (not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS)
+        ]
         if newest and newest[-1].number == save.number and save.number not in self.unordered:
             self.say("P5", f"{path} belongs to the newest complete checkpoint")
         if not self._required:

@@ -359,6 +359,10 @@ class Kernel:
 
     def access(self, path: Any, mode: int, **more: Any) -> bool:
         if self.is_ours(path, more.get("dir_fd")):
+            try:
+                self._find(path, more.get("dir_fd"))
+            except OSError:
+                return False
             return True
         return os.access(path, mode, **more)
 

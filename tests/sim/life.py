@@ -246,7 +246,6 @@ def _meanwhile(world: World, rng: random.Random) -> None:
 
 def _journal(world: World, *, garbage: bool) -> None:
     world.kill()
-    world.judge.lost_journal()
     kernel = world.kernel
     kernel.actor = "judge"
     path = f"{STATE_DIR}/journal.db"

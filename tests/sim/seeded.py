@@ -82,7 +82,7 @@ def _one_branch(step: int, highest: Order | None) -> Order:
     return Order(1, step, highest.save_seq + 1 if highest else 1)
 
 
-def _holds(view: Any) -> list[Any]:
+def _holds(view: Any, *rest: Any, **more: Any) -> list[Any]:
     held = [
         Hold(save_id=s.id)
         for s in view.saves
@@ -92,7 +92,7 @@ def _holds(view: Any) -> list[Any]:
         and not keeping.is_committed(view, s)
         and view.disk.can_clone
     ]
-    return [*(x for x in _real_holds(view) if not isinstance(x, Hold)), *held]
+    return [*(x for x in _real_holds(view, *rest, **more) if not isinstance(x, Hold)), *held]
 
 
 _real_holds = planner._holds

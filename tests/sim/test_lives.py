@@ -19,7 +19,7 @@ from tests.sim.seeded import PATCHES, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = bool(os.environ.get("CKPTD_FULL"))
-LIVES = "0-2000" if FULL else "0-120"
+LIVES = "0-2000" if FULL else "0-60"
 
 
 def simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,12 +40,12 @@ def test_some_hundred_lives(tmp_path: Path) -> None:
 
 def test_the_same_seed_is_the_same_life(tmp_path: Path) -> None:
     """Call for call, in two processes."""
-    asked = ("--seeds", "7-15", "--digests", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
+    asked = ("--seeds", "7-11", "--digests", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
     first, second = simulated(*asked), simulated(*asked)
     assert first.returncode == 0, first.stdout
     digests = [line for line in first.stdout.splitlines() if not line.startswith("{")]
     assert digests == [line for line in second.stdout.splitlines() if not line.startswith("{")]
-    assert len(set(digests)) == 8
+    assert len(set(digests)) == 4
 
 
 QUICK = (

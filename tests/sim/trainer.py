@@ -68,6 +68,9 @@ class Save:
     files: dict[str, bytes]
     written: set[str] = field(default_factory=set)
     """Files whose last byte was written."""
+    gone_seconds: float = 0.0
+    is_rotated: bool = False
+    """The trainer removed it; a power cut may have brought it back."""
     is_gone: bool = False
     """The trainer itself removed or overwrote it, or a power cut took what was never flushed."""
     inodes: dict[str, Inode] = field(default_factory=dict)
@@ -122,8 +125,6 @@ class Trainer:
         self.writing = save
         self._todo.append(lambda: self._make_folder(save))
         names = list(save.files)
-        if rng.random() < 0.3:
-            names.append(names.pop(0))
         early = rng.randrange(1, len(names) + 1)
         for at, path in enumerate(names):
             if at == early:
@@ -161,7 +162,7 @@ class Trainer:
     def _make_folder(self, save: Save) -> None:
         known = [other for other in self.saves if other.tag == save.tag and not other.is_gone]
         for other in known:
-            other.is_gone = True
+            other.is_gone, other.gone_seconds = True, self._kernel.now_seconds
         self.saves.append(save)
         try:
             self._kernel.mkdir(f"{SAVE_DIR}/{save.tag}")
@@ -216,7 +217,7 @@ class Trainer:
         before, kernel.actor = kernel.actor, "trainer"
         try:
             for save in here[: max(0, len(here) - keep)]:
-                save.is_gone = True
+                save.is_gone = save.is_rotated = True
                 for path in list(save.files):
                     kernel.unlink(f"{SAVE_DIR}/{save.tag}/{path}")
                 kernel.rmdir(f"{SAVE_DIR}/{save.tag}")

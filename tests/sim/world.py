@@ -115,6 +115,8 @@ class World:
         self._rests_since: float | None = None
         self.is_power_cut = False
         self.is_deaf = False
+        self.was_stale = False
+        """A list may have hidden what a save is committed as: its COMMIT is retired, and it stays here."""
         self.hint: Callable[[], None] | None = None
         self.defect: BaseException | None = None
         self.posts: deque[Callable[[], None]] = deque()
@@ -137,7 +139,10 @@ class World:
         self.judge = Judge(
             self.trainer, {r.name: held[r.name] for r in config.remotes}, required, self.kernel.history
         )
-        self.kernel.on_removal, self.kernel.on_move = self.judge.on_removal, self.judge.on_move
+        self.kernel.on_removal = lambda inode, path: self.judge.on_removal(
+            inode, path, self.kernel.now_seconds
+        )
+        self.kernel.on_move = self.judge.on_move
         self.kernel.on_write = self._on_write
         self.cloud.on_upload = lambda key: self.judge.on_upload(S3, key)
         self.stage = Stage(
@@ -209,6 +214,8 @@ class World:
             self.totals = Totals(DaemonConfig(), self._links, lambda: 0)
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
+            if not self._has_journal():
+                self.judge.lost_journal()
             self.starts += 1
             self.judge.removed_since_start = 0
             self.kernel.history.append("daemon starts")
@@ -223,6 +230,12 @@ class World:
             )
             self.job.open()
         return self.job
+
+    def _has_journal(self) -> bool:
+        try:
+            return not self.kernel.content_of(f"{STATE_DIR}/journal.db")
+        except OSError:
+            return False
 
     def _links(self) -> list[RemoteLink]:
         return list(self.job.links.values()) if self.job is not None else []
@@ -469,6 +482,7 @@ class World:
     def set_mood(self, name: str, mood: str) -> None:
         """How a remote behaves from now on; `empty`: its mount point shows an empty folder instead."""
         self.moods[name].mood = mood
+        self.was_stale = self.was_stale or mood == "stale"
         if name == NAS:
             mounted = self._mounted["nas"]
             if mood == "empty":
@@ -502,7 +516,8 @@ class World:
         say = self.judge.say
         if not self.is_at_rest():
             say("liveness", f"the daemon does not come to rest: {self._words()}")
-        here = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and self.is_intact(s)]
+        alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and not s.is_rotated]
+        here = [s for s in alive if self.is_intact(s)]
         required = [remote.name for remote in self.config.remotes if remote.required]
         limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
@@ -519,7 +534,7 @@ class World:
     def _judge_limit(self, here: list[Save]) -> None:
         """No more than the limit, but for what a rewind left ahead and what the seat belt holds up."""
         limit = self.config.local.save_total_limit
-        if limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
+        if self.was_stale or limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
             return
         behind = [save for save in here if save.step < here[-1].step]
         if len(behind) + 1 > limit:

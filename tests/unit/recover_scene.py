@@ -137,28 +137,31 @@ class Scene:
         )
         return self._ship("zero", folder, tag, step, (branch, save_seq, generation), tuple(ship_files), None)
 
-    def commit_universal(self, tag: str, step: int, *, keep: bool = False) -> ShipResult:
-        """Convert, ship the universal form, and remove it from the node unless `keep`."""
-        return self._commit_derived(tag, step, "universal", ConvertOptions(), keep=keep)
+    def commit_universal(self, tag: str, step: int, *, keep: bool = False, below: str = "") -> ShipResult:
+        """Convert, ship the universal form, and remove it from the node unless `keep`.
+
+        `below`: as where it lies beside a trainer's files, in a folder of the ZeRO form's own.
+        """
+        return self._commit_derived(tag, step, "universal", ConvertOptions(), keep=keep, below=below)
 
     def commit_weights(self, tag: str, step: int) -> ShipResult:
         """The same with weights in fp32."""
         return self._commit_derived(tag, step, "weights-fp32", ConvertOptions(form="weights"), keep=False)
 
     def _commit_derived(
-        self, tag: str, step: int, form: str, options: ConvertOptions, *, keep: bool
+        self, tag: str, step: int, form: str, options: ConvertOptions, *, keep: bool, below: str = ""
     ) -> ShipResult:
         source = self.save_dir / tag
         derived = f"_ckptd/derived/{form}/{tag}"
         (self.save_dir / derived).parent.mkdir(parents=True, exist_ok=True)
         report = convert(source, self.save_dir / derived, options)
         marks = inspect_files(source, sorted(p.name for p in source.iterdir()))
-        folder = folder_name(tag, 1, form)
+        folder = folder_name(tag, 1, "zero" if below else form)
         paths = sorted(p for p in (self.save_dir / derived).rglob("*") if p.is_file())
         ship_files = tuple(
             ShipFile(
-                path=str(p.relative_to(self.save_dir / derived)),
-                key=f"{folder}/{p.relative_to(self.save_dir / derived)}",
+                path=f"{below}{p.relative_to(self.save_dir / derived)}",
+                key=f"{folder}/{below}{p.relative_to(self.save_dir / derived)}",
                 source=str(p.relative_to(self.save_dir)),
                 identity=files.identity_of(p.stat()),
                 bytes=p.stat().st_size,

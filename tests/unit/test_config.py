@@ -45,6 +45,18 @@ def test_a_full_job(tmp_path: Path, base: dict[str, Any]) -> None:
     assert not job.opt_outs
 
 
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_opting_out_of_the_first_promise_is_said_for_ever(
+    tmp_path: Path, base: dict[str, Any], how: str
+) -> None:
+    """And refused where it would mean nothing."""
+    base["unuploaded"] = how
+    job = load_job(write(tmp_path, base))
+    assert [text.partition(":")[0] for text in job.opt_outs] == [f'unuploaded = "{how}"']
+    del base["local"]["save_total_limit"]
+    assert f'unuploaded = "{how}" lets nothing go' in refusal(write(tmp_path, base)).message
+
+
 GLOBS = EXAMPLES / "sweep.toml"
 
 
@@ -123,7 +135,7 @@ def test_init_shows_the_defaults(tmp_path: Path) -> None:
     """A template with every commented default switched on means what the bare file means."""
     (tmp_path / "nas").mkdir()
     text = job_template(str(tmp_path / "run"), str(tmp_path / "nas" / "run"), "job")
-    keep_out = ("save_total_limit", "keep_", "ephemeral", "metric", "extra", "node_name")
+    keep_out = ("save_total_limit", "keep_", "ephemeral", "ladder", "metric", "extra", "node_name")
     shown = [
         line.removeprefix("# ")
         if " = " in line and not line.startswith(tuple(f"# {k}" for k in keep_out))
@@ -308,7 +320,7 @@ def test_arguments_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("CKPTD_SETTEL", "5s", "CKPTD_SETTLE"),
         ("CKPTD_SAVE_TOTAL_LIMT", "3", "CKPTD_SAVE_TOTAL_LIMIT"),
-        ("CKPTD_LADDER", "2", "not in this version"),
+        ("CKPTD_RUN_ID_ENV", "2", "not in this version"),
         ("CKPTD_SETTLE", "5", "settle"),
         ("CKPTD_SAVE_TOTAL_LIMIT", "many", "save_total_limit"),
         ("CKPTD_REMOTE_REQUIRED", "perhaps", "CKPTD_REMOTE_REQUIRED"),

@@ -19,7 +19,7 @@ WRONG: dict[str, list[Any]] = {
     "trainer": [5, True, [], "", "pytorch", "hf", "lightning", "megatron", DATE],
     "settle": [5, -1, 5.0, True, [], {}, "", "5", "-5s", "5 seconds", "fast", "5GB", "1s1h", DATE],
     "backfill": [5, True, [], "", "newst", "ALL", DATE],
-    "unuploaded": [5, True, [], "", "keeep", "remove", "thin", "delete", DATE],
+    "unuploaded": [5, True, [], "", "keeep", "remove", "Thin", DATE],
     "extra": [5, True, "tokenizer*", [5], ["a/b"], [""], ["_ckptd"], {}, DATE],
     "name": [5, True, [], "", "a b", "a/b", ".hidden", "-x", "ä", DATE],
     "save_spread": [5, True, [], "", "60", "-60s", "60 s", DATE],
@@ -258,6 +258,8 @@ def test_mutants_are_refused(
         and not str(value).startswith("@")
     ):
         shown = str(value).lower() if isinstance(value, bool) else str(value)
-        assert shown in error.message
+        # the query of a URL may hold a secret
+        is_url = "://" in shown
+        assert (shown.partition("?")[0] if is_url else shown) in error.message
     if named == "secret":
         assert "hunter2" not in str(error)

@@ -31,6 +31,7 @@ from ckptd.core.view import (
     Disk,
     GenerationAnswer,
     JobView,
+    RemoteView,
     SaveView,
     ShipState,
 )
@@ -355,3 +356,30 @@ def test_a_remote_without_zero_keeps_as_many_of_each_form_as_it_says() -> None:
     assert [(a.remote, a.commit.step) for a in gone] == [(FARM, 1)]
     left = tuple(c for c in commits if c.step > 1)
     assert of(_with_farm(forms=(UNIVERSAL, BF16), commits=left, retention=limit), Retire) == []
+
+
+def test_what_remote_retention_let_go_is_not_held_again() -> None:
+    """Held and let go in turn, it would keep the disk busy for ever."""
+    save = sealed(1)
+    record = committed_record(save).model_copy(update={"state": ShipState.RETIRED})
+    views = [save_view(1, save, ships={(NAS, ZERO): record}), save_view(2, sealed(2))]
+    disk = Disk(free_bytes=10_000, reserve_bytes=1, can_clone=True)
+    assert of(job_view(views, disk=disk), Hold) == []
+
+
+def test_nothing_is_retired_that_lies_here_and_is_not_known_yet() -> None:
+    """As after the loss of the journal: its local copy could never go again."""
+    old, new = sealed(1), sealed(2)
+    remote = RemoteView(
+        name=NAS,
+        is_required=True,
+        forms=(ZERO,),
+        is_attached=True,
+        is_shipping=False,
+        commits=(remote_commit(old), remote_commit(new)),
+        known_tags=frozenset({old.tag, new.tag}),
+        retention=RetentionPolicy(save_total_limit=1),
+    )
+    view = job_view([save_view(2, new)], remotes=(remote,))
+    assert [a.commit.tag for a in of(view, Retire)] == [old.tag]
+    assert of(replace(view, unsealed_tags=frozenset({old.tag})), Retire) == []

@@ -14,7 +14,15 @@ from ckptd.daemon.problems import Problems
 GB = 10**9
 
 
-def scene(*, free_gb: int = 5000, speeds: dict[str, float], ago: float = 0.0, is_away: bool = False) -> Any:
+def scene(
+    *,
+    free_gb: int = 5000,
+    speeds: dict[str, float],
+    ago: float = 0.0,
+    is_away: bool = False,
+    unuploaded: str = "keep",
+    deletes: bool = True,
+) -> Any:
     """A job that saves 60 GB and 500 steps every ten minutes, and its state."""
     last = time.time() - ago
     saves = [
@@ -32,14 +40,15 @@ def scene(*, free_gb: int = 5000, speeds: dict[str, float], ago: float = 0.0, is
         remotes=[SimpleNamespace(name=r.name, is_required=r.required) for r in remotes],
         disk=SimpleNamespace(free_bytes=free_gb * GB),
     )
-    local = SimpleNamespace(policy=SimpleNamespace(deletes=True))
+    local = SimpleNamespace(policy=SimpleNamespace(deletes=deletes))
     job = SimpleNamespace(
         view=view,
-        config=SimpleNamespace(remotes=remotes, local=local),
+        config=SimpleNamespace(remotes=remotes, local=local, unuploaded=unuploaded),
         links={r.name: SimpleNamespace(attached=None if is_away else object()) for r in remotes},
         problems=Problems(),
     )
-    return job, SimpleNamespace(rows=dict(enumerate(saves)), link_speeds=speeds, in_flight=frozenset())
+    state = SimpleNamespace(rows=dict(enumerate(saves)), link_speeds=speeds, in_flight=frozenset(), moving={})
+    return job, state
 
 
 def alarms(job: Any, state: Any) -> dict[str, str]:
@@ -50,8 +59,51 @@ def alarms(job: Any, state: Any) -> dict[str, str]:
 def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> None:
     """100 MB/s are made and 30 MB/s carried: 500 steps become 1,700."""
     found = alarms(*scene(speeds={"nas": 30e6, "s3": 1e9}))
+    assert found == {
+        "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 19h50m; "
+        'set unuploaded = "thin" or save every 1,700 steps, or make the link faster'
+    }
+
+
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_an_opt_out_keeps_a_slow_link_from_filling_the_disk(how: str) -> None:
+    """It is still said that not every save arrives, and what would change that."""
+    found = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, unuploaded=how))
     assert set(found) == {"link-slow"}
-    assert "save every 1,700 steps" in found["link-slow"]
+    assert f'not every save is uploaded (unuploaded = "{how}")' in found["link-slow"]
+    assert "disk full" not in found["link-slow"]
+    away = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, unuploaded=how, is_away=True))
+    assert ("disk-full-soon" in away) is (how == "thin"), "thin needs a newer one that is committed"
+
+
+def test_the_first_upload_tells_its_speed_while_it_runs() -> None:
+    """The first day has none that ended; ten seconds of a ZeRO form to a required one do."""
+    job, state = scene(speeds={})
+    began = time.monotonic() - 20.0
+    moving = SimpleNamespace(started_seconds=began, done_bytes=600 * 10**6, start_bytes=0)
+    state.moving = {(1, "s3", "zero"): moving, (1, "nas", "universal"): moving}
+    assert link_speed(job, state) is None
+    state.moving = {(1, "nas", "zero"): moving}
+    assert link_speed(job, state) == pytest.approx(30e6, rel=0.01)
+    assert "link 30 MB/s" in alarms(job, state)["link-slow"]
+    state.moving = {(1, "nas", "zero"): SimpleNamespace(**vars(moving) | {"started_seconds": began + 15})}
+    assert link_speed(job, state) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({}, 'unuploaded = "thin" lets go'),
+        ({"deletes": False}, "set save_total_limit in [local]"),
+        ({"unuploaded": "thin", "is_away": True}, "make the link faster"),
+    ],
+)
+def test_a_disk_that_will_be_full_names_the_cure_that_this_job_has(
+    changes: dict[str, Any], cure: str
+) -> None:
+    found = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, **changes))["disk-full-soon"]
+    assert cure in found
+    assert ("unuploaded" in found) is (changes == {})
 
 
 def test_a_slow_optional_remote_alarms_nobody() -> None:

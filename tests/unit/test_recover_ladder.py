@@ -73,6 +73,22 @@ def test_a_universal_form_of_another_save_is_not_the_folder_here(aged: RestoreSc
     assert not done.plan.candidate.universals
 
 
+def test_a_universal_form_beside_files_that_are_gone_is_none(scene: RestoreScene) -> None:
+    """As Hugging Face's: it lies in the ZeRO form's folder and loads nowhere without what was beside it."""
+    scene.save(5)
+    zero = scene.commit(OLD, 5)
+    universal = scene.commit_universal(OLD, 5, below="global_step5_universal/")
+    assert zero.commit is not None
+    assert universal.commit is not None
+    assert not universal.commit.commit.stands_alone
+    (scene.nas / zero.commit.key).unlink()
+    scene.lose_node()
+    with pytest.raises(NothingCommitted):
+        scene.resume()
+    with pytest.raises(DamagedError):
+        scene.restore()
+
+
 def test_weights_alone_are_no_resume_point(scene: RestoreScene) -> None:
     """`list` says so, `resume` passes them over and names them, `restore` gives them when asked by form."""
     scene.save(5)

@@ -352,3 +352,13 @@ def test_rot_in_every_zip_directory(scene: RepairScene) -> None:
     scene.quiet()
     assert scene.repair().rows == []
     assert any("another save" in line for line in scene.said)
+
+
+def test_no_room_on_the_node(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fetched would eat the next save's room: nothing is written, the damage is said (P13)."""
+    damage(scene, scene.shard(1), "gone")
+    before = contents(scene.save_dir)
+    monkeypatch.setattr(files, "free_bytes", lambda fd: 1000)
+    done = scene.repair()
+    assert [(row.outcome, "no room" in (row.reason or "")) for row in done.rows] == [("left", True)]
+    assert contents(scene.save_dir) == before

@@ -127,3 +127,47 @@ def test_what_was_committed_is_said_while_its_remote_is_away(house: Path, state:
     first = status(house, "a").stdout.splitlines()[0]
     assert "NOT SAFE" in first
     assert ("global_step10 was committed" in first) is (state == "committed")
+
+
+def test_an_opt_out_stands_on_the_first_line(house: Path) -> None:
+    """Whoever weakened a promise reads it with each "is my run safe?" (P1)."""
+    text = document("a", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house)
+    text["jobs"][0]["opt_outs"] = ['unuploaded = "thin": checkpoints may go before they are committed']
+    publish(house, "a", text)
+    first = status(house, "a").stdout.splitlines()[0]
+    assert first.startswith("a  NOT SAFE")
+    assert 'OPT-OUT unuploaded = "thin"' in first
+
+
+def test_a_save_that_was_cut_short_is_shown_with_its_bytes_and_the_command(house: Path) -> None:
+    """What nobody else removes, and what all of them hold of a disk that fills (H23)."""
+    text = document("a", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house)
+    job = text["jobs"][0]
+    job["disk"] = {
+        "free_bytes": 5 * 10**9,
+        "next_save_bytes": 10**9,
+        "full_in_saves": 2,
+        "full_in_seconds": 2400.0,
+        "unfinished_bytes": 12 * 10**9,
+    }
+    job |= {"production_bytes_per_second": 8e8, "link_bytes_per_second": 2e8}
+    job["checkpoints"] = [
+        {
+            "tag": "global_step9",
+            "step": 9,
+            "branch": None,
+            "bytes": 12 * 10**9,
+            "state": "incomplete",
+            "local": {"present": True, "universal": "none", "held": False},
+            "remotes": {},
+            "keep": [],
+            "reason": "missing: optimizer shard of rank 1",
+            "next_step": "ckptd gc a --incomplete global_step9",
+            "pinned": False,
+        }
+    ]
+    publish(house, "a", text)
+    shown = " ".join(status(house, "a").stdout.split())
+    assert "full in 2 saves / 40 min at this pace" in shown
+    assert "12.0 GB in saves that were cut short, production 800.0 MB/s, link 200.0 MB/s" in shown
+    assert "rank 1; ckptd gc a --incomplete global_step9 removes it" in shown

@@ -1,0 +1,106 @@
+"""Why nothing leaves the node although it should, or although the disk is short: for people (P17).
+
+A pure function beside the planner: it decides nothing, and says what the planner found in its way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.keeping import is_committed
+from ckptd.core.pruning import victims
+
+if TYPE_CHECKING:
+    from ckptd.core.ladder import Fate
+    from ckptd.core.view import JobView, SaveView
+
+SOON_SECONDS = 120.0
+LONG_SECONDS = 900.0
+"""Longer than any save takes: the trainer hangs in it, or something else writes in its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """What holds retention up; worth a word once it has lasted `patience_seconds`."""
+
+    what: str
+    """Stays the same while the same thing is in the way."""
+    text: str
+    next_step: str
+    patience_seconds: float
+
+
+def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
+    """The first thing in the way of what may go; else, on a short disk, why nothing may."""
+    due = victims(view, fates)
+    if not due:
+        return _all_kept(view, fates) if view.disk.is_short else None
+    names = f"{due[0].save.tag} may go and stays" + (f" (with {len(due) - 1} more)" if len(due) > 1 else "")
+    for is_so, what, next_step, patience in _obstacles(view, due[0]):
+        if is_so:
+            return Blocked(what=what, text=f"{names}: {what}", next_step=next_step, patience_seconds=patience)
+    return None
+
+
+def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, float]]:
+    """In the order in which the planner meets them; rights and a changed device have codes of their own."""
+    away = [r.name for r in view.remotes if r.is_required and not r.is_attached]
+    needs_remote = bool(away) and view.unuploaded != "delete"
+    needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
+    return [
+        (view.is_paused, "the job is paused", "ckptd unpause", SOON_SECONDS),
+        (not view.may_delete, "ckptd may not delete here", "see the other problems", SOON_SECONDS),
+        (
+            view.is_save_in_flight,
+            "a save is in flight and does not end",
+            "does the trainer hang in it? nothing is removed meanwhile",
+            LONG_SECONDS,
+        ),
+        (
+            view.deletions_left <= 0,
+            "as many as are allowed in an hour were removed (the seat belt)",
+            "nothing to do; if this was meant, it goes on within the hour",
+            SOON_SECONDS,
+        ),
+        (
+            needs_remote,
+            f"required remote {', '.join(away)} is not attached, and its COMMIT is read before a removal",
+            "bring the remote back",
+            SOON_SECONDS,
+        ),
+        (
+            needs_commit and first.id not in view.confirmations,
+            "its COMMIT is not confirmed by every required remote",
+            "ckptd verify shows what the remote holds; see the log",
+            SOON_SECONDS,
+        ),
+    ]
+
+
+def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
+    here = [s for s in view.saves if s.is_present]
+    if not here:
+        return None
+    counts = Counter(_strongest(view, s, fates[s.id].keeps) for s in here)
+    why = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    return Blocked(
+        what="all are kept",
+        text=f"the disk is short, and every checkpoint here is kept: {why}",
+        next_step="ckptd status --retention names each; unpin, lower the limit, or free space",
+        patience_seconds=SOON_SECONDS,
+    )
+
+
+def _strongest(view: JobView, save: SaveView, reasons: tuple[str, ...]) -> str:
+    """The one reason that a person would have to change first."""
+    if not save.is_adopted:
+        return "found at the first start"
+    if not is_committed(view, save):
+        return "not committed yet"
+    if save.is_pinned:
+        return "pinned"
+    if save.has_unlisted:
+        return "with files that no COMMIT lists"
+    return "within the policy" if reasons else "free to go"

@@ -1,0 +1,34 @@
+"""What a remote's child is told of its remote: the part of a job's `[[remote]]` that it needs.
+
+No secret is in it: how credentials are found, never what they are (P15).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ckptd.core.identity import Model
+from ckptd.remote.access import Access
+
+
+class RemoteSettings(Model):
+    """The part of a job's `[[remote]]` that the child needs."""
+
+    name: str
+    url: str
+    job: str
+    job_id: str | None = None
+    """None: no state yet; taken from remote.json when the job name is equal (contract)."""
+    proposed_job_id: str | None = None
+    """What a new remote.json gets: the id that the job's other remotes know it by."""
+    remote_id: str | None = None
+    """The identity seen before; another one, or none, is "not there" (P2)."""
+    may_initialise: bool = True
+    same_filesystem: bool = False
+    save_dir: str
+    """To prove that a directory remote lies on another file system (H5)."""
+    verify: Literal["auto", "read-back", "none"] = "auto"
+    access: Access = Access()
+    bytes_per_second: int | None = None
+    node: str
+    node_id: str

@@ -1,0 +1,82 @@
+"""A disk that fills under the real daemon: what is ours makes room for the trainer, in time (P13)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import RUN, node
+from tests.real import prepare, save_dir_of
+
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_saves() -> None:
+    """The training, once."""
+    prepare([RUN])
+
+
+def size_of_a_save() -> int:
+    """Bytes on a disk of 4 KiB blocks."""
+    folder = save_dir_of(RUN) / "global_step1"
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A save_dir on a tmpfs that holds five saves and a half beside the journal, without clones."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    place = tmp_path / "nvme"
+    place.mkdir()
+    size = f"size={int(5.5 * size_of_a_save()) + (2 << 20)}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_the_universal_form_makes_room_before_the_next_save_needs_it(small_disk: Path) -> None:
+    """Four saves and a form fill the disk but for half a save: the form goes, and the fifth save fits."""
+    with node(small_disk.parent, local='min_free = "2%"') as here:
+        here.start()
+        here.save(1)
+        forms = here.save_dir / "_ckptd" / "derived" / "universal"
+        here.wait("its form", lambda: here.checkpoint("global_step1")["local"]["universal"] == "ready")
+        here.wait("its pointer", (here.save_dir / "latest_universal").exists)
+        for step in (2, 3):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        assert list(forms.iterdir()), "three saves and a form leave room for the next"
+        here.save(4)
+        here.wait("the form to go", lambda: not list(forms.iterdir()), 20)
+        here.save(5)
+        here.wait_committed("global_step5~g1")
+        assert not (here.save_dir / "latest_universal").exists()
+        assert here.audit("drop-derived")[-1]["reason"] == "disk pressure (P13)"
+        assert here.local_tags() == {f"global_step{step}" for step in (1, 2, 3, 4, 5)}, "all of them are kept"
+        assert sum(path.stat().st_size for path in here.state.rglob("*") if path.is_file()) < 8 << 20
+        here.wait("the alarm", lambda: "disk-low" in here.problems(), 20)
+
+
+@pytest.mark.full
+def test_a_shard_that_does_not_come_is_an_alarm_of_the_real_daemon(tmp_path: Path) -> None:
+    """Rank 1 hangs in its save: named after ten seconds, and the node that wrote it last time."""
+    with node(tmp_path, job='node_name = "node-7"', local="forms = []") as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        here.save(2, shards=2)
+        here.wait("the alarm", lambda: "shard-missing" in here.problems(), 40)
+        (problem,) = (p for p in here.status()["problems"] if p["code"] == "shard-missing")
+        assert "optimizer shard of rank 1" in problem["text"]
+        assert "in global_step1 node node-7 wrote it" in problem["text"]
+        here.save(2)
+        here.wait_committed("global_step2~g1", 60)
+        here.wait("its end", lambda: "shard-missing" not in here.problems(), 20)

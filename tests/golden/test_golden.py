@@ -1,0 +1,81 @@
+"""What earlier versions wrote is read for ever, or refused in words (docs/contract.md)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.manifest import FORMAT
+from ckptd.journal import Journal
+from ckptd.journal_tables import SCHEMA
+from ckptd.recover.sight import look_at_remote
+from ckptd.recover.sources import where_of
+from ckptd.recover.verified import Slice
+from ckptd.recover.verify import Verifier
+from tests.golden.make import HERE
+from tests.unit.restore_scene import TAG, RestoreScene
+from tests.unit.test_recover_commands import ckptd
+
+REMOTES = sorted(path.name for path in HERE.glob("remote-*"))
+JOURNALS = sorted(path.name for path in HERE.glob("journal-*.db"))
+
+
+def test_this_versions_formats_are_kept() -> None:
+    """Whoever changes a format runs `python -m tests.golden.make` and keeps the old files beside the new."""
+    assert f"remote-{FORMAT}" in REMOTES
+    assert f"journal-{SCHEMA}.db" in JOURNALS
+
+
+@pytest.mark.parametrize("name", REMOTES)
+def test_a_remote_verifies_and_restores(tmp_path: Path, name: str) -> None:
+    """Every byte of it, in both forms."""
+    nas = tmp_path / "nas" / "run"
+    shutil.copytree(HERE / name, nas)
+    found = Verifier(look_at_remote("nas", str(nas), None), read=Slice()).run(None)
+    assert [(row.tag, row.form, row.verdict) for row in found.commits] == [
+        ("global_step5", "zero", "good"),
+        (TAG, "zero", "good"),
+        (TAG, "universal", "good"),
+    ]
+    scene = RestoreScene(tmp_path)
+    where = where_of(str(nas), {})
+    assert scene.restore(where=where).path.name == TAG
+    assert scene.got(TAG) == {p.name: p.read_bytes() for p in (nas / TAG).glob("*.pt")}
+    scene.restore(where=where, form="universal", to=tmp_path / "universal")
+    assert list((tmp_path / "universal").rglob("zero/*/fp32.pt"))
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_a_journal_is_read_or_set_aside(tmp_path: Path, name: str) -> None:
+    """Of this schema: with its save. Of another: beside, and a new one is begun (P8)."""
+    path = tmp_path / "journal.db"
+    shutil.copyfile(HERE / name, path)
+    journal = Journal(path)
+    rows = [row.save.tag for row in journal.saves()]
+    is_current = name == f"journal-{SCHEMA}.db"
+    assert rows == (["global_step1"] if is_current else [])
+    assert (journal.set_aside is None) == is_current
+    assert journal.meta("job_id:nas") == ("golden" if is_current else None)
+    journal.close()
+
+
+@pytest.mark.parametrize("document", ["COMMIT", "manifest", "remote.json"])
+def test_a_later_major_is_refused_and_nothing_changes(tmp_path: Path, document: str) -> None:
+    """It is named; what can be read beside it is restored."""
+    nas = tmp_path / "nas" / "run"
+    shutil.copytree(HERE / f"remote-{FORMAT}", nas)
+    path = {
+        "COMMIT": nas / "_ckptd" / "commits" / f"{TAG}~g1~zero.json",
+        "manifest": next((nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()),
+        "remote.json": nas / "_ckptd" / "remote.json",
+    }[document]
+    held = json.loads(path.read_bytes()) | {"format": "9.0"}
+    path.write_text(json.dumps(held))
+    done = ckptd("restore", nas, "--to", tmp_path / "dir")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (65 if document == "remote.json" else 0)
+    assert "9.0" in done.stderr
+    assert json.loads(path.read_bytes()) == held

@@ -1,0 +1,120 @@
+"""What the simulation found in ckptd, each by itself: on its disk, the power cut right after the call."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd import files
+from ckptd.core.manifest import Decision
+from ckptd.daemon.knowledge import read_decisions, write_decision
+from ckptd.daemon.setup import make_state
+from ckptd.local import fs
+from ckptd.observe.audit import Audit
+from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.store import settled
+from tests.sim.kernel import Killed
+from tests.sim.trainer import SAVE_DIR
+from tests.sim.world import NAS, NAS_URL, STATE_DIR, World, job_config
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A node with a directory remote, before the daemon's first start."""
+    made = World(1, job_config(((NAS, True, None),), None, "newest"))
+    made.enter()
+    made.kernel.mkdir(NAS_URL)
+    flush(made, "/sim/nas")
+    try:
+        yield made
+    finally:
+        made.leave()
+
+
+def flush(world: World, folder: str) -> None:
+    fd = world.kernel.open(folder, os.O_RDONLY)
+    world.kernel.fsync(fd)
+    world.kernel.close(fd)
+
+
+class Nothing(random.Random):
+    """A power cut that keeps nothing that was not flushed."""
+
+    def choice(self, options):  # type: ignore[no-untyped-def]
+        return options[0]
+
+    def random(self) -> float:
+        return 1.0
+
+
+def cut_power(world: World) -> None:
+    for disk in world.kernel.disks.values():
+        disk.lose_power(Nothing())
+    world.kernel.forget_processes()
+
+
+def opened(world: World) -> int:
+    return world.kernel.open(SAVE_DIR, os.O_RDONLY)
+
+
+def test_decisions_outlive_a_power_cut(world: World) -> None:
+    make_state(STATE_DIR, Path(SAVE_DIR), opened(world))
+    write_decision(STATE_DIR, Decision(kind="pin", tag="global_step1", serial=1))
+    cut_power(world)
+    assert [decision.tag for decision in read_decisions(STATE_DIR)] == ["global_step1"]
+
+
+def test_the_first_audit_line_outlives_a_power_cut(world: World) -> None:
+    make_state(STATE_DIR, Path(SAVE_DIR), opened(world))
+    Audit(STATE_DIR / "audit.jsonl").write("prune", tag="a", generation=1, form="zero", reason="r")
+    cut_power(world)
+    assert b'"prune"' in world.kernel.content_of(f"{STATE_DIR}/audit.jsonl")
+
+
+def test_what_a_prune_removed_stays_removed(world: World) -> None:
+    """Half a checkpoint in the trash would look like one that nobody meant to remove."""
+    save_dir = opened(world)
+    trash = fs.ensure_ours(save_dir, fs.TRASH)
+    folder = files.open_dir_beneath(trash, "global_step1.aa", create_mode=0o755)
+    for name in ("one", "two"):
+        files.write_atomic(folder, name, b"x")
+    files.fsync_dir(trash)
+    fs.finish_prune(trash, "global_step1.aa", ())
+    files.remove_file(folder, "one")
+    files.remove_file(folder, "two")
+    fs.finish_prune(trash, "global_step1.aa", ())
+    cut_power(world)
+    assert fs.trash_names(opened(world)) == []
+
+
+@pytest.mark.parametrize("calls", range(1, 12))
+def test_a_commit_that_a_killed_process_made_is_flushed_before_it_counts(world: World, calls: int) -> None:
+    """Killed anywhere while it was created; found by the next process, which says that it is there."""
+    key = "_ckptd/commits/global_step1~g1~zero.json"
+    kernel = world.kernel
+    kernel.ends_at = kernel.calls + calls
+    try:
+        DirectoryStore(NAS_URL).put_if_absent(key, b"{}")
+    except Killed:
+        pass
+    kernel.forget_processes()
+    store = DirectoryStore(NAS_URL)
+    is_found = store.get(key) is not None
+    if is_found:
+        settled(store, key)
+    cut_power(world)
+    assert (DirectoryStore(NAS_URL).get(key) is not None) or not is_found
+
+
+def test_what_proving_our_rights_left_is_swept(world: World) -> None:
+    save_dir = opened(world)
+    for place in (fs.TRASH, fs.STAGING):
+        fd = fs.ensure_ours(save_dir, place)
+        world.kernel.mkdir(f"{files.TEMPORARY_PREFIX}aa", dir_fd=fd)
+        files.write_atomic(fd, f"{files.TEMPORARY_PREFIX}bb", b"")
+    fs.empty_our_trash(save_dir)
+    assert fs.trash_names(save_dir) == fs.names_in(save_dir, fs.STAGING) == []

@@ -1,0 +1,129 @@
+"""Disk pressure in one turn: what of ours makes room, in which order, and what is not begun (P13)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptd.core.actions import (
+    Convert,
+    DropDerived,
+    Hold,
+    PointUniversal,
+    Prune,
+    ReleaseHold,
+    Ship,
+    StopConverting,
+)
+from ckptd.core.planner import plan
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState, Disk, JobView, SaveView
+from tests.unit.core_views import job_view, save_view, sealed
+
+ROOMY = Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True)
+SHORT = Disk(free_bytes=999, reserve_bytes=1000, can_clone=True)
+READY = DerivedRecord(state=DerivedState.READY, is_source_verified=True)
+CLONED = READY.model_copy(update={"is_cloned": True})
+
+
+def of(view: JobView, kind: type[Any]) -> list[Any]:
+    return [a for a in plan(view).actions if isinstance(a, kind)]
+
+
+def job(saves: list[SaveView], disk: Disk = SHORT, **changes: Any) -> JobView:
+    """A job that keeps universal forms here and deletes nothing."""
+    base: dict[str, Any] = {
+        "local_forms": (UNIVERSAL,),
+        "disk": disk,
+        "local_retention": RetentionPolicy(save_total_limit=9),
+        "latest_universal": "_ckptd/derived/universal/s3b1",
+    }
+    return job_view(saves, **(base | changes))
+
+
+def three(**changes: Any) -> list[SaveView]:
+    return [save_view(n, sealed(n), universal=READY, **changes) for n in (1, 2, 3)]
+
+
+def test_universal_forms_go_oldest_first_one_a_turn() -> None:
+    assert [a.save_id for a in of(job(three()), DropDerived)] == [1]
+    assert of(job(three(), ROOMY), DropDerived) == []
+
+
+def test_the_last_one_goes_after_its_pointer() -> None:
+    """`latest_universal` never names what is not there: the pointer is removed by an earlier action."""
+    view = job([*three()[2:]])
+    actions = [type(a) for a in plan(view).actions if isinstance(a, PointUniversal | DropDerived)]
+    assert actions == [PointUniversal, DropDerived]
+    assert [a.tag for a in of(view, PointUniversal)] == [None]
+
+
+def test_the_last_one_goes_after_its_pointer_though_its_source_is_gone() -> None:
+    """The trainer removed the checkpoint: its form was made here, and is no form that `resume` fetched."""
+    gone = [replace(three()[2], is_present=False, is_intact=False)]
+    actions = [a for a in plan(job(gone)).actions if isinstance(a, PointUniversal | DropDerived)]
+    assert [type(a) for a in actions] == [PointUniversal, DropDerived]
+
+
+def test_what_frees_most_goes_first() -> None:
+    """A form that shares its extents with shards that are still here frees next to nothing."""
+    saves = three()
+    saves[0] = replace(saves[0], universal=CLONED)
+    assert [a.save_id for a in of(job(saves), DropDerived)] == [2]
+
+
+def test_one_that_is_being_sent_is_left_to_end() -> None:
+    saves = three()
+    saves[0] = replace(saves[0], is_busy=True)
+    assert [a.save_id for a in of(job(saves), DropDerived)] == [2]
+
+
+def test_no_hold_is_given_up_while_a_derived_form_is_left() -> None:
+    held = [replace(s, is_held=True, ships={}) for s in three()]
+    assert of(job(held), ReleaseHold) == []
+    bare = [replace(s, universal=DerivedRecord()) for s in held]
+    assert [a.save_id for a in of(job(bare), ReleaseHold)] == [1]
+
+
+def test_nothing_is_made_and_nothing_held_while_space_is_short() -> None:
+    """But the newest is sent all the same."""
+    bare = [replace(s, universal=DerivedRecord(), ships={}) for s in three()]
+    assert of(job(bare), Convert) == []
+    assert of(job(bare), Hold) == []
+    assert [a.save_id for a in of(job(bare), Ship)] == [3]
+    assert [a.save_id for a in of(job(bare, ROOMY), Convert)] == [3]
+    assert len(of(job(bare, ROOMY), Hold)) == 3
+
+
+def test_a_form_is_made_again_only_where_it_leaves_room_for_the_next_save() -> None:
+    """Without clones a form costs what its save holds: making it must not bring the pressure back."""
+    newest = [replace(three()[2], universal=DerivedRecord())]
+    size = newest[0].save.total_bytes
+    tight = Disk(free_bytes=1000 + size - 1, reserve_bytes=1000, can_clone=False)
+    fits = Disk(free_bytes=1000 + size, reserve_bytes=1000, can_clone=False)
+    assert of(job(newest, tight), Convert) == []
+    assert len(of(job(newest, fits), Convert)) == 1
+
+
+def test_a_conversion_under_way_is_given_up_below_min_free() -> None:
+    """Not at the line: what it writes leaves that room, so the save in flight is larger than all before."""
+    low = Disk(free_bytes=100, reserve_bytes=1000, min_free_bytes=100, can_clone=False)
+    lower = replace(low, free_bytes=99)
+    assert of(job(three(), low, is_converting=True, is_save_in_flight=True), StopConverting) == []
+    assert len(of(job(three(), lower, is_converting=True, is_save_in_flight=True), StopConverting)) == 1
+    assert of(job(three(), lower, is_save_in_flight=True), StopConverting) == []
+
+
+def test_a_form_that_is_sent_without_lying_here_needs_room_for_its_plan_alone() -> None:
+    """Short or not, the remote gets it; below `min_free` nothing is begun."""
+    newest = [replace(three()[2], universal=DerivedRecord())]
+    low = Disk(free_bytes=100, reserve_bytes=1000, min_free_bytes=100, can_clone=False)
+    assert [a.form for a in of(job(newest, low, local_forms=()), Ship)] == [UNIVERSAL]
+    assert of(job(newest, replace(low, free_bytes=99), local_forms=()), Ship) == []
+
+
+def test_a_full_disk_takes_nothing_that_the_policy_keeps() -> None:
+    full = Disk(free_bytes=0, reserve_bytes=1000, can_clone=False)
+    assert of(job(three(), full), Prune) == []
+    limited = job(three(), full, local_retention=RetentionPolicy(save_total_limit=2))
+    assert [a.save_id for a in of(limited, Prune)] == [1]

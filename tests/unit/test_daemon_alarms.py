@@ -1,0 +1,241 @@
+"""Early alarms: which rank's shard does not come, what holds retention up, and for how long it must (P17)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptd import files
+from ckptd.convert.supervise import inspect_files
+from ckptd.core.blocking import LONG_SECONDS, SOON_SECONDS, blocked
+from ckptd.core.lifecycle import Context, judge
+from ckptd.core.planner import plan
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.sealing import sealed_file
+from ckptd.core.view import Disk, JobView
+from ckptd.daemon import alarms
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import JobState, Quiet
+from ckptd.daemon.unfinished import bytes_of, removal, unfinished
+from ckptd.journal import Journal
+from ckptd.local.scan import scan
+from tests.unit.core_views import job_view, save_view, sealed
+from tests.unit.recover_scene import Scene
+
+RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+class Watched:
+    """A save_dir with real shards, and what the daemon remembers of it; `quiet` since seconds ago."""
+
+    def __init__(self, root: Path, *, quiet: float = 11.0, is_in_flight: bool = True) -> None:
+        self.scene = Scene(root)
+        self.quiet, self.is_in_flight = quiet, is_in_flight
+        self.state = JobState(journal=Journal(root / "journal.db"), problems=Problems())
+        config = SimpleNamespace(name="run", settle_seconds=0.5)
+        self.job: Any = SimpleNamespace(
+            config=config, problems=self.state.problems, node="node-7", view=None, phase="active"
+        )
+
+    def look(self) -> None:
+        """List, inspect and judge every folder, as a turn does."""
+        with files.opened_dir(self.scene.save_dir) as fd:
+            self.state.listing = listing = scan(fd)
+        context = Context(
+            settle_seconds=0.5,
+            quiet_seconds=self.quiet,
+            is_in_flight=self.is_in_flight,
+            save_spread_seconds=60.0,
+        )
+        since = time.monotonic() - self.quiet
+        for folder in listing.folders:
+            rows = inspect_files(self.scene.save_dir / folder.tag, [f.path for f in folder.files])
+            facts = {row.path: row for row in rows}
+            self.state.facts[folder.tag] = facts
+            self.state.verdicts[folder.tag] = judge(folder, facts, None, context)
+            self.state.quiet[folder.tag] = Quiet(folder.digest, since, 0.0)
+
+    def seal(self, tag: str, step: int) -> None:
+        """As complete as it lies there."""
+        assert self.state.listing is not None
+        folder = next(f for f in self.state.listing.folders if f.tag == tag)
+        facts, verdict = self.state.facts[tag], self.state.verdicts[tag]
+        assert verdict.grid is not None
+        assert verdict.window is not None
+        changes = {
+            "tag": tag,
+            "files": tuple(sealed_file(f, facts[f.path], folder) for f in folder.own),
+            "window": verdict.window,
+        }
+        save = sealed(step).model_copy(update=changes)
+        self.state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+        self.state.load()
+
+    def alarms(self) -> dict[str, str]:
+        problems = self.state.problems
+        problems.begin_turn()
+        alarms.see_alarms(self.job, self.state)
+        problems.end_turn()
+        return {p.code: f"{p.text}; {p.next_step}" for p in problems.all()}
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    """One whole save, then one without rank 1's shard."""
+    one = Watched(tmp_path)
+    one.scene.save(5)
+    one.look()
+    one.seal("global_step5", 5)
+    one.scene.save(10)
+    (one.scene.save_dir / "global_step10" / RANK1).unlink()
+    yield one
+    one.state.journal.close()
+
+
+def test_a_shard_that_does_not_come_names_its_rank_and_node(watched: Watched) -> None:
+    watched.look()
+    text = watched.alarms()["shard-missing"]
+    assert text.startswith("global_step10: optimizer shard of rank 1 (zero_pp_rank_1_mp_rank_00")
+    assert "in global_step5 node node-7 wrote it" in text
+    assert [p.severity for p in watched.state.problems.all()] == ["attention"]
+
+
+def test_ranks_may_lie_as_far_apart_as_they_ever_did(watched: Watched) -> None:
+    """Ten seconds at least; then the turn that time alone will bring is waited for."""
+    watched.quiet = 9.0
+    watched.look()
+    assert watched.alarms() == {}
+    assert alarms.waits_for_alarm(watched.job, watched.state)
+    watched.quiet, watched.state.widest_save_seconds = 50.0, 30.0
+    watched.look()
+    assert watched.alarms() == {}
+    watched.quiet = 61.0
+    watched.look()
+    assert "shard-missing" in watched.alarms()
+    assert not alarms.waits_for_alarm(watched.job, watched.state)
+
+
+def test_it_clears_when_the_shard_comes_or_a_later_save_is_whole(watched: Watched) -> None:
+    watched.look()
+    assert "shard-missing" in watched.alarms()
+    watched.scene.save(15)
+    watched.look()
+    watched.seal("global_step15", 15)
+    assert watched.alarms() == {}
+    watched.scene.save(10)
+    watched.look()
+    assert watched.alarms() == {}
+
+
+def test_two_saves_that_lack_the_same_shard_are_no_accident(watched: Watched) -> None:
+    watched.scene.save(15)
+    (watched.scene.save_dir / "global_step15" / RANK1).unlink()
+    watched.look()
+    assert "as in global_step10: it is never written" in watched.alarms()["shard-missing"]
+
+
+def test_a_save_that_was_cut_short_is_counted_with_the_command_that_removes_it(watched: Watched) -> None:
+    """Only once its writer is gone: what is in flight is no leftover."""
+    watched.look()
+    assert unfinished(watched.state) == ()
+    watched.is_in_flight = False
+    watched.look()
+    assert unfinished(watched.state) == ("global_step10",)
+    lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
+    assert bytes_of(watched.state, "global_step10") == lying > 0
+    assert removal(watched.job, "global_step10") == "ckptd gc run --incomplete global_step10"
+
+
+# --- retention ---------------------------------------------------------------------------------------------
+
+
+def three(**changes: Any) -> JobView:
+    """Two of three may go, and every COMMIT is confirmed."""
+    return job_view([save_view(n, sealed(n)) for n in (1, 2, 3)], **changes)
+
+
+def why(view: JobView) -> str:
+    found = blocked(view, plan(view).local_fates)
+    return f"{found.text}; {found.next_step}; {found.patience_seconds:.0f}" if found else ""
+
+
+def away(view: JobView) -> JobView:
+    return replace(view, remotes=tuple(replace(r, is_attached=False) for r in view.remotes))
+
+
+@pytest.mark.parametrize(
+    ("view", "words", "patience"),
+    [
+        (away(three()), "required remote nas is not attached", SOON_SECONDS),
+        (three(is_save_in_flight=True), "a save is in flight and does not end", LONG_SECONDS),
+        (three(deletions_left=0), "seat belt", SOON_SECONDS),
+        (three(may_delete=False), "may not delete", SOON_SECONDS),
+        (three(is_paused=True), "paused", SOON_SECONDS),
+        (three(confirmations={}), "not confirmed by every required remote", SOON_SECONDS),
+    ],
+)
+def test_what_is_in_the_way_of_retention_is_said(view: JobView, words: str, patience: float) -> None:
+    found = why(view)
+    assert found.startswith("s1b1 may go and stays (with 1 more): ")
+    assert words in found
+    assert found.endswith(f"; {patience:.0f}")
+
+
+def test_delete_waits_for_no_remote() -> None:
+    assert why(away(three(unuploaded="delete", confirmations={}))) == ""
+
+
+def test_nothing_is_in_the_way_where_nothing_may_go() -> None:
+    roomy = RetentionPolicy(save_total_limit=3)
+    assert why(three(local_retention=roomy)) == ""
+
+
+def test_on_a_short_disk_every_reason_is_counted() -> None:
+    saves = [
+        save_view(1, sealed(1), is_adopted=False),
+        save_view(2, sealed(2), is_pinned=True),
+        save_view(3, sealed(3)),
+        save_view(4, sealed(4), committed=False),
+        save_view(5, sealed(5), committed=False),
+        save_view(6, sealed(6), has_unlisted=("notes.txt",)),
+    ]
+    short = Disk(free_bytes=0, reserve_bytes=1000, can_clone=False)
+    found = why(
+        job_view(saves, disk=short, local_retention=RetentionPolicy(save_total_limit=2, keep_steps=(3,)))
+    )
+    for words in (
+        "2 not committed yet",
+        "1 pinned",
+        "1 found at the first start",
+        "1 with files that no COMMIT lists",
+        "1 within the policy",
+    ):
+        assert words in found
+
+
+def test_it_is_said_once_it_has_lasted(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same thing for its whole patience; another thing, or nothing, begins anew."""
+    watched.state.verdicts.clear()
+    state, now = watched.state, time.monotonic()
+    state.is_first_scan = False
+
+    def at(seconds: float, view: JobView) -> bool:
+        monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
+        watched.job.view, state.plan = view, plan(view)
+        return "retention-blocked" in watched.alarms()
+
+    missing, busy = away(three()), three(is_save_in_flight=True)
+    assert not at(0, missing)
+    assert not at(119, missing)
+    assert at(121, missing)
+    assert not at(122, busy)
+    assert not at(243, missing)
+    assert at(365, missing)
+    assert not at(366, three())
+    assert state.blocked_since is None

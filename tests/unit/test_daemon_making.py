@@ -1,0 +1,166 @@
+"""What the daemon makes of a form that is made while it is sent: refused, cancelled, planned otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from ckptd.core.actions import MakeWay, Ship
+from ckptd.core.planner import plan
+from ckptd.core.view import UNIVERSAL, DerivedState, ShipState
+from ckptd.daemon.checks import see_conversions
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.processes import MAKER, Processes
+from ckptd.daemon.shipping import Shipping
+from ckptd.daemon.state import Converting, JobState, Moving
+from ckptd.journal import Journal, ObjectRow
+from ckptd.remote import messages as m
+from tests.unit.core_views import job_view, save_view, sealed
+from tests.unit.test_daemon_links import Scene
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = (1, "nas", UNIVERSAL)
+ACTION = Ship(save_id=1, remote="nas", form=UNIVERSAL, generation=1, attempt=1, is_streamed=True)
+
+
+class Life:
+    """A save whose universal form is on its way to `nas`."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.scene = Scene(tmp_path)
+        self.link = self.scene.link
+        self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+        self.state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
+        self.state.load()
+        nothing = cast("Any", None)
+        config = cast("Any", type("Config", (), {"remotes": ()}))
+        self.shipping = Shipping(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
+        record = self.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "generation": 1})
+        self.state.put_ship(1, record)
+        self.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        self.state.converting = Converting(save_id=1)
+        self.link.ships, self.link.ship_order = UNIVERSAL, 7
+        row = ObjectRow(key="a", bytes=5, flushed_bytes=5, crc64="0" * 16, proof="read-back")
+        self.state.journal.put_object(*KEY, row)
+
+    def hears(self, answer: m.Answer) -> None:
+        self.shipping._on_ship(ACTION, answer)
+
+    def planned(self, plan_sha256: str) -> None:
+        self.hears(m.Planned(plan_sha256=plan_sha256, layout="strict", files=3, bytes=30))
+
+    @property
+    def objects(self) -> list[str]:
+        return [row.key for row in self.state.journal.objects(*KEY)]
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Life:
+    return Life(tmp_path)
+
+
+def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
+    """Status says why; no remote is asked for it again."""
+    life.hears(m.ShipResult(outcome="refused", reason="it holds two engines", hint="convert each"))
+    ship, derived = life.state.ship(*KEY), life.state.rows[1].derived
+    assert (ship.state, ship.reason) == (ShipState.REFUSED, "it holds two engines")
+    assert (derived.state, derived.hint) == (DerivedState.REFUSED, "convert each")
+    assert life.state.converting is None
+    life.state.problems.begin_turn()
+    see_conversions(life.state.problems, life.state)
+    life.state.problems.end_turn()
+    assert [p.code for p in life.state.problems.all()] == ["conversion-refused"]
+    view = job_view([save_view(1, sealed(1), universal=derived)], local_forms=())
+    assert not [a for a in plan(view).actions if isinstance(a, Ship)]
+
+
+def test_what_made_way_is_no_failure(life: Life) -> None:
+    """It waits for nothing, and what it had sent counts."""
+    cancelled: list[int] = []
+    life.scene.line.cancel = cancelled.append  # type: ignore[attr-defined]
+    for _ in range(2):
+        life.shipping.make_way(MakeWay(remote="nas"))
+    assert cancelled == [7], "once"
+    life.hears(m.Failed(error="SourceChanged", message="the transfer was cancelled"))
+    record = life.state.ship(*KEY)
+    assert (record.state, record.tries, record.retry_at_seconds) == (ShipState.NEW, 0, 0.0)
+    assert (record.generation, life.objects) == (1, ["a"])
+    assert life.link.ships is None
+
+
+def test_another_failure_waits_and_the_remote_is_not_blamed(life: Life) -> None:
+    life.hears(m.Failed(error="BehindError", message="its process ended (-9)"))
+    record = life.state.ship(*KEY)
+    assert (record.state, record.tries, life.objects) == (ShipState.FAILED, 1, ["a"])
+    assert life.link.is_ready
+    assert not life.link.seconds_to_move
+    assert not life.state.problems.all()
+
+
+def test_objects_of_another_plan_are_nobodys(life: Life) -> None:
+    """The first plan is noted; the same one again changes nothing; another one forgets what was sent."""
+    life.planned("1" * 64)
+    assert (life.state.moving[KEY].total_bytes, life.objects) == (30, ["a"])
+    life.planned("1" * 64)
+    assert life.objects == ["a"]
+    life.planned("2" * 64)
+    assert life.objects == []
+    assert life.state.rows[1].derived.plan_sha256 == "2" * 64
+    assert life.state.rows[1].derived.state is DerivedState.NONE
+
+
+class Client:
+    """In the place of a remote's child."""
+
+    made: tuple[Client, ...] = ()
+
+    def __init__(self, settings: m.RemoteSettings, on_answer: object, **more: Any) -> None:
+        self.module, self.settings = more.get("module", ""), settings
+        self.said: list[object] = []
+        self.open_orders: tuple[int, ...] = ()
+        Client.made = (*Client.made, self)
+
+    def submit(self, order: m.Order) -> int:
+        self.open_orders = (len(Client.made),)
+        return self.open_orders[0]
+
+    def pace(self, *how: object) -> None:
+        self.said.append(how)
+
+    def cancel(self, order_id: int) -> None:
+        self.said.append(order_id)
+
+    def abandon(self, reason: str) -> None:
+        self.said.append("ended")
+
+
+def test_the_process_that_makes_a_form_lasts_as_long_as_its_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Paced and cancelled with the other; never one that initialises a remote."""
+    monkeypatch.setattr("ckptd.daemon.processes.RemoteClient", Client)
+    monkeypatch.setattr(Client, "made", ())
+    settings = m.RemoteSettings(name="nas", url="/x", job="j", save_dir="/s", node="n", node_id="i")
+    both = Processes(settings, lambda *_: None)
+    both.pace(0.1, 1000)
+    making = m.Making(folders=("t",), sealed=(), staging="/s", memory_bytes=1)
+    order = m.ShipOrder.model_construct(root="/s", files=(), making=making)
+    number = both.submit(order, settings.model_copy(update={"job_id": "known"}))
+    child, maker = Client.made
+    assert (child.module, maker.module) == ("", MAKER)
+    assert (maker.settings.job_id, maker.settings.may_initialise) == ("known", False)
+    assert maker.said == [(0.1, 1000)]
+    both.pace(1.0, None)
+    both.cancel(number)
+    both.ended()
+    assert maker.said[1:] == [(1.0, None), number], "its order is open"
+    maker.open_orders = ()
+    both.ended()
+    assert maker.said[-1] == "ended"
+    both.pace(0.5, None)
+    assert (child.said[-1], maker.said[-1]) == ((0.5, None), "ended")
+    assert both.submit(m.Point(), settings) == 2
+    assert len(Client.made) == 2
