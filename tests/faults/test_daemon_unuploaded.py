@@ -36,7 +36,7 @@ def test_thin_removes_older_ones_once_a_newer_one_is_committed(tmp_path: Path) -
             assert line["files"]
         assert not here.audit("prune")
         assert here.status()["opt_outs"][0].startswith('unuploaded = "thin"')
-        here.wait("the job to be well", lambda: here.status()["state"] == "ok", 20)
+        here.wait("the job to be well", lambda: here.status()["state"] == "ok", 60)
 
 
 def test_delete_removes_by_the_limit_while_the_remote_is_away(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_delete_removes_by_the_limit_while_the_remote_is_away(tmp_path: Path) ->
     with node(tmp_path, job='unuploaded = "delete"', local="save_total_limit = 2\nforms = []") as here:
         here.start()
         here.save(1)
-        here.wait_committed("global_step1~g1")
+        here.wait_committed("global_step1~g1", 60)
         here.nas.rename(here.root / "elsewhere")
         for step in (2, 3, 4):
             here.save(step)
@@ -52,4 +52,4 @@ def test_delete_removes_by_the_limit_while_the_remote_is_away(tmp_path: Path) ->
         audit = {line["tag"]: line for line in here.audit("prune-unuploaded")}
         assert set(audit) == {"global_step1", "global_step2"}
         assert all(line["commits"] == [] for line in audit.values())
-        here.wait("to be behind", lambda: here.status()["state"] != "ok", 20)
+        here.wait("to be behind", lambda: here.status()["state"] != "ok", 60)
