@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def flush(world: World, folder: str) -> None:
 class Nothing(random.Random):
     """A power cut that keeps nothing that was not flushed."""
 
-    def choice(self, options):  # type: ignore[no-untyped-def]
+    def choice(self, options: Sequence[Any]) -> Any:
         return options[0]
 
     def random(self) -> float:
