@@ -272,14 +272,14 @@ class Intake:
             self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
-        """One written before, or of a lower step, is about to be sealed: after this one it would be a rewind."""
+        """One written before, or of a lower step, is about to be sealed: later it would be a rewind."""
         mine, step = _written_ns(folder), self._state.verdicts[folder.tag].step or 0
         for other in self._state.listing.folders if self._state.listing else ():
             verdict = self._state.verdicts.get(other.tag)
             if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
                 continue
             since = max(self._state.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0))
-            is_older = _written_ns(other) < mine or (verdict.step is not None and verdict.step < step)
+            is_older = _written_ns(other) < mine or verdict.step is None or verdict.step < step
             if time.monotonic() - since < IN_FLIGHT_SECONDS and is_older and not self._is_sealed(other):
                 return True
         return False

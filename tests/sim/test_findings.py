@@ -142,9 +142,11 @@ def test_what_was_read_before_the_flush_is_read_again_after_a_power_cut(world: W
     world.trainer.begin(1, random.Random(0))
     world.trainer.end()
     rng = random.Random(0)
-    inspected = lambda: bool(  # noqa: E731
-        world.job is not None and world.job.state is not None and world.job.state.facts.get("global_step1")
-    )
+
+    def inspected() -> bool:
+        state = world.job.state if world.job is not None else None
+        return state is not None and bool(state.facts.get("global_step1"))
+
     world.live_on(60, rng, inspected)
     assert inspected(), "it was looked at"
     assert world.job is not None
