@@ -56,10 +56,13 @@ def keep_local(view: JobView) -> LocalFates:
     universal: dict[int, Fate] = {}
     for is_model_only in (False, True):
         kind = [s for s in view.saves if s.is_model_only == is_model_only]
+        if not kind:
+            continue
         present = [s for s in kind if s.is_present]
-        committed = [s for s in present if is_committed(view, s) and s.is_intact]
+        safe = {s.id for s in present if is_committed(view, s)}
+        committed = [s for s in present if s.id in safe and s.is_intact]
         stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
-        whole = [s for s in present if s.is_intact and not is_committed(view, s)]
+        whole = [s for s in present if s.is_intact and s.id not in safe]
         loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
         by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
         ground = _Ground(
@@ -70,7 +73,7 @@ def keep_local(view: JobView) -> LocalFates:
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
-            is_safe, is_loose = is_committed(view, save), save.id in loose
+            is_safe, is_loose = save.id in safe, save.id in loose
             zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_safe, is_loose=is_loose))
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()

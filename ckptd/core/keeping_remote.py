@@ -27,16 +27,9 @@ class Generation:
 
     commits: Mapping[str, RemoteCommit]
     """By form."""
-
-    @property
-    def leader(self) -> RemoteCommit:
-        """The COMMIT that says what the save is: of the ZeRO form where that is still there."""
-        return self.commits.get(ZERO) or next(iter(self.commits.values()))
-
-    @property
-    def order(self) -> Order:
-        """(branch, step, save_seq)."""
-        return self.leader.order
+    leader: RemoteCommit
+    """The COMMIT that says what the save is: of the ZeRO form where that is still there."""
+    order: Order
 
     @property
     def kind(self) -> str:
@@ -68,7 +61,8 @@ def generations_of(remote: RemoteView) -> list[Generation]:
     found: dict[tuple[str, int], dict[str, RemoteCommit]] = {}
     for commit in remote.commits:
         found.setdefault((commit.tag, commit.generation), {})[commit.form] = commit
-    return sorted((Generation(commits) for commits in found.values()), key=lambda g: g.order)
+    leaders = [(commits, commits.get(ZERO) or next(iter(commits.values()))) for commits in found.values()]
+    return sorted((Generation(*pair, pair[1].order) for pair in leaders), key=lambda g: g.order)
 
 
 def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
@@ -83,6 +77,8 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
         claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
         for is_model_only in (False, True):
             mine = [g for g in generations if g.leader.is_model_only == is_model_only]
+            if not mine:
+                continue
             held = [g.held(view) for g in mine]
             by_policy = fates(held, remote.retention)
             for one, generation in zip(held, mine, strict=True):

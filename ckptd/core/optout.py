@@ -9,42 +9,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.permit import CommitRef
-from ckptd.core.view import ZERO
+from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
     from ckptd.core.retention import RetentionPolicy
     from ckptd.core.save import Order
-    from ckptd.core.view import JobView, RemoteCommit, SaveView
+    from ckptd.core.view import JobView, RemoteView, SaveView
 
 
 def newer_commits(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
-    """COMMITs of the newest later save of its branch that every required remote was seen to hold; () if none.
+    """COMMITs of the newest later save of its branch that every required remote holds; () if there is none.
 
-    By what the remotes showed, not by what lies here: the trainer may have removed the newer one.
+    By what the remotes showed and by what was committed since; the trainer may have removed the newer one.
     """
     required = [remote for remote in view.remotes if remote.is_required]
     if not required:
         return ()
-    held: list[dict[tuple[str, Order], RemoteCommit]] = [
-        {(c.tag, c.order): c for c in remote.commits if _is_later(c, save)} for remote in required
-    ]
+    held = [_later(view, remote, save) for remote in required]
     common = set.intersection(*(set(one) for one in held))
     if not common:
         return ()
     newest = max(common, key=lambda key: key[1])
-    return tuple(
-        CommitRef(remote=remote.name, key=one[newest].key, sha256=one[newest].sha256)
-        for remote, one in zip(required, held, strict=True)
-    )
+    return tuple(one[newest] for one in held)
 
 
-def _is_later(commit: RemoteCommit, save: SaveView) -> bool:
-    return (
-        commit.form == ZERO
-        and commit.is_model_only == save.is_model_only
-        and commit.branch == save.save.branch
-        and commit.order > save.save.order
-    )
+def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str, Order], CommitRef]:
+    """COMMITs of later saves on one remote, by tag and order."""
+    after = save.save.order
+    told: dict[tuple[str, Order], CommitRef] = {}
+    for other in view.saves:
+        record = other.ship(remote.name, ZERO)
+        is_same_kind = other.is_model_only == save.is_model_only and other.save.branch == save.save.branch
+        if is_same_kind and other.save.order > after and record.state is ShipState.COMMITTED:
+            ref = CommitRef(
+                remote=remote.name, key=record.commit_key or "", sha256=record.commit_sha256 or ""
+            )
+            told[other.save.tag, other.save.order] = ref
+    seen = {
+        (c.tag, c.order): CommitRef(remote=remote.name, key=c.key, sha256=c.sha256)
+        for c in remote.commits
+        if c.form == ZERO
+        and c.is_model_only == save.is_model_only
+        and c.branch == save.save.branch
+        and c.order > after
+    }
+    return told | seen
 
 
 def may_go_uncommitted(view: JobView, save: SaveView) -> bool:

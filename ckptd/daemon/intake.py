@@ -195,7 +195,6 @@ class Intake:
             quiet = self._state.quiet.get(folder.tag)
             if quiet is None or quiet.digest != folder.digest:
                 return
-            self._state.journal.put_facts([(identities[r.path], r) for r in rows])
             self._state.facts.setdefault(folder.tag, {}).update({r.path: r for r in rows})
             self._wake()
 
@@ -231,6 +230,10 @@ class Intake:
             self._state.failures.pop(f"flushing {folder.tag}", None)
             if digest == folder.digest:
                 self._flushed[folder.tag] = digest
+                # not before: a power cut may leave other bytes under the same identity
+                facts = self._state.facts.get(folder.tag, {})
+                durable = [(f.identity, facts[f.path]) for f in folder.files if f.path in facts]
+                self._state.journal.put_facts(durable)
                 self._wake()
 
         def failed(error: CkptdError) -> None:
@@ -265,21 +268,19 @@ class Intake:
                 self._state.journal.replace_sealed(row.id, same)
                 self._state.load()
                 continue
-            assert verdict.grid is not None
-            assert verdict.window is not None
-            assert verdict.step is not None
+            assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
             self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
-        """One that was written before is about to be sealed: sealed after this one, it would be a rewind."""
-        mine = _written_ns(folder)
+        """One written before, or of a lower step, is about to be sealed: later it would be a rewind."""
+        mine, step = _written_ns(folder), self._state.verdicts[folder.tag].step or 0
         for other in self._state.listing.folders if self._state.listing else ():
             verdict = self._state.verdicts.get(other.tag)
             if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
                 continue
             since = max(self._state.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0))
-            is_recent = time.monotonic() - since < IN_FLIGHT_SECONDS
-            if is_recent and not self._is_sealed(other) and _written_ns(other) < mine:
+            is_older = _written_ns(other) < mine or verdict.step is None or verdict.step < step
+            if time.monotonic() - since < IN_FLIGHT_SECONDS and is_older and not self._is_sealed(other):
                 return True
         return False
 
@@ -311,8 +312,7 @@ class Intake:
             # saved anew since then, it is what the trainer does now: perhaps a rewind
             is_old = is_new_tag and state.journal.was_new and folder.tag in self._recogniser.tags_at_start
             order = rebuilt_order(step, highest) if is_old else next_order(step, highest)
-        listing = state.listing
-        extras = tuple(f for f in (listing.extras if listing else ()) if self._is_extra(f.path))
+        extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
         save = SealedSave(
             tag=folder.tag,
             folder=folder.folder,

@@ -231,7 +231,10 @@ def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:
         TornArchiveError: a shard whose zip directory is not whole.
     """
     try:
-        if frame(fd, expected=False) is not Framing.ZIP:
+        framing = frame(fd, expected=is_shard)
+        if is_shard and framing in (Framing.TORN, Framing.EMPTY):
+            raise TornArchiveError(f"{name} is no torch.save archive any more")
+        if framing is not Framing.ZIP:
             return []
         return list(read_directory(fd, name).records.values())
     except RefusedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -10,6 +11,11 @@ from typing import Any
 from tests.unit.synthetic import write_archive
 
 OPTIM = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+MANY: dict[str, bytes] = {}
+if os.environ.get("CKPTD_FULL"):  # sixty megabytes
+    _KEYS = b"".join(b"J" + struct.pack("<I", i) + b"N" for i in range(10**7))
+    MANY["ten million keys"] = b"\x80\x02}(" + _KEYS + b"u."
 
 
 class Call:
@@ -25,13 +31,12 @@ class Call:
 
 def pickles(canary: Path) -> dict[str, bytes]:
     """Name → a hostile `data.pkl`."""
-    import os
     import subprocess
 
     touch = f"touch {canary}"
     short = b"\x8c" + bytes([len(touch)]) + touch.encode()
     nested = Call(getattr, Call(__import__, "os"), "system")
-    return {
+    return MANY | {
         "os.system": pickle.dumps(Call(os.system, touch), 2),
         "os.system beside data": pickle.dumps(
             {"optimizer_state_dict": {"loss_scaler": Call(os.system, touch)}}, 2

@@ -33,7 +33,7 @@ BOMBS: dict[str, bytes] = {
     "lone surrogates": b'{"format": "1.0", "tag": "\\ud800"}',
     "bytes that are no text": b'{"format": "1.0", "tag": "\xff\xfe"}',
     "NaN": b'{"format": "1.0", "step": NaN}',
-    "sixty-four megabytes": b'"' + b"a" * (64 << 20) + b'"',
+    "sixteen megabytes": b'"' + b"a" * (16 << 20) + b'"',
 }
 PLACES = {
     "COMMIT": f"_ckptd/commits/{TAG}~g1~zero.json",
@@ -79,7 +79,7 @@ def test_documents_that_hurt(scene: RestoreScene, bomb: str) -> None:
 def test_every_verb_ends_in_words(scene: RestoreScene, bomb: str) -> None:
     """As commands, with what memory they take."""
     plant(scene, bomb)
-    for verb in VERBS:
+    for verb in VERBS if FULL else VERBS[1:3]:
         words = [{"NAS": str(scene.nas), "DIR": str(scene.dir)}.get(word, word) for word in verb]
         done = subprocess.run(
             [sys.executable, "-c", MEASURED, *words], capture_output=True, text=True, check=False

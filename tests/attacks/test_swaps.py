@@ -21,7 +21,8 @@ from ckptd.local import fs
 from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import read_pointer, scan
 from ckptd.observe.audit import Audit
-from tests.attacks.swaps import ASIDE, SHARD, SITES, TAG, Swapper, SwapScene, before_each_call
+from tests.attacks.figures import note
+from tests.attacks.swaps import ASIDE, SHARD, SITES, TAG, Swapper, SwapScene, before_each_call, flipping
 from tests.unit.synthetic import write_stage12
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
@@ -105,10 +106,18 @@ def test_a_swap_before_any_call_leads_nowhere(
     """Every site × every call × (for good, back after one, two or five calls); by default a sample."""
     calls, _ = attempt(tmp_path / "x", OPERATIONS[what], "tag folder", -1, 0, monkeypatch)
     every = [(site, back, at) for site in SITES for back in (0, 1, 2, 5) for at in range(1, calls + 1)]
-    escapes = []
-    for site, back, at in every if FULL else every[:: len(every) // 60 or 1]:
+    escapes, started = [], time.monotonic()
+    chosen = every if FULL else every[:: len(every) // 60 or 1]
+    for site, back, at in chosen:
         _, found = attempt(tmp_path / "x", OPERATIONS[what], site, at, back, monkeypatch)
         escapes += [f"{what}, {site} swapped before call {at}, back {back}: {f}" for f in found]
+    note(
+        f"F23-{what.replace(' ', '-')}",
+        f"links swapped before each call: {what}",
+        runs=len(chosen),
+        violations=len(escapes),
+        seconds=time.monotonic() - started,
+    )
     assert not escapes, "\n".join(escapes[:20])
     assert calls > 3
 
@@ -194,3 +203,27 @@ def test_the_same_swaps_lead_outside_where_links_are_followed(
     with before_each_call(monkeypatch, Swapper(*scene.evil(site), 1, 0)):
         names = scene.convert(is_bound=False)
     assert scene.escaped() or "secret" in (names or "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("site", SITES)
+def test_a_hundred_thousand_flips(tmp_path: Path, site: str) -> None:
+    """Another process swaps as fast as it can while everything that may be repeated is repeated."""
+    scene = SwapScene(tmp_path / "x")
+    (scene.save_dir / "_ckptd" / "trash" / ASIDE / "inner").mkdir(parents=True)
+    started, rounds = time.monotonic(), 0
+    with flipping(*scene.evil(site), 100_000) as process, files.opened_dir(scene.save_dir) as fd:
+        while process.poll() is None or rounds < 20:
+            rounds += 1
+            for operation in (_look, _flush, _point, _state):
+                with contextlib.suppress(CkptdError, OSError):
+                    operation(scene, fd)
+    escaped = scene.escaped()
+    note(
+        f"F23-flips-{site.replace(' ', '-')}",
+        f"100,000 flips of a name under a racing process: {site}",
+        runs=100_000,
+        violations=len(escaped),
+        seconds=time.monotonic() - started,
+    )
+    assert not escaped

@@ -48,21 +48,21 @@ def test_the_universal_form_makes_room_before_the_next_save_needs_it(small_disk:
         here.start()
         here.save(1)
         forms = here.save_dir / "_ckptd" / "derived" / "universal"
-        here.wait("its form", lambda: here.checkpoint("global_step1")["local"]["universal"] == "ready")
+        here.wait("its form", lambda: here.checkpoint("global_step1")["local"]["universal"] == "ready", 60)
         here.wait("its pointer", (here.save_dir / "latest_universal").exists)
         for step in (2, 3):
             here.save(step)
-            here.wait_committed(f"global_step{step}~g1")
+            here.wait_committed(f"global_step{step}~g1", 60)
         assert list(forms.iterdir()), "three saves and a form leave room for the next"
         here.save(4)
-        here.wait("the form to go", lambda: not list(forms.iterdir()), 20)
+        here.wait("the form to go", lambda: not list(forms.iterdir()), 60)
         here.save(5)
-        here.wait_committed("global_step5~g1")
+        here.wait_committed("global_step5~g1", 60)
         assert not (here.save_dir / "latest_universal").exists()
         assert here.audit("drop-derived")[-1]["reason"] == "disk pressure (P13)"
         assert here.local_tags() == {f"global_step{step}" for step in (1, 2, 3, 4, 5)}, "all of them are kept"
         assert sum(path.stat().st_size for path in here.state.rglob("*") if path.is_file()) < 8 << 20
-        here.wait("the alarm", lambda: "disk-low" in here.problems(), 20)
+        here.wait("the alarm", lambda: "disk-low" in here.problems(), 60)
 
 
 @pytest.mark.full
@@ -71,7 +71,7 @@ def test_a_shard_that_does_not_come_is_an_alarm_of_the_real_daemon(tmp_path: Pat
     with node(tmp_path, job='node_name = "node-7"', local="forms = []") as here:
         here.start()
         here.save(1)
-        here.wait_committed("global_step1~g1")
+        here.wait_committed("global_step1~g1", 60)
         here.save(2, shards=2)
         here.wait("the alarm", lambda: "shard-missing" in here.problems(), 40)
         (problem,) = (p for p in here.status()["problems"] if p["code"] == "shard-missing")
@@ -79,4 +79,4 @@ def test_a_shard_that_does_not_come_is_an_alarm_of_the_real_daemon(tmp_path: Pat
         assert "in global_step1 node node-7 wrote it" in problem["text"]
         here.save(2)
         here.wait_committed("global_step2~g1", 60)
-        here.wait("its end", lambda: "shard-missing" not in here.problems(), 20)
+        here.wait("its end", lambda: "shard-missing" not in here.problems(), 60)

@@ -75,21 +75,21 @@ def test_what_was_wanted_here_is_said_though_the_remote_has_it(tmp_path: Path) -
     with node(tmp_path, local="forms = []", remote='forms = ["zero"]') as here:
         here.start()
         here.save(1)
-        here.wait_committed("global_step1~g1")
+        here.wait_committed("global_step1~g1", 60)
         done = here.ckptd("pin", here.job_file, "global_step1")
         assert done.returncode == 0, done.stderr
         here.save(2)
-        here.wait_committed("global_step2~g1")
+        here.wait_committed("global_step2~g1", 60)
         here.wait("the pin", lambda: here.checkpoint("global_step1")["pinned"])
         for step in (1, 2):
             shutil.rmtree(here.save_dir / f"global_step{step}")
-        here.wait("the alarms", lambda: gone_but_safe(here) == {"global_step1", "global_step2"}, 20)
+        here.wait("the alarms", lambda: gone_but_safe(here) == {"global_step1", "global_step2"}, 60)
         assert "here it was kept: " in here.log.read_text()
         here.save(3)
-        here.wait_committed("global_step3~g1")
-        here.wait("one to stay", lambda: gone_but_safe(here) == {"global_step1"}, 20)
+        here.wait_committed("global_step3~g1", 60)
+        here.wait("one to stay", lambda: gone_but_safe(here) == {"global_step1"}, 60)
         assert not lost(here)
-        assert here.status()["state"] == "ok", "nothing is lost"
+        here.wait("the job to be well: nothing is lost", lambda: here.status()["state"] == "ok", 60)
 
 
 def test_one_that_vanishes_while_it_is_sent_ends_with_the_file_under_way(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_one_that_vanishes_while_it_is_sent_ends_with_the_file_under_way(tmp_pat
         here.save(1)
         here.wait("bytes", lambda: here.checkpoint("global_step1")["remotes"]["nas"]["zero"]["bytes_done"])
         shutil.rmtree(here.save_dir / "global_step1")
-        here.wait("the attempt to end", lambda: here.checkpoint("global_step1")["state"] == "vanished", 15)
+        here.wait("the attempt to end", lambda: here.checkpoint("global_step1")["state"] == "vanished", 40)
         sent = sum(p.stat().st_size for p in (here.nas / "global_step1").rglob("*") if p.is_file())
         whole = sum(p.stat().st_size for p in (save_dir_of(RUN) / "global_step1").iterdir())
         assert sent < whole
         assert not here.commits()
         here.save(2)
-        here.wait_committed("global_step2~g1")
+        here.wait_committed("global_step2~g1", 60)
         assert set(here.commits()) == {"global_step2~g1"}

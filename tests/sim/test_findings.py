@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,14 @@ from ckptd import files
 from ckptd.core.manifest import Decision
 from ckptd.daemon.knowledge import read_decisions, write_decision
 from ckptd.daemon.setup import make_state
+from ckptd.errors import TornArchiveError
 from ckptd.local import fs
 from ckptd.observe.audit import Audit
 from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.source import records_of
 from ckptd.remote.store import settled
 from tests.sim.kernel import Killed
-from tests.sim.trainer import SAVE_DIR
+from tests.sim.trainer import SAVE_DIR, shards_of
 from tests.sim.world import NAS, NAS_URL, STATE_DIR, World, job_config
 
 
@@ -44,7 +48,7 @@ def flush(world: World, folder: str) -> None:
 class Nothing(random.Random):
     """A power cut that keeps nothing that was not flushed."""
 
-    def choice(self, options):  # type: ignore[no-untyped-def]
+    def choice(self, options: Sequence[Any]) -> Any:
         return options[0]
 
     def random(self) -> float:
@@ -97,10 +101,8 @@ def test_a_commit_that_a_killed_process_made_is_flushed_before_it_counts(world: 
     key = "_ckptd/commits/global_step1~g1~zero.json"
     kernel = world.kernel
     kernel.ends_at = kernel.calls + calls
-    try:
+    with contextlib.suppress(Killed):
         DirectoryStore(NAS_URL).put_if_absent(key, b"{}")
-    except Killed:
-        pass
     kernel.forget_processes()
     store = DirectoryStore(NAS_URL)
     is_found = store.get(key) is not None
@@ -118,3 +120,40 @@ def test_what_proving_our_rights_left_is_swept(world: World) -> None:
         files.write_atomic(fd, f"{files.TEMPORARY_PREFIX}bb", b"")
     fs.empty_our_trash(save_dir)
     assert fs.trash_names(save_dir) == fs.names_in(save_dir, fs.STAGING) == []
+
+
+def test_a_shard_whose_first_block_a_power_cut_took_is_no_side_file(world: World) -> None:
+    """Without its magic it was read as a file that has no CRCs, and shipped."""
+    name = "mp_rank_00_model_states.pt"
+    whole = shards_of(1, 1)[name]
+    world.kernel.actor = "trainer"
+    for head, wanted in ((b"", True), (bytes(4096), False)):
+        fd = world.kernel.open(f"{SAVE_DIR}/{name}", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        world.kernel.write(fd, head + whole[len(head) :])
+        if wanted:
+            assert records_of(fd, name, is_shard=True)
+        else:
+            with pytest.raises(TornArchiveError):
+                records_of(fd, name, is_shard=True)
+
+
+def test_what_was_read_before_the_flush_is_read_again_after_a_power_cut(world: World) -> None:
+    """The torn file has the identity of the whole one: the journal keeps facts of durable files alone."""
+    world.trainer.begin(1, random.Random(0))
+    world.trainer.end()
+    rng = random.Random(0)
+
+    def inspected() -> bool:
+        state = world.job.state if world.job is not None else None
+        return state is not None and bool(state.facts.get("global_step1"))
+
+    world.live_on(60, rng, inspected)
+    assert inspected(), "it was looked at"
+    assert world.job is not None
+    assert world.job.state is not None
+    listing = world.job.state.listing
+    assert listing is not None
+    journal = world.job.state.journal
+    assert [journal.facts(f.path, f.identity) for f in listing.folders[0].files] == [None] * 3
+    world.live_on(60, rng)
+    assert None not in [journal.facts(f.path, f.identity) for f in listing.folders[0].files]

@@ -75,6 +75,13 @@ def test_thin_asks_for_the_newer_commit_first_and_waits_for_a_remote_that_is_awa
     assert pruned(away) == []
 
 
+def test_thin_knows_of_a_commit_before_the_next_look_at_the_remote() -> None:
+    """Else the next older one would be sent in between."""
+    view = loose({4}, "thin")
+    unseen = replace(view, remotes=tuple(replace(r, commits=()) for r in view.remotes))
+    assert pruned(unseen) == ["s1b1", "s2b1", "s3b1"]
+
+
 def test_thin_counts_a_commit_of_another_branch_for_nothing() -> None:
     held = [save_view(1, sealed(1)), save_view(2, sealed(2, branch=2), committed=False)]
     held.append(save_view(3, sealed(3, branch=2), committed=False))
