@@ -55,11 +55,9 @@ class Journal:
             self.set_aside = move_aside(path)
             self.was_new = True
             self._db = self._open()
-        self.with_leftovers: set[str] = {
-            row[0] for row in self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
-        }
-        """Remotes where uploads lie that no attempt goes on with."""
+            self._read_all()
 
+    @whole
     def _open(self) -> Database:
         if not all(is_own_file(self._path.with_name(self._path.name + tail)) for tail in ("", *_TAILS)):
             raise JournalDamaged(f"the journal {self._path} is a link, or no file")
@@ -83,11 +81,13 @@ class Journal:
             raise
         return db
 
+    @whole
     def _read_all(self) -> None:
         """SQLite keeps no checksums: a row that is not what was written shows in its content."""
         try:
-            for read in (self.saves, self.ships, self.open_deletions, self.decisions):
-                read()
+            _ = self.saves(), self.ships(), self.open_deletions(), self.decisions()
+            rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
+            self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
         except BaseException:
             self._db.close()
             raise
@@ -130,6 +130,7 @@ class Journal:
         with self._transaction():
             self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?,?,?)", values)
 
+    @whole
     def forget_facts(self, keep: Iterable[FileIdentity]) -> None:
         """Drop inspections of files that are gone for more than a day."""
         alive = {_identity_key(i) for i in keep}
@@ -162,8 +163,7 @@ class Journal:
         """Every save ever sealed, oldest first."""
         rows = self._db.execute(
             "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at, "
-            "weights "
-            "FROM saves ORDER BY id"
+            "weights FROM saves ORDER BY id"
         ).fetchall()
         return [
             SaveRow(
@@ -224,6 +224,7 @@ class Journal:
             result.setdefault(save_id, {})[record.remote, record.form] = record
         return result
 
+    @whole
     def ship_times(self, save_id: int, remote: str, form: str) -> tuple[float | None, float | None]:
         """(started, ended) unix seconds."""
         row = self._db.execute(
@@ -278,6 +279,7 @@ class Journal:
                 "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?", (save_id, remote, form)
             )
 
+    @whole
     def _leave(self, which: str, values: tuple[object, ...]) -> None:
         """Mark unfinished uploads as nobody's (form `…~`)."""
         unfinished = f"proof IS NULL AND form NOT LIKE '%~' AND {which}"
