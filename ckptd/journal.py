@@ -9,7 +9,6 @@ and would write there) is set aside and a new one begun.
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,8 @@ from ckptd.core.manifest import Decision
 from ckptd.core.rows import DeletionIntent, DeletionRow, ObjectRow, SaveRow, SaveState
 from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
-from ckptd.errors import JournalDamaged, StorageError
-from ckptd.journal_db import Database, Transaction, connect
+from ckptd.errors import JournalDamaged
+from ckptd.journal_db import Database, Transaction, connect, move_aside, whole
 from ckptd.journal_tables import SCHEMA, TABLES
 from ckptd.place import is_own_file
 
@@ -51,15 +50,14 @@ class Journal:
         self.set_aside: Path | None = None
         try:
             self._db = self._open()
+            self._read_all()
         except JournalDamaged:
-            self.set_aside = self._move_aside()
+            self.set_aside = move_aside(path)
             self.was_new = True
             self._db = self._open()
-        self.with_leftovers: set[str] = {
-            row[0] for row in self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
-        }
-        """Remotes where uploads lie that no attempt goes on with."""
+            self._read_all()
 
+    @whole
     def _open(self) -> Database:
         if not all(is_own_file(self._path.with_name(self._path.name + tail)) for tail in ("", *_TAILS)):
             raise JournalDamaged(f"the journal {self._path} is a link, or no file")
@@ -83,17 +81,16 @@ class Journal:
             raise
         return db
 
-    def _move_aside(self) -> Path:
-        aside = self._path.with_name(f"{self._path.name}.aside-{time.time_ns()}")
+    @whole
+    def _read_all(self) -> None:
+        """SQLite keeps no checksums: a row that is not what was written shows in its content."""
         try:
-            for tail in (*_TAILS, ""):  # a new journal must never find the old one's log
-                other = self._path.with_name(self._path.name + tail)
-                if os.path.lexists(other):
-                    os.rename(other, aside.with_name(aside.name + tail))
-        except OSError as error:
-            msg = f"cannot set the unreadable journal {self._path} aside: {error.strerror}"
-            raise StorageError(msg, hint="move it away by hand; it is rebuilt") from error
-        return aside
+            _ = self.saves(), self.ships(), self.open_deletions(), self.decisions()
+            rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
+            self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
+        except BaseException:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         """Close the database."""
@@ -102,10 +99,11 @@ class Journal:
     def give_up(self) -> None:
         """Close it and set it aside: the next one is rebuilt."""
         self._db.close()
-        self._move_aside()
+        move_aside(self._path)
 
     # --- meta ------------------------------------------------------------------------------------------
 
+    @whole
     def meta(self, key: str) -> str | None:
         """A remembered value."""
         row = self._db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
@@ -117,6 +115,7 @@ class Journal:
 
     # --- inspected facts -------------------------------------------------------------------------------
 
+    @whole
     def facts(self, path: str, identity: FileIdentity) -> FileFacts | None:
         """What an inspection of exactly this file said."""
         row = self._db.execute(
@@ -131,6 +130,7 @@ class Journal:
         with self._transaction():
             self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?,?,?)", values)
 
+    @whole
     def forget_facts(self, keep: Iterable[FileIdentity]) -> None:
         """Drop inspections of files that are gone for more than a day."""
         alive = {_identity_key(i) for i in keep}
@@ -158,12 +158,12 @@ class Journal:
             )
         return int(cursor.lastrowid or 0)
 
+    @whole
     def saves(self) -> list[SaveRow]:
         """Every save ever sealed, oldest first."""
         rows = self._db.execute(
             "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at, "
-            "weights "
-            "FROM saves ORDER BY id"
+            "weights FROM saves ORDER BY id"
         ).fetchall()
         return [
             SaveRow(
@@ -215,6 +215,7 @@ class Journal:
 
     # --- ships -----------------------------------------------------------------------------------------
 
+    @whole
     def ships(self) -> dict[int, dict[tuple[str, str], ShipRecord]]:
         """save id → (remote, form) → record."""
         result: dict[int, dict[tuple[str, str], ShipRecord]] = {}
@@ -223,6 +224,7 @@ class Journal:
             result.setdefault(save_id, {})[record.remote, record.form] = record
         return result
 
+    @whole
     def ship_times(self, save_id: int, remote: str, form: str) -> tuple[float | None, float | None]:
         """(started, ended) unix seconds."""
         row = self._db.execute(
@@ -256,6 +258,7 @@ class Journal:
             (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof, row.token),
         )
 
+    @whole
     def objects(self, save_id: int, remote: str, form: str) -> list[ObjectRow]:
         """Objects of a ship that is under way."""
         rows = self._db.execute(
@@ -276,6 +279,7 @@ class Journal:
                 "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?", (save_id, remote, form)
             )
 
+    @whole
     def _leave(self, which: str, values: tuple[object, ...]) -> None:
         """Mark unfinished uploads as nobody's (form `…~`)."""
         unfinished = f"proof IS NULL AND form NOT LIKE '%~' AND {which}"
@@ -289,6 +293,7 @@ class Journal:
             values,
         )
 
+    @whole
     def leftovers(self, remote: str) -> list[tuple[str, str]]:
         """(key, token) of uploads in a remote that no attempt goes on with."""
         rows = self._db.execute("SELECT key, token FROM objects WHERE remote=? AND form LIKE '%~'", (remote,))
@@ -313,6 +318,7 @@ class Journal:
         state = "done" if done else "undone"
         self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
 
+    @whole
     def open_deletions(self) -> list[DeletionRow]:
         """Prunes that a crash interrupted."""
         rows = self._db.execute(
@@ -334,6 +340,7 @@ class Journal:
             (decision.kind, decision.tag, decision.serial, decision.model_dump_json()),
         )
 
+    @whole
     def decisions(self) -> list[Decision]:
         """All of them, oldest first."""
         rows = self._db.execute("SELECT body FROM decisions ORDER BY serial").fetchall()

@@ -6,14 +6,20 @@ its errors mean that the file is no journal of ours, and that one is set aside (
 
 from __future__ import annotations
 
+import functools
+import os
 import sqlite3
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ckptd.errors import JournalDamaged, JournalFailed
+from ckptd.errors import JournalDamaged, JournalFailed, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 _PASSING = {
     sqlite3.SQLITE_BUSY,
@@ -57,6 +63,26 @@ class Database(sqlite3.Connection):
             raise _in_words(error, self.path) from error
 
 
+def whole(read: Callable[P, Result]) -> Callable[P, Result]:
+    """A method that reads rows: one that cannot be read as what was written is damage, not a defect.
+
+    SQLite keeps no checksums, so a bit that flipped inside a row shows in its content alone.
+    """
+
+    @functools.wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return read(*args, **kwargs)
+        except sqlite3.ProgrammingError:
+            raise
+        except (ValueError, TypeError, sqlite3.Error) as error:
+            raise JournalDamaged(
+                f"a row of the journal is not what was written: {str(error)[:200]}"
+            ) from error
+
+    return reading
+
+
 def connect(path: Path) -> Database:
     """Open the file, or make it.
 
@@ -94,3 +120,21 @@ class Transaction:
         finally:
             if self._db.in_transaction:  # SQLite may have rolled back itself, on a full disk
                 self._db.execute("ROLLBACK")
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a journal and its log; where it lies now.
+
+    Raises:
+        StorageError: it cannot be renamed.
+    """
+    aside = path.with_name(f"{path.name}.aside-{time.time_ns()}")
+    try:
+        for tail in ("-wal", "-shm", ""):  # a new journal must never find the old one's log
+            other = path.with_name(path.name + tail)
+            if other.exists():
+                os.rename(other, aside.with_name(aside.name + tail))
+    except OSError as error:
+        msg = f"cannot set the unreadable journal {path} aside: {error.strerror}"
+        raise StorageError(msg, hint="move it away by hand; it is rebuilt") from error
+    return aside

@@ -68,7 +68,7 @@ MAY_REMOVE = {
     "remote/directory.py": "remote retention, its own parts",
     "remote/folders.py": "empty folders of the remote after retention",
     "remote/sftp.py": "remote retention on an SFTP server, its own temporaries there",
-    "journal.py": "sets a journal of another schema aside (P8)",
+    "journal_db.py": "sets a journal of another schema aside (P8)",
     "convert/workplace.py": "its own plan and partial folders",
     "convert/execute.py": "publishes its own temporary files",
     "convert/executor_child.py": "links and publishes its own files",

@@ -276,14 +276,18 @@ class Daemon:
             pass
 
     def _publish(self, *, alive: bool = True, is_urgent: bool = False) -> None:
-        line = self._publisher.publish(
-            self.jobs,
-            self.invalid,
-            self._reloaded,
-            self._totals.memory_bytes,
-            alive=alive,
-            is_urgent=is_urgent,
-        )
+        try:
+            line = self._publisher.publish(
+                self.jobs,
+                self.invalid,
+                self._reloaded,
+                self._totals.memory_bytes,
+                alive=alive,
+                is_urgent=is_urgent,
+            )
+        except (CkptdError, OSError) as error:  # what is wrong with a journal the job's next turn meets
+            log.warning("status is not written: %s", error)
+            return
         self._service.status(line)
 
     def _exit_code(self) -> int:

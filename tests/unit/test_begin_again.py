@@ -93,6 +93,19 @@ def test_a_damage_that_shows_later_is_told_apart(tmp_path: Path) -> None:
     new.close()
 
 
+def test_a_row_that_flipped_sets_the_journal_aside(tmp_path: Path) -> None:
+    """SQLite sees nothing wrong with it; what is in the row cannot be read."""
+    journal = Journal(tmp_path / "journal.db")
+    journal._db.execute("INSERT INTO ships VALUES (1,'nas','zero','{\"remote\";\"nas\"}',0,0)")
+    with pytest.raises(JournalDamaged):
+        journal.ships()
+    journal.close()
+    again = Journal(tmp_path / "journal.db")
+    assert again.set_aside is not None
+    assert again.ships() == {}
+    again.close()
+
+
 def test_a_job_begins_again_when_its_journal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed, said, opened anew after ten seconds, and the word is taken back once a turn went through."""
     (tmp_path / "save" / TAG).mkdir(parents=True)
