@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -185,7 +186,9 @@ def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
         is_in_flight=now - newest < 5.0,
         save_spread_seconds=60.0,
     )
-    verdict = judge(listing, facts, None, context)
+    # what the folder is called decides whether it is shipped, not whether it is whole
+    plain = "".join(letter if letter.isprintable() else "_" for letter in listing.tag)
+    verdict = judge(replace(listing, tag=plain), facts, None, context)
     damaged = _damage(facts)
     reason = verdict.reason or damaged
     whole = verdict.state is State.COMPLETE and damaged is None

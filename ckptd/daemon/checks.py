@@ -55,18 +55,23 @@ def notice_gone(job: Job, state: JobState) -> None:
                 f"{tag} was removed before it was committed",
                 NEXT_STEP_VANISHED,
             )
-        elif (why := _why_wanted(job, row)) is not None:
+        elif (why := _why_wanted(job, state, row)) is not None:
             text = f"{tag} was removed here by somebody else: {why}; the remote holds it"
             job.problems.put("vanished-kept", tag, text, f"ckptd restore {job.config.name} {tag} --to DIR")
         state.load()
 
 
-def _why_wanted(job: Job, row: SaveRow) -> str | None:
-    """It was safe, and still somebody counts on it here."""
+def _why_wanted(job: Job, state: JobState, row: SaveRow) -> str | None:
+    """It was safe, and still somebody counts on it here; by our own records, which know a COMMIT at once."""
     if row.save.tag in job.knowledge.pins:
         return "it is pinned"
-    safe = newest_safe(job.view) if job.view is not None else None
-    is_newest = safe is not None and (safe.tag, safe.order) == (row.save.tag, row.save.order)
+    required = [r.name for r in job.config.remotes if r.required]
+    safe = [
+        one.save.order
+        for one in state.rows.values()
+        if all(state.ship(one.id, name, ZERO).state is ShipState.COMMITTED for name in required)
+    ]
+    is_newest = bool(required) and row.save.order == max(safe, default=None)
     return "it is the newest that is safe" if is_newest else None
 
 

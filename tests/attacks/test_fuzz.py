@@ -15,7 +15,7 @@ import pytest
 from tests.attacks.figures import note
 from tests.unit.synthetic import write_stage3, write_stage12
 
-RUNS = 2_000_000 if os.environ.get("CKPTD_FULL") else 12_000
+RUNS = 600_000 if os.environ.get("CKPTD_FULL") else 6_000
 ROOT = Path(__file__).resolve().parents[2]
 
 

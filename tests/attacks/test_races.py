@@ -19,7 +19,7 @@ from tests.unit.synthetic import write_stage12
 
 pytestmark = pytest.mark.faults
 FULL = bool(os.environ.get("CKPTD_FULL"))
-ROUNDS = 1000 if FULL else 40
+ROUNDS = 1000 if FULL else 20
 CONTENDER = """
 import os, sys, time
 from ckptd.daemon.setup import open_locked
@@ -77,6 +77,7 @@ def here(tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
+@pytest.mark.full
 def test_a_killed_holder_a_copied_state_and_a_stale_pid_stand_in_nobodys_way(here: Node) -> None:
     """The lock is the kernel's: nothing that lies in a file keeps the next daemon out."""
     first = here.start()

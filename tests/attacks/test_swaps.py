@@ -107,7 +107,7 @@ def test_a_swap_before_any_call_leads_nowhere(
     calls, _ = attempt(tmp_path / "x", OPERATIONS[what], "tag folder", -1, 0, monkeypatch)
     every = [(site, back, at) for site in SITES for back in (0, 1, 2, 5) for at in range(1, calls + 1)]
     escapes, started = [], time.monotonic()
-    chosen = every if FULL else every[:: len(every) // 60 or 1]
+    chosen = every if FULL else every[:: len(every) // 30 or 1]
     for site, back, at in chosen:
         _, found = attempt(tmp_path / "x", OPERATIONS[what], site, at, back, monkeypatch)
         escapes += [f"{what}, {site} swapped before call {at}, back {back}: {f}" for f in found]

@@ -47,10 +47,10 @@ def rules(**more: object) -> Rules:
 QUICK = {
     "two saves, one node ahead": (rules(listed=(0,), most_generations=1), False),
     "two saves, the other ahead": (rules(listed=(1,), most_generations=1), False),
-    "crash": (rules(saves=1, crashes=(1, 0)), False),
-    "replaced": (rules(saves=1, is_replaced=True), False),
+    "crash": (rules(saves=1, crashes=(1, 0), listed=(1,)), False),
+    "replaced": (rules(saves=1, is_replaced=True, listed=(0,)), False),
     "last request late": (rules(saves=1, crashes=(0, 1), has_strays=True, listed=(0,)), False),
-    "replicas": (rules(saves=1, slots=TWO_REPLICAS), False),
+    "replicas": (rules(saves=1, slots=TWO_REPLICAS, listed=(0,), crashes=(0, 1)), False),
     "superseded and retired under a reader": (
         rules(slots=(*TWO_NODES, RETIRE, READ), crashes=(0,) * 4, **SUPERSEDED),
         False,
@@ -62,7 +62,10 @@ QUICK = {
 }
 FULL = {
     "two saves": (rules(most_generations=1), False),
-    "last requests late": (rules(saves=1, crashes=(1, 1), has_strays=True), False),
+    "crash of either": (rules(saves=1, crashes=(1, 1)), False),
+    "replaced before anything is listed": (rules(saves=1, is_replaced=True), False),
+    "replicas, nothing listed": (rules(saves=1, slots=TWO_REPLICAS), False),
+    "last requests late": (rules(saves=1, crashes=(1, 1), has_strays=True, listed=(0,)), False),
     "two saves, replicas, one node ahead": (
         rules(slots=TWO_REPLICAS, listed=(0,), most_generations=1),
         False,
@@ -167,10 +170,6 @@ def test_with_fixed_keys_and_saves_not_compared_commits_mix(monkeypatch: pytest.
 LOST = rules(saves=1, crashes=(0, 1), is_replaced=True, listed=(0,))
 
 
-def test_a_node_that_is_lost_after_a_crash_leaves_nothing_wrong() -> None:
-    explore(LOST, must_commit=False)
-
-
 def test_but_the_generation_that_it_announced_to_replace_in_is_left() -> None:
     """Its lease (ADR 0083) stays, and nobody may commit beside it: the next save has a generation anew."""
     with pytest.raises(Violation, match="never good again"):
@@ -178,7 +177,8 @@ def test_but_the_generation_that_it_announced_to_replace_in_is_left() -> None:
 
 
 @pytest.mark.full
-def test_replicas_and_late_requests_of_lost_nodes_leave_nothing_wrong() -> None:
+def test_lost_nodes_leave_nothing_wrong() -> None:
+    explore(LOST, must_commit=False)
     more = {"saves": 1, "crashes": (0, 1), "is_replaced": True, "listed": (0,)}
     explore(rules(slots=TWO_REPLICAS, **more), must_commit=False)
     explore(rules(has_strays=True, **more), must_commit=False)

@@ -26,7 +26,7 @@ from tests.sim.world import World
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 SETTINGS = settings(
-    max_examples=1500 if FULL else 25,
+    max_examples=1500 if FULL else 10,
     stateful_step_count=60 if FULL else 25,
     deadline=None,
     derandomize=True,
@@ -82,5 +82,5 @@ for _kind in STEPS:
 
 
 def test_any_life_of_a_node_keeps_the_promises() -> None:
-    """25 lives of 25 rules; 1500 of 60 with CKPTD_FULL=1."""
+    """10 lives of 25 rules; 1500 of 60 with CKPTD_FULL=1."""
     run_state_machine_as_test(NodeLife, settings=SETTINGS)

