@@ -44,7 +44,7 @@ class S3Node(Node):
         }
 
     def uploads(self) -> list[dict[str, Any]]:
-        """Multipart uploads that are open."""
+        """Multipart uploads of files that are open; a kill may leave one of a probe, without parts."""
         try:
             found = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
         except self.client.exceptions.ClientError as error:
@@ -52,7 +52,7 @@ class S3Node(Node):
             if error.response["Error"]["Code"] == "NoSuchUpload":
                 return []
             raise
-        return list(found)
+        return [upload for upload in found if "/probe~" not in upload["Key"]]
 
     def read(self, key: str) -> bytes:
         """A whole object."""

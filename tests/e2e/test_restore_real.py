@@ -132,4 +132,11 @@ def test_from_s3(tmp_path: Path) -> None:
         assert proven.returncode == 65
         assert key in proven.stderr
         done = here.ckptd("restore", here.job_file, TAG, "--to", tmp_path / "again")
-        assert done.returncode == 65
+        # its universal form is intact: the same training, and more of it than an older save
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip().endswith(f"derived/universal/{TAG}")
+        assert f"{TAG}: " in done.stderr
+        assert "another copy of it is looked for" in done.stderr
+        assert "load_universal" in done.stderr
+        done = here.ckptd("restore", here.job_file, TAG, "--to", tmp_path / "third", "--form", "zero")
+        assert done.returncode == 65, done.stderr

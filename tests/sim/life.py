@@ -87,7 +87,9 @@ def live(life: Life) -> Outcome:
     world = World(life.seed, life.config, can_clone=life.can_clone)
     kinds: Counter[str] = Counter()
     broken: str | None = None
-    logging.getLogger("ckptd").setLevel(logging.ERROR)
+    log = logging.getLogger("ckptd")
+    level = log.level
+    log.setLevel(logging.ERROR)
     world.enter()
     try:
         for step in life.steps:
@@ -102,6 +104,7 @@ def live(life: Life) -> Outcome:
             world.kernel.history += _trace(error.__cause__)
     finally:
         world.leave()
+        log.setLevel(level)
     history = world.kernel.history
     return Outcome(
         digest=hashlib.sha256("\n".join(history).encode()).hexdigest(),

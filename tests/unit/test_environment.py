@@ -105,7 +105,7 @@ def test_a_variable_that_means_nothing_for_this_url(
     monkeypatch.setenv("CKPTD_REMOTE_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("CKPTD_REMOTE_PART_SIZE", "64MiB")
     monkeypatch.setenv("CKPTD_REMOTE_CREDENTIALS", "profile:train")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="ckptd.config"):
         done = run_here(capsys, "resume", single.save_dir, single.nas, "--dry-run")
     assert done.returncode == 0, done.stderr
     said = sorted(record.getMessage() for record in caplog.records)

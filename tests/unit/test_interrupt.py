@@ -32,7 +32,8 @@ def interrupted(when: str, *arguments: str, ignored: bool = False) -> subprocess
         check=False,
         capture_output=True,
         text=True,
-        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
+        # what was started in the background would hand on that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
         env={**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent"},
     )
 
