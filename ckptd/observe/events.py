@@ -6,6 +6,7 @@ Hooks and notifications tell what `status` says, in the same words (P17).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -60,22 +61,24 @@ def _problem_key(problem: ProblemStatus) -> tuple[str, str]:
 
 
 def _checkpoint(job: JobStatus, old: CheckpointStatus | None, new: CheckpointStatus) -> Iterator[Event]:
-    base = {"job": job.name, "at": job.as_of, "tag": new.tag, "step": new.step, "about": new.tag}
+    event = partial(Event, job=job.name, at=job.as_of, tag=new.tag, step=new.step, about=new.tag)
     if new.local.complete_at is None:
         return
     if old is None:
-        yield Event(kind="complete", text=f"{new.tag} is complete", **base)  # type: ignore[arg-type]
+        yield event(kind="complete", text=f"{new.tag} is complete")
     was = old.remotes if old is not None else {}
     for remote, forms in new.remotes.items():
         for form, status in forms.items():
             before = was.get(remote, {}).get(form)
             if status.state == "committed" and (before is None or before.state != "committed"):
                 text = f"{new.tag} ({form}) is committed on {remote}"
-                yield Event(kind="committed", text=text, form=form, remote=remote, **base)  # type: ignore[arg-type]
+                yield event(kind="committed", text=text, form=form, remote=remote)
     if new.local.universal == "ready" and (old is None or old.local.universal != "ready"):
-        yield Event(kind="converted", text=f"{new.tag} is universal", form="universal", **base)  # type: ignore[arg-type]
+        yield event(kind="converted", text=f"{new.tag} is universal", form="universal")
     if new.state == "pruned" and old is not None and old.state != "pruned":
-        yield Event(kind="pruned", text=f"{new.tag} left this node; it is committed", **base)  # type: ignore[arg-type]
+        where = [n for n, forms in new.remotes.items() if any(f.state == "committed" for f in forms.values())]
+        kept = f"it is committed on {', '.join(where)}" if where else "no remote holds it"
+        yield event(kind="pruned", text=f"{new.tag} left this node; {kept}")
 
 
 def _problem(job: JobStatus, problem: ProblemStatus) -> Event:

@@ -70,6 +70,11 @@ def test_a_life_in_events() -> None:
     told = [kinds(events_between(a, b)) for a, b in itertools.pairwise(steps)]
     assert told == [["complete"], ["committed"], ["converted"], ["pruned"]]
     assert kinds(events_between(None, steps[-1])) == []
+    (left,) = events_between(*steps[-2:])
+    assert left.text == "global_step1 left this node; it is committed on nas"
+    # unuploaded = "delete": what was never committed is not said to be
+    (left,) = events_between(job(checkpoint()), job(checkpoint(state="pruned")))
+    assert left.text == "global_step1 left this node; no remote holds it"
     # all at once, when nobody looked in between
     assert kinds(events_between(steps[0], steps[3])) == ["complete", "committed", "converted"]
 
