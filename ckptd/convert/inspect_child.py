@@ -8,13 +8,13 @@ only its own facts. Nothing of the checkpoint's code runs; nothing is written.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from typing import Any
 
 from ckptd import files
 from ckptd.convert.sandbox import restrict
+from ckptd.core.finite import finite
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.torchfile.archive import Directory, Framing, frame
 from ckptd.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
@@ -94,7 +94,7 @@ def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:
     return {
         "trainer": {
             "global_step": step if type(step) is int else None,
-            "best_metric": _finite(metric),
+            "best_metric": finite(metric),
             "best_checkpoint": os.path.basename(best.rstrip("/")) if isinstance(best, str) else None,
             "metrics": _metrics_at(step, state.get("log_history")),
         }
@@ -108,21 +108,10 @@ def _metrics_at(step: object, history: object) -> list[tuple[str, float]]:
         if not isinstance(entry, dict) or type(step) is not int or entry.get("step") != step:
             continue
         for name, value in entry.items():
-            number = _finite(value)
+            number = finite(value)
             if number is not None and len(name) <= _NAME_LETTERS:
                 found[name] = number
     return sorted(found.items())[:_MOST_METRICS]
-
-
-def _finite(value: object) -> float | None:
-    """A number that can be compared and written as JSON; a run that diverged logs NaN."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:

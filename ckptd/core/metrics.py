@@ -8,9 +8,9 @@ Pure: bytes in, numbers out. The file may be cut anywhere and hold anything; wha
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING
 
+from ckptd.core.finite import finite
 from ckptd.core.manifest import Best
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _rows(whole: dict[str, object] | list[object], metric: str) -> Iterator[dict
 def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
     found: dict[int, list[float]] = {}
     for row in rows:
-        step, value = _step_of(row), _number(row.get(metric, row.get(f"eval_{metric}")))
+        step, value = _step_of(row), finite(row.get(metric, row.get(f"eval_{metric}")))
         if step is not None and value is not None:
             found.setdefault(step, []).append(value)
     return {step: tuple(values) for step, values in found.items()}
@@ -85,14 +85,3 @@ def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
 def _step_of(row: dict[str, object]) -> int | None:
     step = next((row[name] for name in _STEP_NAMES if name in row), None)
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
-
-
-def _number(value: object) -> float | None:
-    """A finite number; a run that diverged writes NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
