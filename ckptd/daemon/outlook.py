@@ -78,8 +78,8 @@ def see_outlook(job: Job, state: JobState) -> None:
 
 
 def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
-    production = show_bandwidth(round(told.production_bytes_per_second or 0)).partition(" = ")[0]
-    text = f"production {production}, link {show_bandwidth(round(speed)).partition(' = ')[0]}"
+    production, link = _measured(told.production_bytes_per_second or 0), _measured(speed)
+    text = f"production {production}, link {link}"
     cure = f"save every {steps:,} steps, or make the link faster"
     if job.config.unuploaded != "keep":
         text += f': not every save is uploaded (unuploaded = "{job.config.unuploaded}")'
@@ -88,6 +88,11 @@ def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
         text += ": uploads fall behind" + ("" if full is None else f", disk full in {show_seconds(full)}")
         cure = f'set unuploaded = "thin" or {cure}'
     job.problems.see("link-slow", "link", text, cure)
+
+
+def _measured(bytes_per_second: float) -> str:
+    """Two digits: what was measured wanders, and an alarm whose words change each turn is noise."""
+    return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
 
 
 def _see_full(job: Job, told: Forecast) -> None:

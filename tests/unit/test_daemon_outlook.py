@@ -76,10 +76,11 @@ def test_an_opt_out_keeps_a_slow_link_from_filling_the_disk(how: str) -> None:
     assert ("disk-full-soon" in away) is (how == "thin"), "thin needs a newer one that is committed"
 
 
-def test_the_first_upload_tells_its_speed_while_it_runs() -> None:
+def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first day has none that ended; ten seconds of a ZeRO form to a required one do."""
     job, state = scene(speeds={})
-    began = time.monotonic() - 20.0
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 20.0)
     moving = SimpleNamespace(started_seconds=began, done_bytes=600 * 10**6, start_bytes=0)
     state.moving = {(1, "s3", "zero"): moving, (1, "nas", "universal"): moving}
     assert link_speed(job, state) is None
