@@ -28,7 +28,7 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -102,6 +102,9 @@ $(PEERS): bench/peers.txt | $(PY)
 
 bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md, docs/transfer.png)
 	$(PY) -m bench.transfer $(ARGS)
+
+bench-interference: setup ## step and save times of a real training with and without ckptd (writes docs/performance.md)
+	$(PY) -m bench.interference $(ARGS)
 
 $(AUDIT): bench/audit.txt | $(PY)
 	"$(PYTHON)" -m venv .build/audit

@@ -43,38 +43,39 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def _group(limit_bytes: int) -> Iterator[Path]:
-    group = CONTROLLER / f"ckptd-test-{os.getpid()}-{time.monotonic_ns()}"
-    group.mkdir()
+def group(limit_bytes: int) -> Iterator[Path]:
+    """A new cgroup's folder; whoever goes in (`cgroup.procs`) must have ended before it is left."""
+    made = CONTROLLER / f"ckptd-test-{os.getpid()}-{time.monotonic_ns()}"
+    made.mkdir()
     try:
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        (group / "memory.swappiness").write_text("0")
-        yield group
+        (made / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        (made / "memory.swappiness").write_text("0")
+        yield made
     finally:
-        (group / "memory.force_empty").write_text("0")
-        group.rmdir()
+        (made / "memory.force_empty").write_text("0")
+        made.rmdir()
 
 
 def run_confined(command: Sequence[str], limit_bytes: int, *, cwd: Path, timeout: float = 500.0) -> Confined:
     """Run `command` with all its children under `limit_bytes`."""
-    with _group(limit_bytes) as group:
+    with group(limit_bytes) as inside_of:
         started = time.monotonic()
-        inside = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+        inside = ["sh", "-c", f'echo $$ > {inside_of}/cgroup.procs && exec "$@"', "sh", *command]
         with subprocess.Popen(
             inside, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as child:
-            watcher = _Watcher(group)
+            watcher = Watcher(inside_of)
             try:
                 stdout, stderr = child.communicate(timeout=timeout)
             finally:
                 child.kill()
                 watcher.stop()
         seconds = time.monotonic() - started
-        killed = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+        killed = dict(line.split() for line in (inside_of / "memory.oom_control").read_text().splitlines())
         return Confined(
             child.returncode,
             seconds,
-            int((group / "memory.max_usage_in_bytes").read_text()),
+            int((inside_of / "memory.max_usage_in_bytes").read_text()),
             watcher.peak_bytes,
             watcher.peak_dirty_bytes,
             int(killed.get("oom_kill", 0)),
@@ -83,7 +84,7 @@ def run_confined(command: Sequence[str], limit_bytes: int, *, cwd: Path, timeout
         )
 
 
-class _Watcher:
+class Watcher:
     """Samples the anonymous memory and the dirty pages of a cgroup."""
 
     def __init__(self, group: Path) -> None:

@@ -1,0 +1,130 @@
+"""Turns the pairs of bench.interference into a part of docs/performance.md and docs/interference.png."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.interference_stats import (
+    Interval,
+    Pair,
+    Quantity,
+    difference,
+    mean_save,
+    median_step,
+    p99_step,
+)
+from bench.report import machine, replace_part
+from tests.real import REPOSITORY
+
+PICTURE = REPOSITORY / "docs" / "interference.png"
+BEGIN, END = "<!-- interference: begin -->", "<!-- interference: end -->"
+AIMS: tuple[tuple[str, Quantity, float], ...] = (
+    ("step time, median", median_step, 1.0),
+    ("step time, p99", p99_step, 2.0),
+    ("save time, mean", mean_save, 2.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Highest marks of the daemon's cgroup over all segments; `is_known` is False where there was none."""
+
+    anonymous_bytes: int = 0
+    dirty_bytes: int = 0
+    killed: int = 0
+    is_known: bool = False
+
+    def joined(self, anonymous_bytes: int, dirty_bytes: int, killed: int) -> Memory:
+        """With one more segment."""
+        return Memory(
+            max(self.anonymous_bytes, anonymous_bytes),
+            max(self.dirty_bytes, dirty_bytes),
+            self.killed + killed,
+            is_known=True,
+        )
+
+
+def render(
+    both: Sequence[Pair],
+    none: Sequence[Pair],
+    memory: Memory,
+    busy_seconds: Sequence[float],
+    kept: float,
+    budget_bytes: int,
+    cores: int,
+) -> str:
+    """The measured part of the page."""
+    lines = [
+        f"Machine: {machine()}; trainer on {cores} of the cores, ckptd on the others.",
+        _scene(both, none),
+        "",
+        "| what | with ckptd, 95 % interval | A/A, 95 % interval | claim | aim |",
+        "|---|---|---|---|---|",
+    ]
+    for words, quantity, aim in AIMS:
+        ours, control = difference(both, quantity), difference(none, quantity)
+        is_reached = ours.high <= aim or ours.high <= control.high
+        verdict = "reached" if is_reached else "NOT reached"
+        lines.append(
+            f"| {words} | {_words(ours)} | {_words(control)} | at most {ours.high:+.1f} % "
+            f"| ≤ {aim:g} %, or not above A/A: {verdict} |"
+        )
+    longest, least = max(busy_seconds, default=0.0), min(busy_seconds, default=0.0)
+    lines += [
+        "",
+        f"* ckptd was at work {least:.0f} – {longest:.0f} s per segment, until all was committed",
+        f"* the trainer's data file in the page cache afterwards: {kept:.0%}",
+        _memory(memory, budget_bytes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _scene(both: Sequence[Pair], none: Sequence[Pair]) -> str:
+    plain = [pair.plain for pair in both]
+    return (
+        f"{len(both)} A/B pairs and {len(none)} A/A pairs, alternated; without ckptd a step takes "
+        f"{median_step(plain):.3f} s, a save {mean_save(plain):.2f} s."
+    )
+
+
+def _words(one: Interval) -> str:
+    return f"{one.seen:+.1f} % ({one.low:+.1f} – {one.high:+.1f})"
+
+
+def _memory(memory: Memory, budget_bytes: int) -> str:
+    budget = budget_bytes >> 20
+    if not memory.is_known:
+        return "* memory: no cgroup to measure it in here"
+    return (
+        f"* all processes of ckptd in a cgroup of its budget, {budget} MiB: anonymous memory at most "
+        f"{memory.anonymous_bytes / 2**20:.0f} MiB, dirty pages {memory.dirty_bytes / 2**20:.0f} MiB, "
+        f"killed for want of memory: {memory.killed}"
+    )
+
+
+def write(text: str, both: Sequence[Pair], none: Sequence[Pair]) -> None:
+    """Into the page, with its picture."""
+    replace_part(text, BEGIN, END)
+    if importlib.util.find_spec("matplotlib") is not None:
+        _draw(both, none)
+
+
+def _draw(both: Sequence[Pair], none: Sequence[Pair]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for pairs, words, colour in ((none, "A/A", "#999999"), (both, "with ckptd", "#1f77b4")):
+        for at, (axis, quantity) in enumerate(((left, median_step), (right, mean_save))):
+            seen = [100 * (quantity([p.other]) / quantity([p.plain]) - 1) for p in pairs]
+            axis.hist(seen, bins=20, alpha=0.6, label=words, color=colour)
+            axis.set_xlabel(("step time (median)" if at == 0 else "save time") + ", difference in a pair, %")
+    left.set_ylabel("pairs")
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=110)
+    print(f"wrote {PICTURE}")

@@ -1,0 +1,74 @@
+"""The trainer of bench.interference: real DeepSpeed on CPU that steps and saves when told, and times it.
+
+`torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
+line of JSON {"save_dir", "steps"}, its answer {"steps": seconds of each step, "saves": seconds of each save}:
+a save, half of the steps, a second save while whoever watches works on the first, the other half. An empty
+line ends the training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+
+from ckptd.quickstart.ending import leave
+from tests import make_ckpt
+
+
+def step(engine: Any, recipe: dict[str, Any], number: int) -> float:
+    """One global step on one sample a rank; seconds."""
+    rank = dist.get_rank()
+    ids, labels = make_ckpt.batch_for(recipe["vocab"], number, rank, rank + 1)
+    began = time.perf_counter()
+    make_ckpt.loss_of(engine, recipe, ids, labels, 0)
+    return time.perf_counter() - began
+
+
+def save(engine: Any, save_dir: str) -> float:
+    """One save by all ranks; seconds that training stood still for it."""
+    began = time.perf_counter()
+    engine.save_checkpoint(save_dir, client_state={make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}})
+    return time.perf_counter() - began
+
+
+def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[str, list[float]]:
+    """What one order asks for."""
+    steps, saves = [], []
+    for _ in range(2):
+        saves.append(save(engine, order["save_dir"]))
+        steps += [step(engine, recipe, engine.global_steps) for _ in range(order["steps"] // 2)]
+    return {"steps": steps, "saves": saves}
+
+
+def main() -> None:
+    """Rank 0 reads orders for all and answers for all."""
+    deepspeed.init_distributed()
+    torch.set_num_threads(1)
+    recipe = json.loads(Path(sys.argv[1]).read_text())
+    world = dist.get_world_size()
+    config = make_ckpt.ds_config(recipe, world, universal=False)
+    config |= {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world}
+    engine = make_ckpt.build(recipe, config, init_seed=7)
+    is_first = dist.get_rank() == 0
+    # every rank holds both open, which nobody minds; only the first reads and writes
+    with Path(sys.argv[2]).open() as orders, Path(sys.argv[3]).open("a", buffering=1) as answers:
+        while True:
+            box = [orders.readline().strip() if is_first else None]
+            torch.distributed.broadcast_object_list(box, src=0)
+            if not box[0]:
+                break
+            answer = segment(engine, recipe, json.loads(box[0]))
+            if is_first:
+                answers.write(json.dumps(answer) + "\n")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
