@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import node
-from tests.hf import ENVIRONMENT, REPOSITORY, START_SECONDS
+from tests.hf import ENVIRONMENT, START_SECONDS
+from tests.real import REPOSITORY
 from tests.stores.servers import free_port
 
 pytestmark = pytest.mark.real
