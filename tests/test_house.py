@@ -19,6 +19,7 @@ MODULE_LINES, FUNCTION_LINES = 350, 60
 
 RANK = {
     "errors": 0,
+    "trainer": 0,
     "core": 1,
     "config": 2,
     "budget": 2,

@@ -1,7 +1,7 @@
 """inotify as a hint: something moved in save_dir or in a folder that is being saved, so look sooner (§3).
 
 Watches are not recursive. An event that is lost (queue overflow, network file system, watch limit) costs at
-most one rescan interval; nothing is ever decided from an event.
+most one rescan interval; nothing is ever decided from an event. Trainers may send hints themselves (`hints`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 
 from ckptd.core.listing import OURS
+from ckptd.local.hints import Hints
 from ckptd.local.state_dir import filesystem_type, is_network
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Watcher:
         self._gone: set[str] = set()
         """Paths of folders that went; what has such a name now is another one, which no watch is on."""
         self._handler = _Handler(f"{save_dir}/{OURS}", on_hint, self._gone.add)
+        self._hints = Hints(save_dir, on_hint)
         self._observer = Observer()
         self._observer.daemon = True
         self._watches: dict[str, ObservedWatch] = {}
@@ -63,6 +65,7 @@ class Watcher:
 
     def start(self) -> None:
         """Begin with save_dir itself."""
+        self._hints.start()
         try:
             self._observer.start()
             self._schedule(self._save_dir)
@@ -97,7 +100,8 @@ class Watcher:
         return self._observer.schedule(self._handler, path, recursive=False, event_filter=_MEANT)
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        self._hints.stop()
         with contextlib.suppress(RuntimeError):
             self._observer.stop()
             self._observer.join(timeout=2)

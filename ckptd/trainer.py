@@ -1,0 +1,250 @@
+"""For training scripts: tell ckptd of a save, or wait until it is committed; the standard library alone.
+
+Training needs nothing of this: the daemon finds every save by itself. This file imports no other part of
+ckptd, so it may be copied beside a training script; transformers is loaded when `CkptdCallback` is asked for.
+
+    from ckptd.trainer import CkptdCallback       # Hugging Face: Trainer(..., callbacks=[CkptdCallback()])
+    from ckptd.trainer import save_checkpoint     # DeepSpeed: save_checkpoint(engine, save_dir)
+
+Nothing here raises because of ckptd, writes a file or takes locks; what goes wrong is logged once (ADR 0109)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger("ckptd.trainer")
+
+POLL_SECONDS = 0.5
+STATUS_LIMIT_BYTES = 64 << 20
+_said: set[str] = set()
+
+
+def saved(save_dir: str | os.PathLike[str]) -> bool:
+    """Tell the daemon on this machine that something was saved below save_dir, so that it looks at once.
+
+    Returns at once, whatever happens; False where no daemon heard it, which loses nothing: file events and
+    rescans find every save. One process of a node is enough.
+    """
+    try:
+        status = os.stat(save_dir)
+        address = f"\0ckptd/saved/{status.st_dev:x}/{status.st_ino:x}".encode()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as teller:
+            teller.setblocking(False)
+            teller.sendto(b"\0", address)
+    except BlockingIOError:
+        return True  # so many hints wait there that it is going to look anyhow
+    except (OSError, ValueError, TypeError) as error:
+        _say_once(f"no daemon heard of the save in {save_dir} ({error}); it looks by itself")
+        return False
+    return True
+
+
+def is_committed(
+    save_dir: str | os.PathLike[str], step: int, state_dir: str | os.PathLike[str] | None = None
+) -> bool:
+    """Whether the newest save of that step is proved to lie in every required remote, as status.json says.
+
+    False when nothing can be read, or what is said is of an earlier save of the same step: the folder has a
+    file that was written after the daemon had looked through it. `state_dir`: where status.json lies, unless
+    in save_dir, below CKPTD_STATE_DIR, or where a service keeps it.
+    """
+    try:
+        place = os.path.abspath(os.fspath(save_dir))
+        for path in _status_files(place, state_dir):
+            job = _job_of(path, place)
+            if job is not None:
+                return _says_committed(job, place, step)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _say_once(f"status.json of {save_dir} cannot be read ({type(error).__name__}: {error})")
+    return False
+
+
+def wait_committed(
+    save_dir: str | os.PathLike[str],
+    step: int,
+    timeout_seconds: float,
+    state_dir: str | os.PathLike[str] | None = None,
+) -> bool:
+    """Wait until the newest save of that step is committed; False after `timeout_seconds`.
+
+    For the end of a script, in one process: whoever waits in a collective operation meanwhile runs into that
+    one's time-out.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not is_committed(save_dir, step, state_dir):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(POLL_SECONDS, left))
+    return True
+
+
+def save_checkpoint(
+    engine: Any, save_dir: str | os.PathLike[str], tag: str | None = None, **named: Any
+) -> Any:
+    """`engine.save_checkpoint` of DeepSpeed, then `saved`; every rank calls it, the node's first one tells.
+
+    Raises:
+        What DeepSpeed raises.
+    """
+    done = engine.save_checkpoint(save_dir, tag=tag, **named)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        saved(save_dir)
+    return done
+
+
+def _say_once(text: str) -> None:
+    if text not in _said and len(_said) < 100:
+        _said.add(text)
+        with contextlib.suppress(Exception):
+            log.warning("ckptd: %s", text)
+
+
+def _status_files(save_dir: str, state_dir: str | os.PathLike[str] | None) -> Iterator[str]:
+    """Where a daemon publishes, most certain first."""
+    if state_dir is not None:
+        yield os.path.join(state_dir, "status.json")
+        yield from _below(os.fspath(state_dir))
+        return
+    above, name = os.path.split(save_dir)
+    yield os.path.join(save_dir, "_ckptd", "state", "status.json")
+    yield os.path.join(above, f"_ckptd.{name}", "state", "status.json")
+    for variable in ("CKPTD_STATE_DIR", "STATE_DIRECTORY"):
+        for base in filter(None, os.environ.get(variable, "").split(":")):
+            yield os.path.join(base, "status.json")
+            yield from _below(base)
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+    yield f"/var/tmp/ckptd-{os.getuid()}/{digest}/status.json"  # noqa: S108 — read only
+    for user in _names("/var/lib/ckptd"):
+        yield from _below(f"/var/lib/ckptd/{user}")
+
+
+def _below(base: str) -> Iterator[str]:
+    """Of a directory with the states of several jobs."""
+    for name in _names(base):
+        yield os.path.join(base, name, "status.json")
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _job_of(path: str, save_dir: str) -> dict[str, Any] | None:
+    """The job of a save_dir in a published document; None: no document, or it is of other jobs."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as published:
+        document = json.loads(published.read(STATUS_LIMIT_BYTES))
+    for job in document["jobs"]:
+        if os.path.realpath(job["save_dir"]) == os.path.realpath(save_dir):
+            return dict(job)
+    return None
+
+
+def _says_committed(job: dict[str, Any], save_dir: str, step: int) -> bool:
+    saves = [c for c in job["checkpoints"] if c["step"] == step]
+    if not saves or saves[0]["state"] not in ("committed", "pruned", "vanished"):
+        return False
+    newest = saves[0]
+    zero = [forms["zero"]["state"] for forms in newest["remotes"].values() if "zero" in forms]
+    if newest["state"] != "committed" and (not zero or set(zero) != {"committed"}):
+        return False
+    seen_at = newest["local"]["complete_at"]
+    return seen_at is not None and _written_at_seconds(os.path.join(save_dir, newest["tag"])) <= _unix(
+        seen_at
+    )
+
+
+def _written_at_seconds(folder: str) -> float:
+    """When the trainer last wrote a file below a checkpoint folder; 0 where it is gone."""
+    newest = 0.0
+    for place, _, names in os.walk(folder):
+        if place.endswith("_universal"):
+            continue  # beside the shards by `ckptd resume`
+        for name in names:
+            if name != "latest_universal":
+                with contextlib.suppress(FileNotFoundError):
+                    newest = max(newest, os.lstat(os.path.join(place, name)).st_mtime)
+    return newest
+
+
+def _unix(rfc3339: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(rfc3339.replace("Z", "+00:00")).timestamp()
+
+
+def _make_callback() -> type:
+    from transformers import TrainerCallback
+
+    class CkptdCallback(TrainerCallback):
+        """Tells ckptd of each save of the Trainer; `wait_seconds`: at the end, for the last one's COMMIT.
+
+        save_dir: default the Trainer's `output_dir`. Only the first process of a node tells, only the first
+        of all waits.
+        """
+
+        def __init__(
+            self,
+            save_dir: str | os.PathLike[str] | None = None,
+            *,
+            wait_seconds: float = 0.0,
+            state_dir: str | os.PathLike[str] | None = None,
+        ) -> None:
+            self.save_dir = save_dir
+            self.wait_seconds = wait_seconds
+            self.state_dir = state_dir
+            self.last_step: int | None = None
+            self.is_committed: bool | None = None
+            """After the end of training: whether the last save was committed in time; None: nobody waited."""
+
+        def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            self.last_step = state.global_step
+            if state.is_local_process_zero:
+                _quietly(lambda: saved(self.save_dir or args.output_dir))
+
+        def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if self.last_step is None or not self.wait_seconds or not state.is_world_process_zero:
+                return
+            step, place = self.last_step, self.save_dir or args.output_dir
+            _quietly(lambda: saved(place))
+            self.is_committed = bool(
+                _quietly(lambda: wait_committed(place, step, self.wait_seconds, self.state_dir))
+            )
+            if not self.is_committed:
+                _say_once(f"step {step} in {place} was not committed within {self.wait_seconds:.0f} s")
+
+    CkptdCallback.__qualname__ = "CkptdCallback"
+    return CkptdCallback
+
+
+def _quietly(call: Callable[[], bool]) -> bool | None:
+    """Whatever it is, training goes on."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 — a hint is worth no run
+        _say_once(f"{type(error).__name__}: {error}")
+        return None
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CkptdCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = _make_callback()
+    return globals()[name]
