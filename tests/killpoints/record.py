@@ -80,6 +80,7 @@ class Record:
         row = {
             "point": name,
             "deaths": outcome.deaths,
+            "recovering": outcome.recovering,
             "hit": outcome.hit,
             "wrong": outcome.wrong,
             "seconds": round(seconds, 3),
@@ -103,6 +104,7 @@ class Record:
             "runs": len(self._rows),
             "points": points,
             "crashes": sum(row["deaths"] for row in self._rows),
+            "recovering": sum(row["recovering"] for row in self._rows),
             "hits": sum(1 for row in self._rows if row["hit"]),
             "violations": sum(1 for row in self._rows if row["wrong"]),
             "seconds": round(sum(row["seconds"] for row in self._rows) / jobs),
