@@ -7,6 +7,7 @@ the code is the same, so that a run that was cut goes on. A POINT, as a failure 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -91,7 +92,7 @@ def _called(wanted: list[Scenario], bases: dict[str, Path]) -> Calls:
     known: Calls = json.loads(path.read_text()) if path.exists() else {}
     calls = {s.name: known.get(s.name) or calls_of(s, bases[s.name]) for s in wanted}
     path.write_text(json.dumps(known | calls))
-    print(f"calls: { {name: len(made) for name, made in calls.items()} }", flush=True)
+    print(f"calls: { {name: [len(part) for part in parts] for name, parts in calls.items()} }", flush=True)
     return calls
 
 
@@ -106,10 +107,12 @@ def _tasks(kind: str, calls: Calls, bases: dict[str, Path], base: Path) -> list[
     return [(p.name, partial(_point, bases, p)) for p in makers[kind](calls, SEED)]
 
 
-def _call_at(calls: Calls, point: str) -> str:
-    """The call that a point is about."""
-    scenario, fate = point.split()
-    return calls[scenario][int(fate.rpartition(":")[2]) - 1]
+def _calls_at(calls: Calls, text: str) -> set[str]:
+    """The calls that a point is about."""
+    point = Point.parse(text)
+    parts = calls[point.scenario]
+    whole = list(itertools.chain(*parts))
+    return {(whole if fate.save is None else parts[fate.save])[fate.at - 1] for fate in point.fates}
 
 
 def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], base: Path) -> int:
@@ -118,7 +121,7 @@ def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], b
     for kind in kinds:
         tasks = _tasks(kind, calls, bases, base)
         if args.defect is not None:
-            tasks = [t for t in tasks if _call_at(calls, t[0]) in DEFECTS[args.defect].calls]
+            tasks = [t for t in tasks if _calls_at(calls, t[0]) & set(DEFECTS[args.defect].calls)]
         is_sample = args.sample is not None or args.defect is not None
         if args.sample is not None:
             tasks = tasks[: args.sample]
@@ -126,8 +129,13 @@ def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], b
         deadline = time.monotonic() + 60 * args.minutes / len(kinds)
         sought = DEFECTS[args.defect].shows if args.defect else None
         _go_on(record, tasks, args.jobs, deadline, sought)
-        is_wrong |= record.end(len(tasks), args.jobs)
+        is_wrong |= record.end(sum(map(_deaths_of, tasks)), args.jobs)
     return int(is_wrong)
+
+
+def _deaths_of(task: tuple[str, Task]) -> int:
+    """How many points of its kind a task stands for."""
+    return max(1, task[0].count("/"))
 
 
 def _go_on(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tests.killpoints import judge as judging
 from tests.killpoints.life import Place, fork
-from tests.killpoints.seams import Fate
 
 SAVES = 2
 STEP_BYTES = 16
@@ -47,7 +46,7 @@ class Journals:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._state = place.save_dir / "_ckptd" / "state"
-        if fork(place, Fate(), upto=SAVES):
+        if fork(place, upto=SAVES):
             message = f"the life before the damage failed: {place.told()[-3:]}"
             raise AssertionError(message)
         self.before = judging.judge(place)
@@ -84,7 +83,7 @@ class Journals:
         place = self.place
         self._lay(damage)
         place.history.write_text(f"written {SAVES}\ncommitted {json.dumps(sorted(self.before.keys))}\n")
-        code = fork(place, Fate(), upto=SAVES)
+        code = fork(place, upto=SAVES)
         after = judging.judge(place)
         wrong = list(after.wrong) + judging.sent_again(place, is_killed=True)
         wrong += [line for line in place.told() if line.startswith(("VIOLATION", "STANDSTILL"))]

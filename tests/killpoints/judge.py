@@ -153,6 +153,20 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
             verdict.wrong.append(f"latest_universal names {target.name}, which is not whole (P6)")
 
 
+def judge_rest(place: Place) -> list[str]:
+    """What must hold whenever nothing is left to do for the saves that were written, whoever died before."""
+    verdict = judge(place)
+    forms = ("zero", "universal") if place.scenario.universal else ("zero",)
+    newest = place.saves[place.written - 1]
+    missing = {(newest.step, form) for form in forms} - verdict.committed
+    if missing and not place.last_of("hit", ""):
+        verdict.wrong.append(f"{sorted(missing)} is not committed")
+    if verdict.garbage:
+        verdict.wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
+    _judge_leftovers(place, verdict.wrong, sum(line.startswith("killed ") for line in place.told()))
+    return verdict.wrong
+
+
 def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdict:
     """What must hold as well once all is done: everything arrived, nothing is left lying (P1, P7).
 

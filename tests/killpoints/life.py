@@ -133,13 +133,21 @@ class Place:
         return found[-1] if found else default
 
 
-def live(place: Place, fate: Fate, *, upto: int = len(trainer.STEPS), reads: bool = False) -> None:
-    """In a process of its own: from a start to the end of the story, or to the kill.
+def live(
+    place: Place,
+    fates: tuple[Fate, ...],
+    *,
+    upto: int = len(trainer.STEPS),
+    reads: bool = False,
+    at_rest: Callable[[Place], list[str]] | None = None,
+) -> None:
+    """In a process of its own: from a start to the end of the story, or to the next kill.
 
     An error that persists ends after `HURT_SECONDS` of the clock's time; the life must end well all the same.
+    `at_rest` says what is wrong whenever nothing is left to do for a save.
     """
     clock = Clock(float(place.last_of("clock", "0")) + 1)
-    seams = Seams(fate, lambda text: _note(place, clock, text), reads=reads)
+    seams = Seams(_due(fates, place.written), lambda text: _note(place, clock, text), reads=reads)
     scenario = place.scenario
     with quiet():
         process = Process(
@@ -159,18 +167,36 @@ def live(place: Place, fate: Fate, *, upto: int = len(trainer.STEPS), reads: boo
             if number >= upto:
                 break
             seams.is_open = False
+            for text in at_rest(place) if at_rest is not None and number else ():
+                place.tell(f"VIOLATION at rest after save {number}: {text}")
             trainer.write(place.save_dir, trainer.saves()[number], is_constant=scenario.is_constant)
             place.tell(f"written {number + 1}")
+            seams.arm(seams.fate if _is_error(fates) else _due(fates, number + 1))
             seams.is_open = True
         process.until_well(TURNS)
         seams.is_open = False
         process.publish()
         place.tell(f"exit {process.exit_code}")
         place.tell(f"problems {[p.text for p in process.problems]}")
-    _note(place, clock, f"names {json.dumps(seams.names)}")
+    _note(place, clock, f"calls {json.dumps(seams.parts)}")
     if seams.hit:
         place.tell(f"hit {seams.hit}")
     place.tell("idle")
+
+
+def _is_error(fates: tuple[Fate, ...]) -> bool:
+    return any(fate.save is None for fate in fates)
+
+
+def _due(fates: tuple[Fate, ...], save: int) -> Fate:
+    """What this process meets first, from where the trainer is."""
+    return next((fate for fate in fates if fate.save in (None, save)), Fate())
+
+
+def left_of(place: Place, fates: tuple[Fate, ...]) -> tuple[Fate, ...] | None:
+    """What is still to come after a death; None if none of these was due."""
+    due = _due(fates, place.written)
+    return fates[fates.index(due) + 1 :] if due in fates else None
 
 
 def _note(place: Place, clock: Clock, text: str) -> None:
@@ -209,7 +235,7 @@ def _heal(place: Place, process: Process) -> None:
     process.seams.fate = Fate()
 
 
-def fork(place: Place, fate: Fate, **more: object) -> int:
+def fork(place: Place, *fates: Fate, **more: object) -> int:
     """Live in a forked process; its exit status as `waitpid` tells it (SIGKILL: the point was reached)."""
     sys.stdout.flush()
     pid = os.fork()
@@ -217,7 +243,7 @@ def fork(place: Place, fate: Fate, **more: object) -> int:
         die_with_parent()
         code = 1
         try:
-            live(place, fate, **more)  # type: ignore[arg-type]
+            live(place, fates, **more)  # type: ignore[arg-type]
             code = 0
         except Exception:
             place.tell(f"VIOLATION {traceback.format_exc(limit=-6)!r}")

@@ -1,9 +1,15 @@
-"""One point: a life that is killed or hurt there, gone on with to its end, and judged."""
+"""One life that is killed or hurt at its points, gone on with to its end, and judged.
+
+A life of four saves is killed up to once for each of them, and goes on until nothing is left to do before
+the next one is written: a death costs a restart, not a life. Some lives die once, in a process that has
+lived from the beginning.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -13,10 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.killpoints import judge as judging
-from tests.killpoints.life import KILLED, SCENARIOS, Place, Scenario, fork
-from tests.killpoints.seams import Fate
+from tests.killpoints.life import KILLED, SCENARIOS, Place, Scenario, fork, left_of
+from tests.killpoints.seams import WRITES, Fate
 
 SIDES = ("before", "after", "half")
+ALONE = 40
+"""Of so many lives one is lived once for each of its deaths."""
+VERIFIED = 10
 CODES = (
     errno.EIO,
     errno.ENOSPC,
@@ -31,7 +40,7 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is done to one life: kills of its processes in turn, or one error; see `Fate`."""
+    """What is done to one life: kills of its processes, by the saves that they work on, or one error."""
 
     scenario: str
     fates: tuple[Fate, ...]
@@ -52,7 +61,7 @@ class Point:
 
 def _shown(fate: Fate) -> str:
     if fate.side != "fail":
-        return f"{fate.side}:{fate.at}"
+        return f"{fate.save}/{fate.side}:{fate.at}"
     often = "always" if fate.is_persistent else "once"
     return f"{errno.errorcode[fate.code]}:{often}:{fate.at}"
 
@@ -60,34 +69,39 @@ def _shown(fate: Fate) -> str:
 def _fate(text: str) -> Fate:
     what, *often, at = text.split(":")
     if not often:
-        return Fate(int(at), what)
+        save, _, side = what.partition("/")
+        return Fate(int(at), side, save=int(save))
     return Fate(int(at), "fail", getattr(errno, what), often == ["always"])
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`deaths`: processes that were killed; `hit`: the call that failed ("" if none was reached)."""
+    """`deaths`: processes that were killed; `hit`: the call that failed ("" if none was reached).
+
+    `recovering`: those deaths whose process had been started after another death for the same save.
+    """
 
     deaths: int
     hit: str
     wrong: tuple[str, ...]
     said: tuple[str, ...] = ()
+    recovering: int = 0
 
 
-Calls = dict[str, list[str]]
-"""Scenario → the calls of an undisturbed life, in their order."""
+Calls = dict[str, list[list[str]]]
+"""Scenario → the calls of an undisturbed life, in their order: before the first save, and for each."""
 
 
-def calls_of(scenario: Scenario, base: Path) -> list[str]:
+def calls_of(scenario: Scenario, base: Path) -> list[list[str]]:
     """The calls of an undisturbed life, which must be without fault itself."""
     with placed(scenario, base, "count") as place:
-        code = fork(place, Fate())
+        code = fork(place, at_rest=judging.judge_rest)
         wrong = judging.judge_end(place).wrong
         if code or wrong:
             message = f"an undisturbed life of {scenario.name} is wrong: {code} {wrong}"
             raise AssertionError(message)
-        names: list[str] = json.loads(place.last_of("names", "[]"))
-        return names
+        parts: list[list[str]] = json.loads(place.last_of("calls", "[]"))
+        return parts
 
 
 @contextlib.contextmanager
@@ -114,23 +128,25 @@ def run(point: Point, base: Path) -> Outcome:
 
 def _kill(point: Point, place: Place) -> Outcome:
     wrong: list[str] = []
-    deaths = 0
-    for fate in (*point.fates, Fate()):
-        code = fork(place, fate)
-        if code == KILLED and fate.at:
-            deaths += 1
-            if not place.is_first_start_noted:
-                place.tell("found-first")
-            verdict = judging.judge(place)
-            wrong += [f"after death {deaths}: {text}" for text in verdict.wrong]
-            place.tell(f"committed {json.dumps(sorted(verdict.keys))}")
-            continue
+    died_in: list[int] = []
+    left: tuple[Fate, ...] | None = point.fates
+    while left is not None:
+        code = fork(place, *left, at_rest=judging.judge_rest)
         if code:
-            wrong.append(f"the process ended with {code}")
-        break
+            wrong += [] if code == KILLED else [f"the process ended with {code}"]
+            left = left_of(place, left) if code == KILLED else None
+        if not code or left is None:
+            break
+        died_in.append(place.written)
+        if place.written and not place.is_first_start_noted:
+            place.tell("found-first")
+        verdict = judging.judge(place)
+        wrong += [f"after death {len(died_in)}: {text}" for text in verdict.wrong]
+        place.tell(f"committed {json.dumps(sorted(verdict.keys))}")
+    deaths = len(died_in)
     wrong += judging.judge_end(place, deaths=deaths).wrong
     wrong += _verify(place) if point.verifies else []
-    return Outcome(deaths, "", tuple(dict.fromkeys(wrong)))
+    return Outcome(deaths, "", tuple(dict.fromkeys(wrong)), recovering=deaths - len(set(died_in)))
 
 
 def _fail(point: Point, place: Place) -> Outcome:
@@ -172,27 +188,52 @@ def _verify(place: Place) -> list[str]:
 
 
 def every(calls: Calls, seed: int) -> list[Point]:
-    """Every call of every scenario, before and after it, and half of it; in an order that the seed gives."""
-    points = [
-        Point(name, (Fate(at, side),), verifies=at % 10 == 0) for name, at in _places(calls) for side in SIDES
-    ]
-    random.Random(seed).shuffle(points)
+    """Every call of every scenario, before and after it, and half of a write; in an order of the seed's."""
+    rng = random.Random(seed)
+    points: list[Point] = []
+    for name, parts in calls.items():
+        columns = [_fates(made, save) for save, made in enumerate(parts)]
+        lives = max(map(len, columns))
+        for column in columns:
+            column += [Fate()] * (lives - len(column))
+            rng.shuffle(column)
+        for number, drawn in enumerate(zip(*columns, strict=True)):
+            fates = tuple(fate for fate in drawn if fate.at)
+            several = [fates] if number % ALONE else [(fate,) for fate in fates]
+            points += [Point(name, some, verifies=number % VERIFIED == 0) for some in several if some]
+    rng.shuffle(points)
     return points
 
 
-def _places(calls: Calls) -> list[tuple[str, int]]:
-    return [(name, at + 1) for name, made in calls.items() for at in range(len(made))]
+def _fates(made: list[str], save: int) -> list[Fate]:
+    return [
+        Fate(at, side, save=save)
+        for at, call in enumerate(made, start=1)
+        for side in SIDES
+        if side != "half" or call in WRITES
+    ]
+
+
+def _places(calls: Calls) -> list[tuple[str, int, str]]:
+    """Scenario, number of the call in its life, call."""
+    return [
+        (name, at, call)
+        for name, parts in calls.items()
+        for at, call in enumerate(itertools.chain(*parts), start=1)
+    ]
 
 
 def pairs(calls: Calls, seed: int, number: int) -> list[Point]:
-    """A kill anywhere, and another while the next process recovers from it."""
+    """For every save a kill anywhere, and another while the next process recovers from it."""
     rng = random.Random(seed)
     made = []
-    for _ in range(number):
+    for _ in range(number // 4):
         name = rng.choice(sorted(calls))
-        first = Fate(rng.randint(1, len(calls[name])), rng.choice(SIDES))
-        second = Fate(int(rng.expovariate(1 / 60)) + 1, rng.choice(SIDES))
-        made.append(Point(name, (first, second)))
+        fates: list[Fate] = []
+        for save, part in enumerate(calls[name][1:], start=1):
+            fates.append(Fate(rng.randint(1, len(part)), rng.choice(SIDES), save=save))
+            fates.append(Fate(int(rng.expovariate(1 / 60)) + 1, rng.choice(SIDES), save=save))
+        made.append(Point(name, tuple(fates)))
     return made
 
 
@@ -201,9 +242,9 @@ def errors(calls: Calls, seed: int, codes: Sequence[int] = CODES) -> list[Point]
     fates = [Fate(1, "fail", code, is_persistent) for code in codes for is_persistent in (False, True)]
     points = [
         Point(name, (replace(fate, at=at),))
-        for name, at in _places(calls)
+        for name, at, call in _places(calls)
         for fate in fates
-        if fate.meets(calls[name][at - 1])
+        if fate.meets(call)
     ]
     random.Random(seed).shuffle(points)
     return points

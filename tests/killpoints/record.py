@@ -30,15 +30,26 @@ KINDS = {
 }
 
 
-def digest() -> str:
-    """Of all code that a point runs."""
+REAL = {"real.py", "victim.py"}
+
+
+def digest(kind: str = "") -> str:
+    """Of all code that a point of this kind runs."""
     sha = hashlib.sha256()
-    around = {"__main__.py", "record.py", "real.py", "defects.py"}
+    around = {"__main__.py", "record.py", "defects.py"} | (set() if kind == "real" else REAL)
     for folder in (ROOT / "ckptd", ROOT / "tests" / "killpoints"):
         for path in sorted(folder.rglob("*.py")):
             is_around = path.name in around or path.name.startswith("test_")
-            sha.update(b"" if folder.name == "killpoints" and is_around else path.read_bytes())
+            if folder.name != "killpoints" or not is_around:
+                sha.update(path.read_bytes())
     return sha.hexdigest()[:16]
+
+
+def _commit() -> str:
+    """What git calls the tree, "-dirty" if something in it is not committed."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "no repository"
 
 
 @contextmanager
@@ -69,7 +80,7 @@ class Record:
     def __init__(self, kind: str, part: str, *, is_kept: bool) -> None:
         self._kind, self._is_kept, self._is_whole = kind, is_kept, not part
         self._name, self._fault, self._what = KINDS[kind]
-        self._path = BUILD / "killpoints" / f"{self._name}-{digest()}{part and '-'}{part}.jsonl"
+        self._path = BUILD / "killpoints" / f"{self._name}-{digest(kind)}{part and '-'}{part}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         is_there = is_kept and self._path.exists()
         self._rows = [json.loads(row) for row in self._path.read_text().splitlines()] if is_there else []
@@ -80,6 +91,7 @@ class Record:
         row = {
             "point": name,
             "deaths": outcome.deaths,
+            "recovering": outcome.recovering,
             "hit": outcome.hit,
             "wrong": outcome.wrong,
             "seconds": round(seconds, 3),
@@ -103,9 +115,11 @@ class Record:
             "runs": len(self._rows),
             "points": points,
             "crashes": sum(row["deaths"] for row in self._rows),
+            "recovering": sum(row["recovering"] for row in self._rows),
             "hits": sum(1 for row in self._rows if row["hit"]),
             "violations": sum(1 for row in self._rows if row["wrong"]),
             "seconds": round(sum(row["seconds"] for row in self._rows) / jobs),
+            "code": f"{digest(self._kind)} at {_commit()}",
             "date": datetime.now(UTC).date().isoformat(),
         }
         print(json.dumps(figure), flush=True)

@@ -48,6 +48,9 @@ class Fate:
     code: int = errno.EIO
     is_persistent: bool = False
     """Every call from `at` on raises, of those that such an error meets."""
+    save: int | None = None
+    """The count begins where the trainer has written this save (0: none yet), or, in a process that was
+    started after it, at its start; None: at the start of the first process."""
 
     def meets(self, name: str) -> bool:
         """Whether a call could fail so: a full disk lets files go, one that is read-only flushes."""
@@ -62,8 +65,8 @@ class Seams:
 
     def __init__(self, fate: Fate, note: Callable[[str], None], *, reads: bool = False) -> None:
         self.fate = fate
-        self.names: list[str] = []
-        """What was called, in its order."""
+        self.parts: list[list[str]] = [[]]
+        """What was called, in its order, up to each save and from there on."""
         self.is_open = True
         """False: what is called now is the test's own doing."""
         self.ours = "/nvme/run/"
@@ -81,10 +84,11 @@ class Seams:
         """Carry out one counted call, or its fate."""
         if not self.is_open:
             return real(*args, **kwargs)
-        self.names.append(name)
+        self.parts[-1].append(name)
+        number = len(self.parts[-1]) if self.fate.save is not None else sum(map(len, self.parts))
         fate = self.fate
         if fate.side == "fail":
-            is_due = len(self.names) == fate.at or (fate.is_persistent and len(self.names) > fate.at > 0)
+            is_due = number == fate.at or (fate.is_persistent and number > fate.at > 0)
             if is_due and fate.meets(name):
                 self.hit = self.hit or name
                 self.hit_at_seconds = self.hit_at_seconds or time.monotonic()
@@ -94,7 +98,7 @@ class Seams:
             result = real(*args, **kwargs)
             self._begins(name, args, result)
             return result
-        if len(self.names) != fate.at:
+        if number != fate.at:
             return real(*args, **kwargs)
         self._note(f"killed {fate.side} {name}")
         if fate.side == "half" and half is not None:
@@ -103,6 +107,11 @@ class Seams:
             real(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
+
+    def arm(self, fate: Fate) -> None:
+        """The trainer has written another save: count from here, for this fate."""
+        self.parts.append([])
+        self.fate = fate
 
     def _flush_failed(self, name: str, args: tuple[Any, ...]) -> None:
         if name in ("fsync", "fdatasync"):

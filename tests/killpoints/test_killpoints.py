@@ -33,9 +33,9 @@ def run(*arguments: object) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("kind", "scenario", "number"),
     [
-        ("kill", "directory", 10),
-        ("kill", "objects-constant", 4),
-        ("pairs", "directory", 4),
+        ("kill", "directory", 5),
+        ("kill", "objects-constant", 2),
+        ("pairs", "directory", 2),
         ("errors", "directory-zero", 10),
         ("journal", "directory", 10),
     ],
