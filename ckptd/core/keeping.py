@@ -16,7 +16,7 @@ from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptd.core.manifest import Best
     from ckptd.core.save import Order
@@ -70,6 +70,7 @@ def keep_local(view: JobView) -> LocalFates:
             newest_committed=max((s.save.order for s in committed), default=None),
             latest=view.latest,
             best=best_tag(view),
+            intact=tuple(s for s in present if s.is_intact),
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
@@ -149,6 +150,7 @@ class _Ground:
     newest_committed: Order | None
     latest: str | None
     best: str | None
+    intact: tuple[SaveView, ...]
 
 
 def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
@@ -163,6 +165,10 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
         (save.is_busy, "being read"),
         (bool(save.has_unlisted), f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"),
+        (
+            _may_be_newest(save, ground.intact),
+            "nothing proves that it is not the newest (the next save will)",
+        ),
         (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
         (save.save.tag == ground.best, "best_model_checkpoint"),
     )
@@ -173,6 +179,12 @@ def best_tag(view: JobView) -> str | None:
     """What the newest save's trainer calls the best so far; its own folder name, whatever the path (H37)."""
     known = [s for s in view.saves if s.save.best_checkpoint is not None]
     return max(known, key=lambda s: s.save.order).save.best_checkpoint if known else None
+
+
+def _may_be_newest(save: SaveView, intact: Iterable[SaveView]) -> bool:
+    """All that count as newer were found together with it, and what is known of their order contradicts."""
+    newer = [s for s in intact if s.save.order > save.save.order]
+    return bool(newer) and all(save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
 
 
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:

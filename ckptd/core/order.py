@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from ckptd.core.save import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def next_order(step: int, highest: Order | None) -> Order:
@@ -35,14 +41,47 @@ def rebuilt_order(step: int, highest: Order | None) -> Order:
     return next_order(step, highest)
 
 
-def sealing_order(steps: dict[str, int], latest: str | None) -> list[str]:
-    """Tags of several saves that became known at once, in the order in which they count as saved.
+def sealing_order(
+    steps: Mapping[str, int], latest: str | None, seen_seconds: Mapping[str, float] | None = None
+) -> list[str]:
+    """Tags of several saves that are sealed in one turn, in the order in which they count as saved.
 
-    By step; but what lies above the trainer's own `latest` goes first: it was saved before the run was
-    rewound to below it. A hint of order only, no clock is asked (P9).
+    First by when the daemon saw their last change (`seen_seconds`, monotonic: what appeared behind its back
+    has one time), then by step; but what lies above the trainer's own `latest` goes first: it was saved
+    before the run was rewound to below it. A hint of order only, no clock is asked (P9).
 
     >>> sealing_order({"a": 7, "b": 9, "c": 10}, "a")
     ['b', 'c', 'a']
+    >>> sealing_order({"a": 7, "b": 9}, None, {"a": 20.0, "b": 10.0})
+    ['b', 'a']
     """
     limit = steps.get(latest) if latest is not None else None
-    return sorted(steps, key=lambda tag: (limit is None or steps[tag] <= limit, steps[tag], tag))
+    seen = seen_seconds or {}
+    return sorted(
+        steps, key=lambda tag: (seen.get(tag, 0.0), limit is None or steps[tag] <= limit, steps[tag], tag)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A save of which another was there, unsealed, when it was sealed; or that other one."""
+
+    order: Order
+    """As it was given."""
+    seen_seconds: float
+    """Monotonic: when this daemon saw its last change."""
+    written_ns: int
+    """Greatest mtime of its shards. It may raise doubt, never settle it: a clock deletes nothing (P9)."""
+    is_latest: bool
+    """The trainer's `latest` names it."""
+
+
+def is_proven(one: Found, other: Found) -> bool:
+    """Whether the order that two saves were given may be relied on when one of them is to be removed.
+
+    Seen one after the other: if it was given so. Found at once: unless their times, or `latest`, contradict.
+    """
+    older, newer = sorted((one, other), key=lambda found: found.order)
+    if older.seen_seconds != newer.seen_seconds:
+        return older.seen_seconds < newer.seen_seconds
+    return older.written_ns <= newer.written_ns and not older.is_latest

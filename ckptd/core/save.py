@@ -57,6 +57,10 @@ class SealedSave(Model):
     best: Best | None = None
     best_checkpoint: str | None = None
     """The tag that this save's trainer calls the best so far (H37)."""
+    beside: tuple[str, ...] = ()
+    """Tags that lay here, not sealed yet, when this one was sealed: perhaps saved later (adr/0102)."""
+    rivals: tuple[int, ...] = ()
+    """Saves of the journal, sealed before, of which nothing proves that they are older, or newer."""
 
     @property
     def shard_fingerprints(self) -> dict[str, str]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
 from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.core.order import next_order, rebuilt_order, sealing_order
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import (
     best_checkpoint_of,
@@ -25,6 +24,7 @@ from ckptd.core.sealing import (
     sealed_file,
 )
 from ckptd.daemon.metrics import Metrics
+from ckptd.daemon.ordering import Ordering, written_ns
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.errors import CkptdError
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.intake")
 
 IN_FLIGHT_SECONDS = 60.0
-
-
-def _written_ns(folder: FolderListing) -> int:
-    return max((f.identity.mtime_ns for f in folder.shards), default=0)
 
 
 class Intake:
@@ -74,11 +70,13 @@ class Intake:
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
         self.metrics = Metrics(config, state)
+        self._ordering = Ordering(state, recogniser, self._is_sealed)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
         state = self._state
         state.listing = listing
+        self._ordering.look(listing, now_seconds)
         tags = {folder.tag for folder in listing.folders}
         for gone in set(state.quiet) - tags:
             del state.quiet[gone]
@@ -253,11 +251,9 @@ class Intake:
         due = {folder.tag for folder, _ in ready}
         may_seal = {tag: self._recogniser.may_seal(tag) for tag in due}
         waits_for = [t for t in found_first if not may_seal.get(t, not self._is_undecided(t))]
-        latest = self._state.listing.latest if self._state.listing else None
-        rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest)
         now = {tag for tag in due if may_seal[tag]}
         self._asked_at = {t: self._asked_at.get(t, time.monotonic()) for t in due - now} if now else {}
-        for folder, verdict in sorted(ready, key=lambda row: rank.index(row[0].tag)):
+        for folder, verdict in self._ordering.ranked(ready):
             if folder.tag in found_first and waits_for:
                 continue
             if folder.tag not in now or self._waits_for_older(folder, now):
@@ -273,13 +269,13 @@ class Intake:
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
         """One written before, or of a lower step, is about to be sealed: later it would be a rewind."""
-        mine, step = _written_ns(folder), self._state.verdicts[folder.tag].step or 0
+        mine, step = written_ns(folder), self._state.verdicts[folder.tag].step or 0
         for other in self._state.listing.folders if self._state.listing else ():
             verdict = self._state.verdicts.get(other.tag)
             if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
                 continue
             since = max(self._state.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0))
-            is_older = _written_ns(other) < mine or verdict.step is None or verdict.step < step
+            is_older = written_ns(other) < mine or verdict.step is None or verdict.step < step
             if time.monotonic() - since < IN_FLIGHT_SECONDS and is_older and not self._is_sealed(other):
                 return True
         return False
@@ -304,14 +300,7 @@ class Intake:
         sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path], folder) for f in folder.own)
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
         is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
-        order = self._recogniser.known_order(folder.tag, fingerprints)
-        if order is None:
-            known = [row.save.order for row in state.rows.values()]
-            remote = self._recogniser.highest()
-            highest = max([*known, *([remote] if remote else [])], default=None)
-            # saved anew since then, it is what the trainer does now: perhaps a rewind
-            is_old = is_new_tag and state.journal.was_new and folder.tag in self._recogniser.tags_at_start
-            order = rebuilt_order(step, highest) if is_old else next_order(step, highest)
+        order = self._ordering.order_of(folder.tag, step, fingerprints, is_new_tag=is_new_tag)
         extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
         save = SealedSave(
             tag=folder.tag,
@@ -328,6 +317,8 @@ class Intake:
             roots=folder.roots,
             best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
+            beside=self._ordering.beside(folder.tag),
+            rivals=self._ordering.rivals(folder, order),
         )
         is_first = folder.tag in found_first and is_new_tag
         adopted = not is_first or self._config.backfill == "all"

@@ -1,0 +1,101 @@
+"""Which of two saves is the newer: the order that a save is given, and whether anything proves it (§3, P9).
+
+Saves that appear while the daemon looks are seen one after the other. Those that it finds at once, after a
+restart, are ordered by step and the trainer's `latest`; where their times contradict, neither is let go as
+the older one before the next save (docs/adr/0102).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.order import Found, is_proven, next_order, rebuilt_order, sealing_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.core.lifecycle import Verdict
+    from ckptd.core.listing import FolderListing, SaveDirListing
+    from ckptd.core.save import Order
+    from ckptd.daemon.recogniser import Recogniser
+    from ckptd.daemon.state import JobState
+
+Mark = tuple[tuple[object, ...], ...]
+
+
+def written_ns(folder: FolderListing) -> int:
+    """The greatest mtime of its shards."""
+    return max((f.identity.mtime_ns for f in folder.shards), default=0)
+
+
+class Ordering:
+    """The orders of one job's saves; remembers when it saw each folder's shards change last."""
+
+    def __init__(
+        self, state: JobState, recogniser: Recogniser, is_sealed: Callable[[FolderListing], bool]
+    ) -> None:
+        self._state = state
+        self._is_sealed = is_sealed
+        self._recogniser = recogniser
+        self._seen: dict[str, tuple[Mark, float]] = {}
+
+    def look(self, listing: SaveDirListing, now_seconds: float) -> None:
+        """Note what changed; a file beside the shards, or their rights, say nothing about order."""
+        seen = {}
+        for folder in listing.folders:
+            mark = tuple(
+                (f.path, f.identity.ino, f.identity.size_bytes, f.identity.mtime_ns) for f in folder.shards
+            )
+            known = self._seen.get(folder.tag)
+            seen[folder.tag] = known if known is not None and known[0] == mark else (mark, now_seconds)
+        self._seen = seen
+
+    def ranked(self, ready: list[tuple[FolderListing, Verdict]]) -> list[tuple[FolderListing, Verdict]]:
+        """Saves that are durable now, in the order in which they count as saved."""
+        latest = self._state.listing.latest if self._state.listing else None
+        seen = {tag: at for tag, (_, at) in self._seen.items()}
+        rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest, seen)
+        return sorted(ready, key=lambda row: rank.index(row[0].tag))
+
+    def order_of(
+        self, tag: str, step: int, fingerprints: tuple[tuple[str, str], ...], *, is_new_tag: bool
+    ) -> Order:
+        """The order of a save that is sealed now."""
+        order = self._recogniser.known_order(tag, fingerprints)
+        if order is not None:
+            return order
+        known = [row.save.order for row in self._state.rows.values()]
+        remote = self._recogniser.highest()
+        highest = max([*known, *([remote] if remote else [])], default=None)
+        # saved anew since then, it is what the trainer does now: perhaps a rewind
+        is_old = is_new_tag and self._state.journal.was_new and tag in self._recogniser.tags_at_start
+        return rebuilt_order(step, highest) if is_old else next_order(step, highest)
+
+    def beside(self, tag: str) -> tuple[str, ...]:
+        """Other folders with shards that are not the save that was sealed of their tag, if any was."""
+        folders = self._state.listing.folders if self._state.listing else ()
+        return tuple(f.tag for f in folders if f.tag != tag and f.shards and not self._is_sealed(f))
+
+    def rivals(self, folder: FolderListing, order: Order) -> tuple[int, ...]:
+        """Saves sealed while this one lay there unsealed, where what is known of both contradicts."""
+        listing = self._state.listing
+        here = {f.tag: f for f in listing.folders} if listing is not None else {}
+        mine = self._found(folder, order)
+        found = []
+        for row in self._state.rows.values():
+            other = here.get(row.save.tag)
+            was_there = row.state == "present" and folder.tag in row.save.beside
+            if not was_there or other is None or not self._is_sealed(other):
+                continue
+            if not is_proven(mine, self._found(other, row.save.order)):
+                found.append(row.id)
+        return tuple(found)
+
+    def _found(self, folder: FolderListing, order: Order) -> Found:
+        listing = self._state.listing
+        return Found(
+            order=order,
+            seen_seconds=self._seen[folder.tag][1],
+            written_ns=written_ns(folder),
+            is_latest=listing is not None and listing.latest == folder.tag,
+        )
