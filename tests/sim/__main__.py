@@ -1,18 +1,19 @@
 """`python -m tests.sim SEED` replays one life; `--seeds A-B --minutes M` lives many, on all cores.
 
-A run that was ended goes on where it stopped (`.build/sim/`); its last line is one line of JSON, which also
-lies in `.build/figures/sim.json`.
+Runs add up, over all ranges of seeds, for as long as the code is the same: `.build/sim/<digest>.json` has
+what was lived, and a run that was ended goes on where it stopped. The last line is one line of JSON, which
+also lies in `.build/figures/sim.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("seed", nargs="?", type=int, help="replay this life and show it")
     parser.add_argument("--seeds", help="A-B: many lives, B not included")
     parser.add_argument("--minutes", type=float, default=60.0, help="end after this time, go on next time")
+    parser.add_argument("--crashes", type=int, default=None, help="end when so many crashes add up")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--steps", type=int, default=40, help="most steps of a life")
     parser.add_argument(
-        "--fresh", action="store_true", help="neither go on with an earlier run nor be gone on with"
+        "--fresh", action="store_true", help="neither go on with earlier runs nor be gone on with"
     )
     parser.add_argument("--figures", type=Path, default=ROOT / ".build" / "figures" / "sim.json")
     parser.add_argument("--digests", action="store_true", help="one line of seed and history digest per life")
@@ -69,11 +71,53 @@ def replay(seed: int, most_steps: int) -> int:
     return 1
 
 
-def chunk(work: tuple[int, int, int]) -> list[tuple[int, Outcome]]:
+def digest() -> str:
+    """Of all code that a life runs: only lives of one code add up."""
+    sha = hashlib.sha256()
+    around = {"__main__.py", "seeded.py"}
+    paths = sorted([*(ROOT / "ckptd").rglob("*.py"), *(ROOT / "tests" / "sim").glob("*.py")])
+    for path in (*paths, ROOT / "tests" / "stores" / "memory.py", ROOT / "tests" / "unit" / "synthetic.py"):
+        if not (path.parent.name == "sim" and (path.name in around or path.name.startswith("test_"))):
+            sha.update(path.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+class Known:
+    """What was lived with this code; at `path`, or in memory alone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        kept: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        self.done: set[int] = set(kept.get("done", ()))
+        self.crashes: int = kept.get("crashes", 0)
+        self.steps: int = kept.get("steps", 0)
+        self.seconds: float = kept.get("seconds", 0.0)
+        self.broken: dict[str, str] = kept.get("broken", {})
+
+    def add(self, seed: int, outcome: Outcome) -> None:
+        """One life more."""
+        self.done.add(seed)
+        self.crashes += outcome.crashes
+        self.steps += outcome.steps
+        if outcome.broken is not None:
+            self.broken[str(seed)] = outcome.broken[:300]
+
+    def keep(self) -> None:
+        """Write it down whole: a run may be ended at any time."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        rows = {name: getattr(self, name) for name in ("crashes", "steps", "seconds", "broken")}
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text(json.dumps(rows | {"done": sorted(self.done)}))
+        beside.replace(self._path)
+
+
+def chunk(work: tuple[list[int], int]) -> list[tuple[int, Outcome]]:
     """Some lives, without their histories."""
-    first, last, most_steps = work
+    seeds, most_steps = work
     found = []
-    for seed in range(first, last):
+    for seed in seeds:
         outcome = live(drawn(seed, most_steps))
         outcome.history = []
         found.append((seed, outcome))
@@ -83,53 +127,43 @@ def chunk(work: tuple[int, int, int]) -> list[tuple[int, Outcome]]:
 def many(chosen: argparse.Namespace) -> int:
     """Live on all cores until the seeds or the time are used up."""
     first, last = (int(part) for part in chosen.seeds.split("-"))
-    place = ROOT / ".build" / "sim" / f"{first}-{last}-{chosen.steps}.json"
-    known: dict[str, Any] = {"done": [], "runs": 0, "crashes": 0, "steps": 0, "seconds": 0.0, "broken": {}}
-    if place.is_file() and not chosen.fresh:
-        known = json.loads(place.read_text())
-    done = set(known["done"])
-    works = [(at, min(at + CHUNK, last), chosen.steps) for at in range(first, last, CHUNK) if at not in done]
-    before, started = known["seconds"], time.monotonic()
-    kinds: Counter[str] = Counter()
+    known = Known(None if chosen.fresh else ROOT / ".build" / "sim" / f"{digest()}-{chosen.steps}.json")
+    left = [seed for seed in range(first, last) if seed not in known.done]
+    works = [(left[at : at + CHUNK], chosen.steps) for at in range(0, len(left), CHUNK)]
+    before, started = known.seconds, time.monotonic()
     with multiprocessing.Pool(min(chosen.workers, max(1, len(works)))) as pool:
         for results in pool.imap_unordered(chunk, works):
             for seed, outcome in results:
                 if chosen.digests:
                     print(seed, outcome.digest)
-                kinds.update(outcome.kinds)
-                known["runs"] += 1
-                known["crashes"] += outcome.crashes
-                known["steps"] += outcome.steps
+                known.add(seed, outcome)
                 if outcome.broken is not None:
-                    known["broken"][str(seed)] = outcome.broken[:300]
                     print(f"seed {seed} BROKEN {outcome.broken[:300]}")
                     print(f"replay: python -m tests.sim {seed} --steps {chosen.steps}", flush=True)
-            known["done"].append(results[0][0])
-            known["seconds"] = before + time.monotonic() - started
-            if time.monotonic() - started > 60 * chosen.minutes:
+            known.seconds = before + time.monotonic() - started
+            known.keep()
+            is_enough = chosen.crashes is not None and known.crashes >= chosen.crashes
+            if is_enough or time.monotonic() - started > 60 * chosen.minutes:
                 break
-    if not chosen.fresh:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(known))
     line = json.dumps(
         figures(known, f"python -m tests.sim --seeds {chosen.seeds} --minutes {chosen.minutes:g}")
     )
     chosen.figures.parent.mkdir(parents=True, exist_ok=True)
     chosen.figures.write_text(line + "\n")
     print(line)
-    return 1 if known["broken"] else 0
+    return 1 if known.broken else 0
 
 
-def figures(known: dict[str, Any], command: str) -> dict[str, Any]:
+def figures(known: Known, command: str) -> dict[str, Any]:
     """What is reported of a run."""
     return {
         "name": "sim",
         "command": command,
-        "runs": known["runs"],
-        "crashes": known["crashes"],
-        "steps": known["steps"],
-        "violations": len(known["broken"]),
-        "seconds": round(known["seconds"], 1),
+        "runs": len(known.done),
+        "crashes": known.crashes,
+        "steps": known.steps,
+        "violations": len(known.broken),
+        "seconds": round(known.seconds, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -278,7 +278,9 @@ def _heal(world: World, _: random.Random) -> None:
 
 
 def _clock(world: World, rng: random.Random) -> None:
-    world.kernel.wall_offset_seconds += rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 1e7))
+    seconds = rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 1e7))
+    world.kernel.wall_offset_seconds += seconds
+    world.was_set_back = world.was_set_back or seconds < 0
 
 
 def _forget(world: World, rng: random.Random) -> None:
@@ -333,12 +335,18 @@ def finish(world: World, rng: random.Random) -> None:
     world.is_deaf = False
     world.trainer.abort()
     world.kernel.history.append("--- healed")
+    _last_save(world, rng)
+    if world.is_in_doubt():
+        _last_save(world, rng)
+    world.judge_rest()
+
+
+def _last_save(world: World, rng: random.Random) -> None:
     world.trainer.begin(max([world.trainer.step, *(s.step for s in world.trainer.saves)]) + 1, rng)
     world.trainer.end()
     world.live_on(SETTLED_SECONDS, rng)
     world.live_on(HEALED_SECONDS, rng, world.has_rested)
     world.look()
-    world.judge_rest()
 
 
 # --- a shorter one -------------------------------------------------------------------------------------

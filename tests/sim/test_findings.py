@@ -157,3 +157,85 @@ def test_what_was_read_before_the_flush_is_read_again_after_a_power_cut(world: W
     assert [journal.facts(f.path, f.identity) for f in listing.folders[0].files] == [None] * 3
     world.live_on(60, rng)
     assert None not in [journal.facts(f.path, f.identity) for f in listing.folders[0].files]
+
+
+def saved(world: World, *steps: int, torn: int | None = None) -> None:
+    """Saves that no daemon saw; of the last only `latest` and a part are written."""
+    for step in steps:
+        world.kernel.now_seconds += 90
+        world.trainer.begin(step, random.Random(step))
+        world.trainer.end()
+    if torn is not None:
+        world.kernel.now_seconds += 90
+        world.trainer.begin(torn, random.Random(4))
+        while world.kernel.content_of(f"{SAVE_DIR}/latest") != f"global_step{torn}".encode():
+            world.trainer.go_on(1)
+        world.trainer.abort()
+
+
+def lying_here(world: World) -> list[int]:
+    return [save.step for save in world.trainer.saves if save.is_finished and world.is_intact(save)]
+
+
+@pytest.fixture
+def strict() -> Iterator[World]:
+    """A node that keeps one checkpoint."""
+    made = World(1, job_config(((NAS, True, None),), 1, "all"))
+    made.enter()
+    made.kernel.mkdir(NAS_URL)
+    flush(made, "/sim/nas")
+    try:
+        yield made
+    finally:
+        made.leave()
+
+
+@pytest.mark.parametrize(
+    ("steps", "torn", "stay"), [((4, 3), 5, {4, 3}), ((3, 2), 1, {3, 2}), ((5, 7, 2, 3), 9, {7, 3})]
+)
+def test_saves_found_at_once_stay_until_the_next_one_says_which_is_newer(
+    strict: World, steps: tuple[int, ...], torn: int, stay: set[int]
+) -> None:
+    """Lives 81287 and 81694: the run was rewound behind the daemon's back, and `latest` names a torn save.
+
+    The one of the higher step was taken for the newest, and the newest was pruned.
+    """
+    saved(strict, *steps, torn=torn)
+    strict.live_on(300, random.Random(1), strict.has_rested)
+    assert set(lying_here(strict)) == stay, "either may be the newest"
+    saved(strict, 10)
+    strict.live_on(300, random.Random(1))
+    assert lying_here(strict) == [10]
+
+
+def test_what_was_doubted_is_doubted_after_a_restart(strict: World) -> None:
+    """Life 81851: the newest of three is torn by its next save, and only the journal knows of the doubt."""
+    saved(strict, 5, 2, 1)
+    strict.live_on(300, random.Random(1), strict.has_rested)
+    assert 1 in lying_here(strict)
+    strict.trainer.begin(1, random.Random(1), tag="global_step1")
+    strict.trainer.go_on(3)
+    strict.kill()
+    strict.trainer.abort()
+    strict.live_on(300, random.Random(1), strict.has_rested)
+    assert 2 in lying_here(strict)
+
+
+def test_saves_found_at_once_in_the_order_of_their_steps_are_pruned(strict: World) -> None:
+    """Nothing contradicts: a daemon that was down for a weekend makes room at once."""
+    saved(strict, 1, 2, 3)
+    strict.live_on(300, random.Random(1))
+    assert lying_here(strict) == [3]
+
+
+def test_a_rewind_that_was_seen_needs_no_clock(strict: World) -> None:
+    """The clock is set back by a day as well; what the daemon saw happen is no matter of times."""
+    saved(strict, 5)
+    strict.live_on(100, random.Random(1))
+    strict.kernel.wall_offset_seconds -= 86400.0
+    saved(strict, 2)
+    strict.live_on(300, random.Random(1))
+    assert lying_here(strict) == [5, 2], "what is ahead of the rewound run stays until that has passed it"
+    saved(strict, 6)
+    strict.live_on(300, random.Random(1))
+    assert lying_here(strict) == [6]

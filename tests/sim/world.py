@@ -115,7 +115,7 @@ class World:
         self._rests_since: float | None = None
         self.is_power_cut = False
         self.is_deaf = False
-        self.was_stale = False
+        self.was_stale = self.was_set_back = False
         """A list may have hidden what a save is committed as: its COMMIT is retired, and it stays here."""
         self.hint: Callable[[], None] | None = None
         self.defect: BaseException | None = None
@@ -516,30 +516,38 @@ class World:
         say = self.judge.say
         if not self.is_at_rest():
             say("liveness", f"the daemon does not come to rest: {self._words()}")
-        alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and not s.is_rotated]
-        here = [s for s in alive if self.is_intact(s)]
+        here = self._shipped_here()
         required = [remote.name for remote in self.config.remotes if remote.required]
         limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
-        found_first = self._found_first() if self.config.backfill != "all" else frozenset()
-        # those are not shipped, or not believed to be one save, without being asked
-        spread = self.config.save_spread_seconds
-        here = [s for s in here if s.tag not in found_first and s.window_seconds < spread - 1]
         for save in here:
             for name in required:
                 is_retired = limits[name] is not None and save.number in self.judge.ever[name]
                 if not self.judge.holds(name, save) and not is_retired:
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
-        self._judge_limit(here)
+        if extra := self._above_limit(here):
+            limit = self.config.local.save_total_limit
+            say("P5", f"{limit} may stay, {', '.join(extra)} do as well: {self._words()}")
 
-    def _judge_limit(self, here: list[Save]) -> None:
-        """No more than the limit, but for what a rewind left ahead and what the seat belt holds up."""
+    def is_in_doubt(self) -> bool:
+        """The clock was set back, and more stay than may: their times contradict until the next save."""
+        return self.was_set_back and bool(self._above_limit(self._shipped_here()))
+
+    def _shipped_here(self) -> list[Save]:
+        """What lies here whole and is shipped, and believed to be one save, without anybody being asked."""
+        alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and not s.is_rotated]
+        found_first = self._found_first() if self.config.backfill != "all" else frozenset()
+        spread = self.config.save_spread_seconds - 1
+        return [
+            s for s in alive if self.is_intact(s) and s.tag not in found_first and s.window_seconds < spread
+        ]
+
+    def _above_limit(self, here: list[Save]) -> list[str]:
+        """What stays beyond the limit, but for what a rewind left ahead and what the seat belt holds up."""
         limit = self.config.local.save_total_limit
         if self.was_stale or limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
-            return
+            return []
         behind = [save for save in here if save.step < here[-1].step]
-        if len(behind) + 1 > limit:
-            tags = ", ".join(save.tag for save in behind)
-            self.judge.say("P5", f"{limit} may stay, {tags} do as well: {self._words()}")
+        return [save.tag for save in behind] if len(behind) + 1 > limit else []
 
     def _found_first(self) -> frozenset[str]:
         """Tags that ckptd noted as older than itself: not shipped without being asked."""
