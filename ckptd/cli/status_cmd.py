@@ -1,6 +1,6 @@
 """`ckptd status`: is my run safe? Reads status.json alone: with the daemon down, and for any user (H33).
 
-Fast by importing little: the file is JSON, the table is rich's; no journal, no remote, no pydantic.
+Fast by importing little: the file is JSON, the table is rich's; no journal, no remote.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import json
 import os
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.status_tables import ago, checkpoints_table, remote_table, size_of
+from ckptd.cli import status_words as words
+from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.text import ENV_JOB, printable_everywhere
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import CkptdError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-STALE_SECONDS = 60.0
+    from collections.abc import Callable, Iterator
 
 _SERVICES = Path("/var/lib/ckptd")
 """Where systemd keeps the state of `ckptd@USER.service`, by user and job."""
@@ -31,38 +29,151 @@ _SERVICES = Path("/var/lib/ckptd")
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("status", help="Is my run safe? What is under way, what needs a person.")
+    @app.command("status", help="Is my run safe? What is under way, what needs a person, and what to type.")
     def status(
         job: str | None = typer.Argument(
             None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
         ),
         tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
-        as_json: bool = typer.Option(False, "--json", help="The published document."),
+        as_json: bool = typer.Option(
+            False, "--json", help="The published document (docs/status.schema.json)."
+        ),
         retention: bool = typer.Option(False, "--retention", help="Why each checkpoint is kept."),
-        live: bool = typer.Option(False, "--live", help="Exit 0 only if the daemon lives."),
+        watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
+        interval: float = typer.Option(2.0, "--interval", min=0.1, help="Of --watch, in seconds."),
+        live: bool = typer.Option(False, "--live", help="Exit 0 while the daemon's turns go on, else 1."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        document = find_status(
-            job, Path(state_dir) if state_dir else None, Path(config_dir) if config_dir else None
-        )
-        alive = _is_alive(document)
-        jobs = [j for j in document["jobs"] if job is None or _is_meant(j, job)]
-        if job is not None and not jobs and not as_json and not live:
-            msg = f"the daemon does not run {job} any more"
-            raise NotFoundError(
-                msg, hint="its job file was removed or cannot run; the daemon's log says which"
-            )
-        if as_json:
-            document["daemon"]["alive"] = alive
-            print(json.dumps(document | {"jobs": jobs}, indent=2))
-        elif tag is not None:
-            _story(jobs, tag)
-        else:
-            _show(document, jobs, alive, retention)
+        places = [Path(place) if place else None for place in (state_dir, config_dir)]
+
+        def look() -> dict[str, Any]:
+            return find_status(job, *places)
+
         if live:
-            raise typer.Exit(0 if alive else 1)
-        raise typer.Exit(_exit_code(jobs, alive))
+            raise typer.Exit(_liveness(look))
+        if watch:
+            if as_json or tag is not None:
+                raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
+            _watch(lambda: _chosen(look(), job), retention, interval)
+            raise typer.Exit(0)
+        document = look()
+        life = words.life_of(document, time.time())
+        if as_json:
+            jobs = [one for one in document["jobs"] if job is None or _is_meant(one, job)]
+            _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
+        else:
+            jobs = _chosen(document, job)["jobs"]
+            _print(document | {"jobs": jobs}, tag, retention)
+        raise typer.Exit(words.exit_code(jobs, is_alive=life.is_well))
+
+
+def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
+    """The document with the jobs that are meant.
+
+    Raises:
+        NotFoundError: its daemon runs others.
+    """
+    jobs = [one for one in document["jobs"] if job is None or _is_meant(one, job)]
+    if job is not None and not jobs:
+        msg = f"the daemon does not run {job} any more"
+        raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
+    return document | {"jobs": jobs}
+
+
+def _liveness(look: Callable[[], dict[str, Any]]) -> int:
+    """For a probe: one line, 0 while the daemon's turns go on, whatever becomes of its jobs."""
+    try:
+        document = look()
+    except CkptdError as error:
+        print(f"not live: {error.message}")
+        return 1
+    life = words.life_of(document, time.time())
+    process = document["daemon"]["pid"]
+    print(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
+    return 0 if life.is_well else 1
+
+
+def _print_json(document: dict[str, Any], tag: str | None, *, is_alive: bool) -> None:
+    from ckptd.cli.status_story import story_of
+
+    document["daemon"]["alive"] = is_alive
+    shown = document if tag is None else story_of(document["jobs"], tag)[0]
+    print(json.dumps(shown, indent=2))
+
+
+def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    if tag is None:
+        for part in screen(document, time.time(), retention=retention):
+            console.print(part)
+        return
+    from rich.text import Text
+
+    from ckptd.cli.status_story import story_of
+
+    for line in story_of(printable_everywhere(document["jobs"]), tag)[1]:
+        console.print(Text(line))
+
+
+def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> None:
+    from rich.console import Console, Group
+
+    from ckptd.cli.status_watch import quietly, watch_lines, watch_screen
+
+    def first_lines() -> list[str]:
+        document, now = look(), time.time()
+        life = words.life_of(document, now)
+        return [
+            f"{one['name']}  {words.headline(one, life, now)}"
+            for one in printable_everywhere(document["jobs"])
+        ]
+
+    console = Console(highlight=False)
+    if console.is_terminal:
+        quietly(
+            lambda: watch_screen(
+                lambda: Group(*screen(look(), time.time(), retention=retention)), interval_seconds, console
+            )
+        )
+    else:
+        quietly(lambda: watch_lines(first_lines, interval_seconds))
+
+
+_STYLES = {"attention": "red", "behind": "yellow"}
+
+
+def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any]:
+    """Everything that is shown, top to bottom, for a console of rich."""
+    from rich.text import Text
+
+    life = words.life_of(document, now)
+    parts: list[Any] = []
+    for job in printable_everywhere(document["jobs"]):
+        first = Text(f"{job['name']}  ", style="bold")
+        first.append(words.headline(job, life, now), style=_colour(job, life))
+        parts.append(first)
+        if not life.is_well and job["state"] != "invalid":
+            parts.append(Text(f"  → {words.start_it(job, life)}"))
+        for severity, line in words.problem_lines(job, now):
+            parts.append(Text(f"  {line}", style=_STYLES.get(severity, "")))
+        if line := words.disk_line(job):
+            parts.append(Text(f"  {line}", style="dim"))
+        said = (words.abilities(remote, is_all=retention) for remote in job.get("remotes", []))
+        parts += [Text(f"  {line}", style="dim") for line in said if line]
+        if job["checkpoints"]:
+            parts.append(checkpoints_table(job, retention=retention))
+        parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
+    if error := document["daemon"].get("notify_error"):
+        parts.append(Text(f"! nobody was told: {printable_everywhere(error)}", style="yellow"))
+    return parts
+
+
+def _colour(job: dict[str, Any], life: words.Life) -> str:
+    code = words.exit_code([job], is_alive=life.is_well)
+    return {0: "green", 3: "yellow"}.get(code, "red")
 
 
 def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None = None) -> dict[str, Any]:
@@ -175,125 +286,3 @@ def _all_known(config_dir: Path | None) -> list[Path]:
 def _is_meant(status: dict[str, Any], job: str) -> bool:
     path = os.path.normpath(os.path.abspath(job))
     return status["name"] in (job, Path(job).stem) or status["save_dir"] == path
-
-
-def _is_alive(document: dict[str, Any]) -> bool:
-    daemon = document["daemon"]
-    if not daemon["alive"]:
-        return False
-    try:
-        os.kill(int(daemon["pid"]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _age_seconds(at: str) -> float:
-    return max(0.0, time.time() - datetime.fromisoformat(at).timestamp())
-
-
-def _headline(job: dict[str, Any], age_seconds: float) -> str:
-    """The first line: is my run safe?"""
-    safe = job.get("safe")
-    if safe is None:
-        words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
-        return f"NOT SAFE: {words.get(job['state'], _unproved(job) or 'nothing is committed yet')}"
-    risk = (job.get("seconds_at_risk") or 0) + age_seconds
-    text = f"step {safe['step']} ({safe['tag']}) committed {ago(safe['age_seconds'] + age_seconds)} ago"
-    steps = job.get("steps_at_risk") or 0
-    behind = f"; {steps} saved steps not committed yet" if steps else ""
-    return f"{'SAFE' if not steps else 'BEHIND'}: {text}{behind}; {ago(risk)} of training at risk"
-
-
-def _unproved(job: dict[str, Any]) -> str | None:
-    """What was committed when its remotes were last seen: no comfort while they do not answer (P17)."""
-    done = [
-        checkpoint
-        for checkpoint in job["checkpoints"]
-        if any(forms.get("zero", {}).get("state") == "committed" for forms in checkpoint["remotes"].values())
-    ]
-    if not done:
-        return None
-    newest = max(done, key=lambda checkpoint: (checkpoint["branch"] or 0, checkpoint["step"] or 0))
-    return f"{newest['tag']} was committed, and a required remote has not been seen to hold it since"
-
-
-def _show(document: dict[str, Any], jobs: list[dict[str, Any]], alive: bool, retention: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    age = _age_seconds(document["generated_at"])
-    for job in printable_everywhere(jobs):
-        since = _age_seconds(job["as_of"]) if job.get("as_of") else age
-        waived = "".join(f"; OPT-OUT {text}" for text in job["opt_outs"])
-        console.print(f"[bold]{escape(job['name'])}[/bold]  {escape(_headline(job, since) + waived)}")
-        if not alive:
-            console.print(f"  [red]the daemon is not running[/red]; this is what it saw {ago(age)} ago")
-        elif age > STALE_SECONDS:
-            console.print(f"  [yellow]the daemon has not published for {ago(age)}[/yellow]")
-        _disk(console, job)
-        for remote in job.get("remotes", []):
-            console.print(f"  {escape(_abilities(remote))}", style="dim")
-        for problem in job["problems"]:
-            mark = {"attention": "[red]![/red]", "behind": "[yellow]~[/yellow]"}.get(problem["severity"], "·")
-            console.print(f"  {mark} {escape(problem['text'])} ({ago(_age_seconds(problem['since']))})")
-            if problem["next_step"]:
-                console.print(f"    → {escape(problem['next_step'])}")
-        if job["checkpoints"]:
-            console.print(checkpoints_table(job, retention=retention))
-        for remote in job.get("remotes", []) if retention else []:
-            console.print(remote_table(remote))
-    if document["daemon"].get("notify_error"):
-        console.print(f"[yellow]![/yellow] nobody was told: {escape(document['daemon']['notify_error'])}")
-
-
-def _abilities(remote: dict[str, Any]) -> str:
-    """What the store was seen to do, and what it does not."""
-    # of an older daemon there is no URL; the name of a remote without one says nothing
-    shown = f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
-    if not remote["attached"]:
-        return f"{shown}: not attached"
-    exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"
-    return "; ".join([f"{shown}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]])
-
-
-def _disk(console: Any, job: dict[str, Any]) -> None:
-    disk = job.get("disk")
-    if not disk:
-        return
-    parts = [f"{size_of(disk['free_bytes'])} free"]
-    if disk.get("full_in_saves") is not None:
-        parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
-    if disk.get("unfinished_bytes"):
-        parts.append(f"{size_of(disk['unfinished_bytes'])} in saves that were cut short")
-    if job.get("production_bytes_per_second"):
-        parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
-    if job.get("link_bytes_per_second"):
-        parts.append(f"link {size_of(job['link_bytes_per_second'])}/s")
-    console.print("  " + ", ".join(parts), style="dim")
-
-
-def _story(jobs: list[dict[str, Any]], tag: str) -> None:
-    """One checkpoint: on this node, its way to each remote, and what retention makes of it there."""
-    for job in jobs:
-        here = next((c for c in job["checkpoints"] if c["tag"] == tag), None)
-        held = {
-            remote["name"]: [one for one in remote.get("held", []) if one["tag"] == tag]
-            for remote in job.get("remotes", [])
-        }
-        if here is not None or any(held.values()):
-            print(json.dumps((here or {"tag": tag}) | {"held": held}, indent=2))
-            return
-    msg = f"no checkpoint {tag!r} in the published status"
-    raise NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
-
-
-def _exit_code(jobs: list[dict[str, Any]], alive: bool) -> int:
-    """0 safe · 1 a person is needed · 3 behind (docs/contract.md)."""
-    states = {job["state"] for job in jobs}
-    if not jobs or not alive or states & {"attention", "invalid"}:
-        return 1
-    return 3 if "behind" in states or any(job.get("steps_at_risk") for job in jobs) else 0

@@ -43,7 +43,11 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         "kept here because" if retention else "note",
     ):
         table.add_column(title, justify="right" if title in ("step", "size") else "left")
-    for checkpoint in job["checkpoints"]:
+    ended = [] if retention else [c for c in job["checkpoints"] if _is_gone(c)]
+    if ended:
+        table.caption = f"and {len(ended)} that left this node (--retention shows them)"
+        table.caption_justify = "left"
+    for checkpoint in (c for c in job["checkpoints"] if c not in ended):
         local = checkpoint["local"]
         here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
         here += " +hold" if local["held"] else ""
@@ -61,6 +65,11 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         size = size_of(checkpoint["bytes"])
         table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
     return table
+
+
+def _is_gone(checkpoint: dict[str, Any]) -> bool:
+    """Neither here nor held by a clone."""
+    return not checkpoint["local"]["present"] and not checkpoint["local"]["held"]
 
 
 def _kept(checkpoint: dict[str, Any]) -> str:

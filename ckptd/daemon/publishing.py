@@ -19,9 +19,10 @@ from pydantic import TypeAdapter
 from ckptd import __version__, files
 from ckptd.daemon.memory import tree_bytes
 from ckptd.daemon.report import job_status
-from ckptd.errors import LockHeld
-from ckptd.local.state_dir import prepare_state_dir
+from ckptd.errors import CkptdError, LockHeld
+from ckptd.local.state_dir import drop_status, prepare_state_dir, private_place
 from ckptd.observe import status as st
+from ckptd.observe.space import pid_space
 from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from ckptd.daemon.job import Job
     from ckptd.daemon.notifier import Notifier
-    from ckptd.errors import CkptdError
 
 log = logging.getLogger("ckptd")
 
@@ -80,6 +80,8 @@ class Publisher:
         self._notifier = notifier
         self._started_unix = time.time()
         self._parts: dict[Job, _Part] = {}
+        self._waiting: dict[Job, Path] = {}
+        """Where jobs without a checkpoint are told of."""
         self._header: object = None
         self._budget_bytes = 0
         self._memory_bytes, self._measured_at_seconds = 0, -math.inf
@@ -112,7 +114,7 @@ class Publisher:
             if is_urgent or now - part.published_at_seconds >= ALIVE_SECONDS:
                 part.published_at_seconds = now
                 daemon = self._daemon(now, reloaded, memory_budget_bytes, alive=alive)
-                self._write(job, _document(daemon, [part.text, *map(_text, broken)]))
+                self._write(job, _document(daemon, [part.text, *map(_text, broken)]), alive=alive)
         self._notifier.turn([job.config.name for job in jobs], has_invalid=bool(invalid))
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
@@ -121,6 +123,8 @@ class Publisher:
         if job.state is not None:
             daemon = self._daemon(time.monotonic(), Reloaded(), self._budget_bytes, alive=True)
             self._write(job, _document(daemon, [_text(_invalid_status(why))] if why else []))
+        elif job in self._waiting:
+            drop_status(self._waiting.pop(job), st.FILE_NAME)
 
     def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
@@ -151,23 +155,36 @@ class Publisher:
             last_turn_age_seconds=0.0,
             memory_bytes=self._memory_bytes,
             memory_budget_bytes=memory_budget_bytes,
+            pid_space=pid_space(),
             reloaded_at=st.rfc3339(at) if at else None,
             reload_error=reloaded.error,
             notify_error=self._notifier.failed,
         )
 
-    def _write(self, job: Job, document: bytes) -> None:
-        """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11)."""
+    def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:
+        """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11):
+        of a job that waits for its first checkpoint the user's own place tells.
+        """
         place: Path = job.state_dir
         try:
             if job.state is None:
                 if place.is_relative_to(job.config.save_dir):
-                    return
+                    place = private_place(job.config.save_dir)
+                    if not alive:
+                        drop_status(place, st.FILE_NAME)
+                        return
+                    self._waiting[job] = place
                 prepare_state_dir(place)
+            elif job in self._waiting:
+                drop_status(self._waiting.pop(job), st.FILE_NAME)
             with opened_ours(place) as fd:
                 files.write_atomic(fd, st.FILE_NAME, document, mode=0o644)
         except OSError as error:
             log.error("cannot publish status in %s: %s", place, error.strerror)
+        except CkptdError as error:
+            if job not in self._waiting:
+                raise
+            log.debug("no status before the first checkpoint: %s", error)
 
 
 def _text(status: st.JobStatus) -> str:

@@ -35,7 +35,8 @@ def job_status(job: Job) -> st.JobStatus:
     """What status.json says of a job."""
     problems = job.problems.all()
     severities = {p.severity for p in problems}
-    state = "attention" if "attention" in severities else "behind" if "behind" in severities else "ok"
+    state: st.JobStateName = "ok"
+    state = "attention" if "attention" in severities else "behind" if "behind" in severities else state
     if job.phase != "active":
         state = "waiting" if state == "ok" else state
     base = {

@@ -73,9 +73,22 @@ def state_dir_of(
         raise ConfigError(msg, hint='set state_dir = "/var/lib/ckptd" in ckptd.toml')
     found = base / job if base is not None else path_of(save_dir, f"{OURS}/state")
     if is_network(filesystem_type(found)) or _is_under_home(found, environ):
-        digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
-        return Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest  # noqa: S108 — owner and mode are checked
+        return private_place(save_dir)
     return found
+
+
+def private_place(save_dir: Path) -> Path:
+    """`/var/tmp/ckptd-<uid>/<sha of save_dir>`; there lies the status of a job that has no checkpoint yet."""
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+    return Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest  # noqa: S108 — owner and mode are checked
+
+
+def drop_status(place: Path, name: str) -> None:
+    """Take a published file out of a private place, and the place with it if nothing else lies there."""
+    with contextlib.suppress(OSError):
+        with files.opened_dir(place) as fd:
+            files.remove_file(fd, name)
+        place.rmdir()
 
 
 def prepare_state_dir(path: Path) -> None:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Literal
 
 SCHEMA_VERSION = 1
 FILE_NAME = "status.json"
+
+
+JobStateName = Literal["ok", "behind", "attention", "waiting", "paused", "invalid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class DaemonStatus:
     last_turn_age_seconds: float
     memory_bytes: int
     memory_budget_bytes: int
+    pid_space: str = ""
+    """The boot and the namespace in which `pid` means something (`observe.space`)."""
     reloaded_at: str | None = None
     reload_error: str | None = None
     """What the last reload refused, and kept as it was."""
@@ -59,7 +65,7 @@ class ProblemStatus:
     """Something stuck: code, age, text, next step; `about`: what it concerns (a tag, a remote)."""
 
     code: str
-    severity: str
+    severity: Literal["attention", "behind", "note"]
     since: str
     text: str
     next_step: str
@@ -152,13 +158,35 @@ class RemoteStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PauseStatus:
+    """A person paused the job on this node: transfers, conversions and removals rest (docs/adr/0108)."""
+
+    since: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainStatus:
+    """The node is about to go: what is complete here is sent first, nothing else is begun (docs/adr/0108)."""
+
+    asked_at: str
+    deadline_at: str
+    is_done: bool
+    """All that is complete here is committed."""
+    missing: tuple[str, ...] = ()
+    """Tags that are not committed yet, newest first."""
+    late: tuple[str, ...] = ()
+    """Of those, what will not make it at the speed of the link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """One job. `state`: ok, behind, attention, waiting, paused or invalid."""
+    """One job."""
 
     name: str
     job_id: str | None
     save_dir: str
-    state: str
+    state: JobStateName
     as_of: str | None = None
     """When this was computed: the ages below are of then; later than `generated_at` never."""
     opt_outs: tuple[str, ...] = ()
@@ -172,6 +200,8 @@ class JobStatus:
     problems: tuple[ProblemStatus, ...] = ()
     checkpoints: tuple[CheckpointStatus, ...] = ()
     remotes: tuple[RemoteStatus, ...] = ()
+    paused: PauseStatus | None = None
+    drain: DrainStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.real import Recipe, prepare, save_dir_of
+from tests.status_schema import checked
 
 RUN = Recipe(stage=2, world_size=2, save_at=(1, 2, 3, 4, 5, 6, 7, 8))
 OTHER_RUN = Recipe(stage=2, world_size=2, vocab=139, save_at=(1, 2, 3, 4, 5, 6, 7, 8))
@@ -157,7 +158,7 @@ class Node:
     def status(self) -> dict[str, Any]:
         """The job in status.json; empty before there is one."""
         try:
-            document: dict[str, Any] = json.loads((self.state / "status.json").read_bytes())["jobs"][0]
+            document: dict[str, Any] = checked((self.state / "status.json").read_bytes())["jobs"][0]
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return document

@@ -98,7 +98,7 @@ def told(here: Node) -> None:
     assert {h["verdict"] for h in held().values()} == {"keep"}
     shown = here.ckptd("status", here.job_file, "--retention", "--state-dir", here.state).stdout
     assert "weights only: nothing to resume from; ladder: weights-fp32 after 2 newer" in shown
-    story = here.ckptd("status", here.job_file, "global_step2", "--state-dir", here.state)
+    story = here.ckptd("status", here.job_file, "global_step2", "--json", "--state-dir", here.state)
     assert json.loads(story.stdout)["held"]["nas"][0]["forms"] == [WEIGHTS]
 
 

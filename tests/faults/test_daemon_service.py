@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import pytest
 
 from tests.e2e.harness import RUN, shards_in_order
 from tests.real import prepare, save_dir_of
+from tests.status_schema import checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ class House:
         paths = sorted((self.root / "state").glob("*/status.json"), key=lambda p: p.stat().st_mtime_ns)
         if not paths:
             return {"jobs": [], "daemon": {}}
-        documents: list[dict[str, Any]] = [json.loads(path.read_bytes()) for path in paths]
+        documents: list[dict[str, Any]] = [checked(path.read_bytes()) for path in paths]
         pid = documents[-1]["daemon"]["pid"]
         jobs = {j["name"]: j for d in documents if d["daemon"]["pid"] == pid for j in d["jobs"]}
         return documents[-1] | {"jobs": list(jobs.values())}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def job(
     )
 
 
-def problem(code: str = "no-rights", about: str = "", severity: str = "attention") -> ProblemStatus:
+def problem(code: str = "no-rights", about: str = "", severity: Any = "attention") -> ProblemStatus:
     return ProblemStatus(
         code=code, severity=severity, since="2026", text=f"{code} {about}", next_step="do", about=about
     )

@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def just_now() -> str:
+    """As a daemon that runs publishes it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def document(*names: str, pid: int, at: str, root: Path) -> dict[str, Any]:
@@ -62,18 +68,19 @@ def status(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_jobs_of_one_daemon_are_joined_and_those_of_a_dead_one_are_not(house: Path) -> None:
-    now, before = "2026-11-21T10:00:00.000Z", "2026-11-20T10:00:00.000Z"
+    now, before = just_now(), "2026-01-02T10:00:00.000Z"
     publish(house, "a", document("a", pid=os.getpid(), at=now, root=house))
     publish(house, "b", document("b", pid=os.getpid(), at=now, root=house))
     publish(house, "c", document("c", pid=1, at=before, root=house))
     found = json.loads(status(house, "--json").stdout)
     assert [job["name"] for job in found["jobs"]] == ["a", "b"]
+    assert found["daemon"]["alive"] is True
     shown = status(house)
     assert shown.stdout.index("a") < shown.stdout.index("b")
 
 
 def test_a_job_that_the_daemon_does_not_run_any_more_is_said(house: Path) -> None:
-    publish(house, "a", document(pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house))
+    publish(house, "a", document(pid=os.getpid(), at=just_now(), root=house))
     done = status(house, "a")
     assert done.returncode == 66
     assert "does not run a any more" in done.stderr
@@ -83,7 +90,7 @@ def test_a_job_that_the_daemon_does_not_run_any_more_is_said(house: Path) -> Non
 @pytest.mark.parametrize("word", ["b", "{root}/nvme/b", "{root}/etc/jobs.d/b.toml"])
 def test_a_job_is_found_by_name_by_save_dir_and_by_file(house: Path, word: str) -> None:
     """Also where `state_dir` of ckptd.toml is the only place that has it."""
-    publish(house, "b", document("b", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house))
+    publish(house, "b", document("b", pid=os.getpid(), at=just_now(), root=house))
     (house / "nvme" / "b").mkdir()
     found = json.loads(status(house, word.format(root=house), "--json").stdout)
     assert [job["name"] for job in found["jobs"]] == ["b"]
@@ -106,7 +113,7 @@ def test_no_job_at_all_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["committed", "shipping"])
 def test_what_was_committed_is_said_while_its_remote_is_away(house: Path, state: str) -> None:
     """Still not safe (P17), but nobody has to think that everything is lost."""
-    text = document("a", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house)
+    text = document("a", pid=os.getpid(), at=just_now(), root=house)
     local = {"present": True, "universal": "none", "held": False}
     text["jobs"][0]["checkpoints"] = [
         {
@@ -131,7 +138,7 @@ def test_what_was_committed_is_said_while_its_remote_is_away(house: Path, state:
 
 def test_an_opt_out_stands_on_the_first_line(house: Path) -> None:
     """Whoever weakened a promise reads it with each "is my run safe?" (P1)."""
-    text = document("a", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house)
+    text = document("a", pid=os.getpid(), at=just_now(), root=house)
     text["jobs"][0]["opt_outs"] = ['unuploaded = "thin": checkpoints may go before they are committed']
     publish(house, "a", text)
     first = status(house, "a").stdout.splitlines()[0]
@@ -141,7 +148,7 @@ def test_an_opt_out_stands_on_the_first_line(house: Path) -> None:
 
 def test_a_save_that_was_cut_short_is_shown_with_its_bytes_and_the_command(house: Path) -> None:
     """What nobody else removes, and what all of them hold of a disk that fills (H23)."""
-    text = document("a", pid=os.getpid(), at="2026-11-21T10:00:00.000Z", root=house)
+    text = document("a", pid=os.getpid(), at=just_now(), root=house)
     job = text["jobs"][0]
     job["disk"] = {
         "free_bytes": 5 * 10**9,
