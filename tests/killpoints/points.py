@@ -86,6 +86,8 @@ class Outcome:
     wrong: tuple[str, ...]
     said: tuple[str, ...] = ()
     recovering: int = 0
+    died: tuple[str, ...] = ()
+    """Which processes, if they are real ones."""
 
 
 Calls = dict[str, list[list[str]]]

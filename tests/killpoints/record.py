@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -25,7 +26,11 @@ KINDS = {
         "F4, F6, F7",
         "every call fails, once or for five minutes, with each of seven errnos",
     ),
-    "real": ("realkills", "F1", "SIGKILL in the real daemon and in its remote's child, at counted calls"),
+    "real": (
+        "realkills",
+        "F1",
+        "SIGKILL in the real daemon and in its children, at counted calls and at any moment",
+    ),
     "journal": ("journals", "F28", "the journal cut or flipped at every 16th byte, gone, of the future"),
 }
 
@@ -92,6 +97,7 @@ class Record:
             "point": name,
             "deaths": outcome.deaths,
             "recovering": outcome.recovering,
+            "died": outcome.died,
             "hit": outcome.hit,
             "wrong": outcome.wrong,
             "seconds": round(seconds, 3),
@@ -116,6 +122,7 @@ class Record:
             "points": points,
             "crashes": sum(row["deaths"] for row in self._rows),
             "recovering": sum(row["recovering"] for row in self._rows),
+            "died": Counter(who for row in self._rows for who in row["died"]),
             "hits": sum(1 for row in self._rows if row["hit"]),
             "violations": sum(1 for row in self._rows if row["wrong"]),
             "seconds": round(sum(row["seconds"] for row in self._rows) / jobs),

@@ -1,7 +1,8 @@
 """The real daemon, or the real child of its remote, that kills itself at its n-th durable call.
 
 `python -m tests.killpoints.victim daemon|remote RUN SIDE N ROOT`: `ckptd run --job ROOT/run.toml --once`,
-with its own processes, threads and clock. N = 0 only counts, into ROOT/calls-<who>-<run>.
+with its own processes, threads and clock. N = 0 only counts, into ROOT/calls-<who>-<run>; ROOT/died is made
+by who dies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ckptd.remote import client
 from tests.killpoints.seams import Fate, Seams
 from tests.killpoints.standins import put
 
+DIED = "died"
 _open, _write = os.open, os.write
 
 
@@ -50,7 +52,11 @@ def _install(fate: Fate, root: Path, calls: str) -> None:
                 _write(log, name.encode() + b"\n")
             return super().call(name, real, *args, half=half, **kwargs)
 
-    Told(fate, lambda text: None).install()
+    def note(text: str) -> None:
+        """It dies now."""
+        os.close(_open(root / DIED, os.O_WRONLY | os.O_CREAT, 0o644))
+
+    Told(fate, note).install()
 
 
 def _starter(run: str, side: str, at: str, root: str) -> Any:
