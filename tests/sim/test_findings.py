@@ -22,6 +22,7 @@ from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.source import records_of
 from ckptd.remote.store import settled
 from tests.sim.kernel import Killed
+from tests.sim.remotes import Client
 from tests.sim.trainer import SAVE_DIR, shards_of
 from tests.sim.world import NAS, NAS_URL, STATE_DIR, World, job_config
 
@@ -239,3 +240,37 @@ def test_a_rewind_that_was_seen_needs_no_clock(strict: World) -> None:
     saved(strict, 6)
     strict.live_on(300, random.Random(1))
     assert lying_here(strict) == [6]
+
+
+def test_transfers_and_conversions_make_way_for_a_save_in_flight(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I/O priorities do nothing on NVMe: what is under way gets a tenth until the save is there (H34)."""
+    told: list[float] = []
+    real = Client.pace
+
+    def pace(client: Client, fraction: float, bytes_per_second: int | None) -> None:
+        told.append(fraction)
+        real(client, fraction, bytes_per_second)
+
+    monkeypatch.setattr(Client, "pace", pace)
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(100, rng)
+    assert (told or [1.0])[-1] == 1.0
+    assert not is_paused(world)
+    world.trainer.begin(2, rng)
+    world.trainer.go_on(4)
+    world.live_on(20, rng)
+    assert told[-1] <= 0.1
+    assert is_paused(world)
+    world.trainer.end()
+    world.live_on(100, rng)
+    assert told[-1] == 1.0
+    assert not is_paused(world)
+
+
+def is_paused(world: World) -> bool:
+    """Conversions of the job wait."""
+    assert world.job is not None
+    return world.job.chores._signals.pause.is_set()
