@@ -213,7 +213,7 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
 
 
 def test_a_replica_is_sent_by_whoever_has_it(tmp_path: Path, nas: Path) -> None:
-    """The holder of rank 0 is lost with its node before it sent anything; its shard is elsewhere too (H29)."""
+    """The holder of rank 0 is lost with its node before it sent anything; its shard is elsewhere (H29)."""
     b, c = (Node(tmp_path / name, name) for name in ("b", "c"))
     b.write({MODEL: archive(b"m" * 999), OPTIM.format(d=1): archive(b"1" * 999)})
     c.write({OPTIM.format(d=0): archive(b"0" * 999)})
