@@ -74,6 +74,7 @@ MAY_REMOVE = {
     "convert/workplace.py": "its own plan and partial folders",
     "convert/execute.py": "publishes its own temporary files",
     "convert/executor_child.py": "links and publishes its own files",
+    "local/hold.py": "its own half clones, and names of holds",
     "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
     "recover/mend.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
     "recover/lock.py": "its own empty folders, where there is nothing to resume from",

@@ -16,7 +16,7 @@ from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError, from_os_error
-from ckptd.local import fs
+from ckptd.local import fs, hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +77,7 @@ class Chores:
         """Clone a complete save."""
         state = self._state
         row = state.rows[action.save_id]
+        about = row.save.model_dump_json().encode()
         state.busy[row.id] += 1
 
         def done(_: None) -> None:
@@ -94,7 +95,7 @@ class Chores:
         self._in_worker(
             f"holding {row.save.tag}",
             save_dir_fd,
-            lambda fd: fs.hold(fd, row.save.tag, hold_name(row), row.save.files),
+            lambda fd: hold.make(fd, row.save.tag, hold_name(row), row.save.files, about),
             done,
             failed,
         )
@@ -127,7 +128,7 @@ class Chores:
         self._in_worker(
             f"releasing the hold of {tag}",
             save_dir_fd,
-            lambda fd: fs.remove_ours(fd, fs.HOLD, hold_name(row)),
+            lambda fd: hold.release(fd, hold_name(row)),
             done,
             failed,
         )

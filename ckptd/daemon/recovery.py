@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
-from ckptd.daemon.orders import hold_name
+from ckptd.daemon.holds import take_up_holds
 from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
 
@@ -59,7 +59,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 log.warning("%s was in the trash without a permit on record; moved back", tag)
     _take_up_again(state)
     _sweep_partials(state, save_dir_fd, audit)
-    _sweep_holds(state, save_dir_fd)
+    take_up_holds(state, save_dir_fd)
     state.load()
 
 
@@ -76,14 +76,6 @@ def _take_up_again(state: JobState) -> None:
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
                 state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
-
-
-def _sweep_holds(state: JobState, save_dir_fd: int) -> None:
-    """Holds that were let go and came back with a power cut; what the journal does not know stays."""
-    let_go = {hold_name(row) for row in state.rows.values() if not row.held}
-    for name in fs.names_in(save_dir_fd, fs.HOLD):
-        if name.removesuffix(".partial") in let_go:
-            fs.remove_ours(save_dir_fd, fs.HOLD, name)
 
 
 def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:

@@ -221,36 +221,6 @@ def trash_names(save_dir_fd: int) -> list[str]:
     return names_in(save_dir_fd, TRASH)
 
 
-def hold(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile]) -> None:
-    """Clone a sealed save into `_ckptd/hold/<name>`; whole or not at all (P1). Never a hard link (H14).
-
-    Raises:
-        SourceChanged: a file changed while it was cloned.
-        RefusedError: the file system does not clone.
-    """
-    staging_fd = ensure_ours(save_dir_fd, HOLD)
-    partial = f"{name}.partial"
-    try:
-        files.remove_tree(staging_fd, partial)
-        target_fd = files.open_dir_beneath(staging_fd, partial, create_mode=0o700)
-        try:
-            with closing(open_tag(save_dir_fd, tag)) as source:
-                for file in sealed:
-                    _clone_one(source, target_fd, file)
-                check_identities(source, sealed, only_listed=False)
-            files.fsync_dir(target_fd)
-        finally:
-            os.close(target_fd)
-        files.remove_tree(staging_fd, name)
-        os.rename(partial, name, src_dir_fd=staging_fd, dst_dir_fd=staging_fd)
-        files.fsync_dir(staging_fd)
-    except BaseException:
-        files.remove_tree(staging_fd, partial)
-        raise
-    finally:
-        os.close(staging_fd)
-
-
 def open_tag(save_dir_fd: int, tag: str) -> int:
     """A checkpoint folder, open.
 
@@ -262,24 +232,6 @@ def open_tag(save_dir_fd: int, tag: str) -> int:
     except FileNotFoundError as error:
         msg = f"{tag} vanished"
         raise SourceChanged(msg) from error
-
-
-def _clone_one(source_fd: int, target_fd: int, file: SealedFile) -> None:
-    head, _, base = file.path.rpartition("/")
-    parent = files.open_dir_beneath(target_fd, head, create_mode=0o700) if head else os.dup(target_fd)
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        out = os.open(base, flags, file.mode & 0o600, dir_fd=parent)
-        try:
-            with files.reading(source_fd, file.path, file.identity) as src:
-                if file.identity.size_bytes and not files.clone_file(src, out):
-                    msg = "the file system of save_dir does not clone extents"
-                    raise RefusedError(msg)
-            os.fsync(out)
-        finally:
-            os.close(out)
-    finally:
-        os.close(parent)
 
 
 def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.trainer import SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from tests.sim.disk import Inode
 
@@ -65,6 +65,8 @@ class Judge:
         """Saves that were committed nowhere when the journal was lost: only their steps order them (P8)."""
         self.spoiled: set[str] = set()
         """Remotes that lost a COMMIT by somebody else's hand: what is claimed of them is out of date."""
+        self.vouched: dict[tuple[str, int], float] = {}
+        """(remote, save) → when it was there as ckptd asked for it last: good for one permit."""
         self._remotes = remotes
         self._required = required
         self._history = history
@@ -157,6 +159,13 @@ class Judge:
         """The remote holds the very bytes of a save under a COMMIT that counts."""
         return any(live.save == save.number for live in self.live(name))
 
+    def asked(self, name: str, commits: Iterable[tuple[str, str]], now_seconds: float) -> None:
+        """ckptd reads COMMITs afresh: what is truly there now may vanish and be removed here all the same."""
+        wanted = set(commits)
+        for live in self.live(name):
+            if (live.key, live.sha256) in wanted:
+                self.vouched[name, live.save] = now_seconds
+
     # --- behind every call -----------------------------------------------------------------------------
 
     def on_removal(self, inode: Inode, path: str, now_seconds: float) -> None:
@@ -183,7 +192,9 @@ class Judge:
             self.say("P1", f"{path} is removed though no remote is required")
         if save.number not in self.removed:
             for name in sorted(self._required):
-                if not self.holds(name, save):
+                vouched_seconds = self.vouched.get((name, save.number), -PERMIT_SECONDS)
+                is_permitted = now_seconds - vouched_seconds < PERMIT_SECONDS
+                if not self.holds(name, save) and not (is_permitted and name in self.spoiled):
                     self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
             self.removed_since_start += 1
         self.removed[save.number] = self.removed.get(save.number, 0) + 1

@@ -27,7 +27,7 @@ ALWAYS = ("save", "settle", "settle", "kill", "power")
 SOMETIMES = (
     "save", "begin", "write", "abort", "resave", "rewind", "rotate", "moves", "wait", "mood", "mood", "heal",
     "kill", "power", "twice", "meanwhile", "journal-lost", "journal-garbage", "clock", "forget", "child",
-    "deaf", "kill-late",
+    "deaf", "kill-late", "vanish",
 )  # fmt: skip
 SETTLED_SECONDS = 20.0
 HEALED_SECONDS = 900.0
@@ -289,6 +289,26 @@ def _forget(world: World, rng: random.Random) -> None:
     world.forget(name, rng)
 
 
+def _vanish(world: World, rng: random.Random) -> None:
+    """Somebody removes a COMMIT right after a newer one was made: what was observed is out of date."""
+    trainer, kernel = world.trainer, world.kernel
+    name, calls = rng.choice([remote.name for remote in world.config.remotes]), rng.randint(1, 20)
+    _save(world, rng)
+
+    def hook() -> None:
+        was_commit = any("/commits/" in line for line in kernel.history[-2:])
+        found = world.judge.live(name) if was_commit else []
+        newest = max(found, key=lambda live: live.order, default=None)
+        if newest is not None and newest.save == trainer.saves[-1].number:
+            kernel.hooks[kernel.calls + calls] = lambda: world.forget(name, rng)
+        else:
+            kernel.hooks[kernel.calls + 1] = hook
+
+    kernel.hooks[kernel.calls + 1] = hook
+    world.live_on(rng.uniform(20.0, 90.0), rng)
+    kernel.hooks.clear()
+
+
 def _child(world: World, rng: random.Random) -> None:
     if world.clients:
         client = rng.choice(world.clients)
@@ -321,6 +341,7 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "heal": _heal,
     "clock": _clock,
     "forget": _forget,
+    "vanish": _vanish,
     "child": _child,
     "deaf": _deaf,
 }

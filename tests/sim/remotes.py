@@ -168,6 +168,8 @@ class Client:
         self._open: dict[int, m.Order] = {}
         self._waiting: dict[bool, list[tuple[int, m.Order]]] = {True: [], False: []}
         self._signs = _Signs()
+        self.on_confirm: Callable[[str, m.Confirm], None] = lambda _name, _order: None
+        """Called when COMMITs are asked for, whatever is answered."""
 
     @property
     def pid(self) -> int | None:
@@ -185,6 +187,8 @@ class Client:
         """Carry out the next order of that thread."""
         order_id, order = self._waiting[lane].pop(0)
         assert self._service is not None
+        if isinstance(order, m.Confirm):
+            self.on_confirm(self._settings.name, order)
         self._service.carry_out(order_id, order)
 
     def die(self) -> None:

@@ -22,6 +22,7 @@ from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.source import records_of
 from ckptd.remote.store import settled
 from tests.sim.kernel import Killed
+from tests.sim.remotes import Client
 from tests.sim.trainer import SAVE_DIR, shards_of
 from tests.sim.world import NAS, NAS_URL, STATE_DIR, World, job_config
 
@@ -239,3 +240,89 @@ def test_a_rewind_that_was_seen_needs_no_clock(strict: World) -> None:
     saved(strict, 6)
     strict.live_on(300, random.Random(1))
     assert lying_here(strict) == [6]
+
+
+def test_transfers_and_conversions_make_way_for_a_save_in_flight(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I/O priorities do nothing on NVMe: what is under way gets a tenth until the save is there (H34)."""
+    told: list[float] = []
+    real = Client.pace
+
+    def pace(client: Client, fraction: float, bytes_per_second: int | None) -> None:
+        told.append(fraction)
+        real(client, fraction, bytes_per_second)
+
+    monkeypatch.setattr(Client, "pace", pace)
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(100, rng)
+    assert (told or [1.0])[-1] == 1.0
+    assert not is_paused(world)
+    world.trainer.begin(2, rng)
+    world.trainer.go_on(4)
+    world.live_on(20, rng)
+    assert told[-1] <= 0.1
+    assert is_paused(world)
+    world.trainer.end()
+    world.live_on(100, rng)
+    assert told[-1] == 1.0
+    assert not is_paused(world)
+
+
+def is_paused(world: World) -> bool:
+    """Conversions of the job wait."""
+    assert world.job is not None
+    return world.job.chores._signals.pause.is_set()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_hold_outlives_its_folder_and_the_journal(world: World, is_known: bool) -> None:
+    """Rotated by the trainer before it was sent; the clones are all that is left of it."""
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(60, rng)
+    world.set_mood(NAS, "down")
+    saved(world, 2)
+    world.live_on(100, rng, lambda: bool(holds(world)))
+    (name,) = [name for name in holds(world) if not name.endswith(".json")]
+    saved(world, 3)
+    world.trainer.rotate(1)
+    world.live_on(5, rng)
+    world.kill()
+    world.kernel.actor = "trainer"
+    if not is_known:
+        world.kernel.unlink(f"{STATE_DIR}/journal.db")
+    world.kernel.actor = "ckptd"
+    assert name in holds(world)
+    world.set_mood(NAS, "ok")
+    world.live_on(200, rng)
+    assert [save.number for save in world.trainer.saves if world.judge.holds(NAS, save)] == [1, 2, 3]
+    assert holds(world) == []
+
+
+def holds(world: World) -> list[str]:
+    try:
+        return world.kernel.listdir(f"{SAVE_DIR}/_ckptd/hold")
+    except FileNotFoundError:
+        return []
+
+
+def test_a_hold_that_was_made_and_not_noted_is_kept(world: World) -> None:
+    """Killed between the last rename and the journal: the trainer removed the folder meanwhile."""
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(60, rng)
+    world.set_mood(NAS, "down")
+    saved(world, 2)
+    for _ in range(3000):
+        if any(name.endswith(".2") for name in holds(world)) or not world.move(rng):
+            break
+        world.kernel.now_seconds += 0.05
+    world.kill()
+    assert [name for name in holds(world) if name.endswith(".2")]
+    saved(world, 3)
+    world.trainer.rotate(1)
+    world.set_mood(NAS, "ok")
+    world.live_on(200, rng)
+    assert [save.number for save in world.trainer.saves if world.judge.holds(NAS, save)] == [1, 2, 3]

@@ -175,6 +175,7 @@ class World:
 
     def _client(self, settings: Any, on_answer: Any, *, ids: Any, **_: object) -> Client:
         client = Client(self.moods, settings, on_answer, ids)
+        client.on_confirm = lambda name, order: self.judge.asked(name, order.commits, self.kernel.now_seconds)
         self.clients.append(client)
         return client
 

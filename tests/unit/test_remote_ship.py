@@ -212,6 +212,20 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
     assert (again.outcome, again.commit) == ("committed", second.commit)
 
 
+def test_a_replica_is_sent_by_whoever_has_it(tmp_path: Path, nas: Path) -> None:
+    """The holder of rank 0 is lost with its node before it sent anything; its shard is elsewhere (H29)."""
+    b, c = (Node(tmp_path / name, name) for name in ("b", "c"))
+    b.write({MODEL: archive(b"m" * 999), OPTIM.format(d=1): archive(b"1" * 999)})
+    c.write({OPTIM.format(d=0): archive(b"0" * 999)})
+    first = b.ship(b.attached(DirectoryStore(str(nas), owner="b")), b.order(b.sealed()))
+    assert first.outcome == "waiting"
+    assert (nas / b.tag / MODEL).read_bytes() == archive(b"m" * 999)
+    second = c.ship(c.attached(DirectoryStore(str(nas), owner="c")), c.order(c.sealed()))
+    assert second.outcome == "committed", second.reason
+    assert second.commit is not None
+    assert second.commit.commit.files == 3
+
+
 def test_another_save_in_the_generation_is_a_conflict(tmp_path: Path, nas: Path) -> None:
     a, b = Node(tmp_path / "a", "a"), Node(tmp_path / "b", "b")
     a.write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
