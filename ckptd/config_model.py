@@ -159,7 +159,10 @@ class JobConfig(Section):
         "save_dir", '"/nvme/llama-7b"', "where the trainer saves; may appear later, its parent must exist"
     )
     trainer: Trainer = _key(
-        "auto", "trainer", '"auto"', "who writes; auto | deepspeed | huggingface | accelerate"
+        "auto",
+        "trainer",
+        '"auto"',
+        "who writes; auto | deepspeed | huggingface | accelerate | lightning | megatron",
     )
     settle_seconds: Seconds = _key(
         5.0, "settle", '"5s"', "a save is complete when nothing changed for so long"

@@ -178,14 +178,5 @@ def not_shared(value: object) -> object:
     return value
 
 
-def known_trainer(value: object) -> object:
-    """Refuse trainers of later versions by name."""
-    if value in ("lightning", "megatron"):
-        reject(
-            f'the trainer "{value}" is not in this version; it knows deepspeed, huggingface and accelerate'
-        )
-    return value
-
-
-Trainer = Annotated[Literal["auto", "deepspeed", "huggingface", "accelerate"], BeforeValidator(known_trainer)]
+Trainer = Literal["auto", "deepspeed", "huggingface", "accelerate", "lightning", "megatron"]
 Form = Literal["zero", "universal", "weights-fp32", "weights-bf16", "weights-fp16"]

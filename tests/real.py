@@ -86,7 +86,7 @@ class Resume:
 
     recipe: Recipe
     save_dir: Path
-    tag: str
+    tag: str | None
     load: str = "universal"
     steps: int = STEPS - SAVED_AT
     save_at: tuple[int, ...] = ()

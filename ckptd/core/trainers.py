@@ -1,7 +1,7 @@
 """Whose folder is it? The layouts of trainers on top of DeepSpeed (docs/formats.md §1.2; docs/adr/0050).
 
-DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer and Accelerate put them one
-level deeper, beside marks of their own that tell when a save is whole. Names only raise an expectation.
+DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning put
+them one level deeper, beside files of their own. Names only raise an expectation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _WEIGHTS = re.compile(
     r"^(?P<stem>model|adapter_model|pytorch_model)(-\d{5}-of-(?P<of>\d{5}))?\.(?P<end>safetensors|bin)$"
 )
 _ACCELERATE_ROOT = re.compile(r"^pytorch_model(_\d+)?$")
+_LIGHTNING_ROOT = "checkpoint"
 
 
 class Trainer(StrEnum):
@@ -31,6 +32,14 @@ class Trainer(StrEnum):
     DEEPSPEED = "deepspeed"
     HUGGINGFACE = "huggingface"
     ACCELERATE = "accelerate"
+    LIGHTNING = "lightning"
+
+
+WRITES_AS = {"megatron": Trainer.DEEPSPEED}
+"""Trainers of a job file whose folders are those of another one: Megatron-DeepSpeed saves by DeepSpeed."""
+
+BY_NAME = (Trainer.ACCELERATE, Trainer.LIGHTNING)
+"""Their loaders open the shard root by name: a universal form lies under that name in a folder of ours."""
 
 
 def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
@@ -54,6 +63,8 @@ def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]
     models = sorted(root for root in roots if _ACCELERATE_ROOT.match(root))
     if models:
         return Trainer.ACCELERATE, tuple(models)
+    if _LIGHTNING_ROOT in roots:
+        return Trainer.LIGHTNING, (_LIGHTNING_ROOT,)
     if not roots and _HF_TAG.match(tag) and _is_only_a_model(paths):
         return Trainer.HUGGINGFACE, ()
     return Trainer.DEEPSPEED, ("",)

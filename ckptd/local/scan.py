@@ -15,7 +15,7 @@ from ckptd import files
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
 from ckptd.core.names import name_problem, shown
-from ckptd.core.trainers import layout_of
+from ckptd.core.trainers import WRITES_AS, layout_of
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
     were in `before` are given back as the same objects: whoever compares need not look inside.
     """
     known = {folder.tag: folder for folder in before.folders} if before else {}
+    wanted = WRITES_AS.get(trainer, trainer)
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
     foreign: list[str] = []
@@ -44,9 +45,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
             status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
                 listing = scan_folder(save_dir_fd, entry.name, known.get(entry.name))
-                is_one = (
-                    listing is not None and listing.is_checkpoint and trainer in ("auto", listing.trainer)
-                )
+                is_one = listing is not None and listing.is_checkpoint and wanted in ("auto", listing.trainer)
                 if listing is None or not is_one or shown(entry.name) != entry.name:
                     foreign.append(entry.name)
                     if is_one:

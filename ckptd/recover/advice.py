@@ -34,6 +34,12 @@ def model_facts(folder: Path) -> ShardFacts | None:
     return inspect_files(folder, models[:1])[0].facts if models else None
 
 
+_OPENED_BY = {
+    Trainer.ACCELERATE: "accelerator.load_state(PATH)",
+    Trainer.LIGHTNING: "trainer.fit(model, ckpt_path=PATH)",
+}
+
+
 def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     """Lines for the person or the log of the launch script."""
     candidate = plan.candidate
@@ -50,10 +56,10 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
     if candidate.is_universal_alone:
         lines.append(f"of {candidate.tag} only the universal form is left: it loads on any number of ranks")
     lines.append('in the DeepSpeed configuration: "checkpoint": {"load_universal": true}')
-    if candidate.layout[0] is Trainer.ACCELERATE:
+    if candidate.layout[0] in _OPENED_BY:
         lines.append(
-            "accelerator.load_state(PATH) with exactly this path: the universal form lies there under the "
-            "name that it opens"
+            f"{_OPENED_BY[candidate.layout[0]]} with exactly this path: the universal form lies there under "
+            "the name that it opens"
         )
     if grid.mm_count > 1:
         lines.append(

@@ -1,7 +1,8 @@
-"""Steps for layouts in which the shards lie one level deeper: Hugging Face and Accelerate (docs/adr/0050).
+"""Steps for layouts in which the shards lie one level deeper (docs/adr/0050).
 
-Neither follows a pointer in save_dir. The Trainer finds a universal form beside its shards; Accelerate opens
-`pytorch_model` by name, so its universal form lies under that name in a folder of ours.
+None follows a pointer in save_dir. The Trainer finds a universal form beside its shards; Accelerate opens
+`pytorch_model` by name, and Lightning wants a folder `checkpoint`: there the universal form lies under that
+name in a folder of ours.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
-from ckptd.core.trainers import Trainer, universal_name
+from ckptd.core.trainers import BY_NAME, LATEST_UNIVERSAL, Trainer, universal_name
 from ckptd.errors import RefusedError
 from ckptd.recover.choose import UNIVERSAL, ZERO
 from ckptd.recover.steps import (
@@ -49,9 +50,17 @@ def beside(
     if not is_universal:
         return tag, [] if candidate.local else bring(candidate, candidate.copies[0], listing, before)
     root = the_root(candidate)
-    if candidate.layout[0] is Trainer.ACCELERATE:
-        return f"{DERIVED_ACCELERATE}/{tag}", _loadable(candidate, root, listing, derived, before)
+    if candidate.layout[0] in BY_NAME:
+        place = f"{DERIVED_ACCELERATE}/{tag}"
+        return place, [*_loadable(candidate, root, listing, derived, before), *pointer_in(candidate, place)]
     return tag, _huggingface(candidate, root, listing, before)
+
+
+def pointer_in(candidate: Candidate, place: str) -> list[Point]:
+    """Lightning loads without a tag: DeepSpeed then follows `latest_universal` in the folder it is given."""
+    if candidate.layout[0] is not Trainer.LIGHTNING:
+        return []
+    return [Point(name=f"{place}/{LATEST_UNIVERSAL}", value=the_root(candidate))]
 
 
 def the_root(candidate: Candidate) -> str:
@@ -107,7 +116,7 @@ def _loadable(
     derived: Mapping[str, Mapping[str, str] | None],
     before: Sequence[Step],
 ) -> list[Step]:
-    """A folder of ours that `load_state` opens: what lies beside the shards, then the universal form.
+    """A folder of ours that the trainer opens: what lies beside the shards, then the universal form.
 
     `load_state` hands the tag `pytorch_model` to DeepSpeed, which then reads no `latest_universal`.
     """

@@ -20,17 +20,18 @@ def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
 
 def derived_accelerate(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
     """The same of `_ckptd/derived/accelerate`, where the form lies one level deeper."""
-    return _derived(save_dir_fd, DERIVED_ACCELERATE, "/pytorch_model")
+    return _derived(save_dir_fd, DERIVED_ACCELERATE, "/pytorch_model", "/checkpoint")
 
 
-def _derived(save_dir_fd: int, place: str, inner: str) -> dict[str, dict[str, str] | None]:
+def _derived(save_dir_fd: int, place: str, *inner: str) -> dict[str, dict[str, str] | None]:
     try:
         fd = files.open_dir_beneath(save_dir_fd, place)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     try:
         names = [name for name in sorted(os.listdir(fd)) if not name.startswith(".")]
-        return {name: _sources(fd, name + inner) for name in names}
+        found = {name: [_sources(fd, name + one) for one in inner] for name in names}
+        return {name: next(filter(None, sources), None) for name, sources in found.items()}
     finally:
         os.close(fd)
 

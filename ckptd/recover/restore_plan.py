@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ckptd.core.trainers import Trainer, universal_name
+from ckptd.core.trainers import BY_NAME, Trainer, universal_name
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import RefusedError, TargetExists, UsageError
-from ckptd.recover.beside import beside_shards, the_root, within
+from ckptd.recover.beside import beside_shards, pointer_in, the_root, within
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes, of_node, of_ranks
 from ckptd.recover.plan import ResumePlan, needs_universal
 from ckptd.recover.steps import (
@@ -97,8 +97,9 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
     path = candidate.tag
     if is_universal and plain:
         path, steps = f"{DERIVED_UNIVERSAL}/{candidate.tag}", _universal(candidate, place)
-    elif is_universal and candidate.layout[0] is Trainer.ACCELERATE:
+    elif is_universal and candidate.layout[0] in BY_NAME:
         path, steps = f"{DERIVED_ACCELERATE}/{candidate.tag}", _universal_loadable(candidate, place)
+        steps += [s for s in pointer_in(candidate, path) if place.pointer(s.name) != s.value]
     elif is_universal:
         steps = _universal_beside(candidate, place)
     else:
@@ -180,7 +181,7 @@ def _universal_beside(candidate: Candidate, place: Ground) -> list[Step]:
 
 
 def _universal_loadable(candidate: Candidate, place: Ground) -> list[Step]:
-    """Accelerate: the universal form under the engine's own name, beside what else `load_state` reads."""
+    """The universal form under the engine's own name, beside what else the trainer reads."""
     root = the_root(candidate)
     folder = f"{DERIVED_ACCELERATE}/{candidate.tag}"
     whole = candidate.copies[0]

@@ -42,7 +42,7 @@ def wrong_ladders(not_made: str) -> list[Any]:
 
 WRONG: dict[str, list[Any]] = {
     "save_dir": [5, True, [], {}, DATE, "relative/path", "", "/", "/a/../b", "/nvme/runs/*", "s3://b/x"],
-    "trainer": [5, True, [], "", "pytorch", "hf", "lightning", "megatron", DATE],
+    "trainer": [5, True, [], "", "pytorch", "hf", "Lightning", "composer", DATE],
     "settle": [5, -1, 5.0, True, [], {}, "", "5", "-5s", "5 seconds", "fast", "5GB", "1s1h", DATE],
     "backfill": [5, True, [], "", "newst", "ALL", DATE],
     "unuploaded": [5, True, [], "", "keeep", "remove", "Thin", DATE],

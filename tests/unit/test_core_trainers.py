@@ -32,6 +32,10 @@ QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_sp
             [f"global_step2/{MODEL}", f"global_step2_universal/{MODEL}"],
             (Trainer.HUGGINGFACE, ("global_step2",)),
         ),
+        ("last.ckpt", [f"checkpoint/{MODEL}", "latest"], (Trainer.LIGHTNING, ("checkpoint",))),
+        # a run that lies in it, or shards deeper down, are nobody's
+        ("last.ckpt", [f"checkpoint/checkpoint/{MODEL}"], (Trainer.DEEPSPEED, ("",))),
+        ("checkpoint", [MODEL], (Trainer.DEEPSPEED, ("",))),
         ("checkpoint-2", ["model.safetensors", "trainer_state.json"], (Trainer.HUGGINGFACE, ())),
         ("checkpoint-2", ["adapter_model.safetensors", "trainer_state.json"], (Trainer.HUGGINGFACE, ())),
         ("checkpoint-2", ["model.safetensors"], (Trainer.DEEPSPEED, ("",))),
