@@ -79,7 +79,7 @@ def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
         state.journal.end_save(save_id, "vanished")
         state.load()
     new = hold_name(state.rows[save_id])
-    if name == new or hold.rename(save_dir_fd, name, new):
+    if name == new or hold.give_name(save_dir_fd, name, new):
         state.journal.set_held(save_id, held=True)
         state.load()
         log.info("%s is in nothing but a hold of a journal that is lost: it is shipped from there", save.tag)

@@ -85,7 +85,7 @@ def release(save_dir_fd: int, name: str) -> None:
         pass
 
 
-def rename(save_dir_fd: int, name: str, new: str) -> bool:
+def give_name(save_dir_fd: int, name: str, new: str) -> bool:
     """Give a hold another name, durably; False when that name is taken."""
     with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:
         try:
