@@ -1,7 +1,7 @@
 """`python -m tests.killpoints [--minutes M] [--only kill,pairs,errors,journal] [POINT]`: the long run.
 
-Forked from one warmed process per core; what was finished is remembered in .build/killpoints for as long as
-the code is the same, so that a run that was cut goes on. A POINT, as a failure prints it, is run alone.
+Forked from one warmed process per core; what was finished is remembered in .build/killpoints with the commit
+that was run, so that a run that was cut goes on. A POINT, as a failure prints it, is run alone.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(KINDS))
     parser.add_argument("--scenario", help="of this name alone")
     parser.add_argument("--sample", type=int, help="so many points of each kind; nothing is remembered")
+    parser.add_argument("--anew", action="store_true", help="forget what was run before")
     parser.add_argument("--defect", choices=DEFECTS, help="with this defect put in; it must be found")
     return parser.parse_args()
 
@@ -125,7 +126,7 @@ def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], b
         is_sample = args.sample is not None or args.defect is not None
         if args.sample is not None:
             tasks = tasks[: args.sample]
-        record = Record(kind, args.scenario or "", is_kept=not is_sample)
+        record = Record(kind, args.scenario or "", is_kept=not is_sample, is_anew=args.anew)
         deadline = time.monotonic() + 60 * args.minutes / len(kinds)
         sought = DEFECTS[args.defect].shows if args.defect else None
         _go_on(record, tasks, args.jobs, deadline, sought)

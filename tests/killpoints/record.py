@@ -1,4 +1,8 @@
-"""What a long run has finished, for as long as the code is the same, and the figure that it comes to."""
+"""What the long runs have finished, by the code that they ran, and the figure that it comes to.
+
+A run goes on where the one before was cut, with the code of its day: the figure names every commit with what
+was run of it. After a defect of ckptd that such a point found, the count begins anew (`--anew`).
+"""
 
 from __future__ import annotations
 
@@ -82,12 +86,15 @@ def ground(*, is_full: bool) -> Iterator[tuple[Path, Path | None]]:
 class Record:
     """One kind of points: what is finished, what is wrong."""
 
-    def __init__(self, kind: str, part: str, *, is_kept: bool) -> None:
+    def __init__(self, kind: str, part: str, *, is_kept: bool, is_anew: bool = False) -> None:
         self._kind, self._is_kept, self._is_whole = kind, is_kept, not part
         self._name, self._fault, self._what = KINDS[kind]
-        self._path = BUILD / "killpoints" / f"{self._name}-{digest(kind)}{part and '-'}{part}.jsonl"
+        self._path = BUILD / "killpoints" / f"{self._name}{part and '-'}{part}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if is_anew and is_kept:
+            self._path.unlink(missing_ok=True)
         is_there = is_kept and self._path.exists()
+        self._code = f"{_commit()}: {digest(kind)}"
         self._rows = [json.loads(row) for row in self._path.read_text().splitlines()] if is_there else []
         self.done = {row["point"] for row in self._rows}
 
@@ -95,6 +102,7 @@ class Record:
         """One point was run."""
         row = {
             "point": name,
+            "code": self._code,
             "deaths": outcome.deaths,
             "recovering": outcome.recovering,
             "died": outcome.died,
@@ -126,7 +134,7 @@ class Record:
             "hits": sum(1 for row in self._rows if row["hit"]),
             "violations": sum(1 for row in self._rows if row["wrong"]),
             "seconds": round(sum(row["seconds"] for row in self._rows) / jobs),
-            "code": f"{digest(self._kind)} at {_commit()}",
+            "code": Counter(row["code"] for row in self._rows),
             "date": datetime.now(UTC).date().isoformat(),
         }
         print(json.dumps(figure), flush=True)
