@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shlex
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / ".build" / "figures"
@@ -15,10 +16,11 @@ def note(name: str, fault: str, *, runs: int, violations: int, seconds: float = 
     if not os.environ.get("CKPTD_FULL"):
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     row = {
         "name": name,
         "fault": fault,
-        "command": f"CKPTD_FULL=1 pytest {os.environ.get('PYTEST_CURRENT_TEST', '').split(' ')[0]}",
+        "command": f"CKPTD_FULL=1 pytest {shlex.quote(test) if ' ' in test else test}",
         "runs": runs,
         "violations": violations,
         "seconds": round(seconds, 1),
