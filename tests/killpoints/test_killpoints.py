@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.killpoints.defects import DEFECTS
+from tests.killpoints.points import Point, every, pairs
 
 pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,28 @@ def run(*arguments: object) -> tuple[dict[str, Any], str]:
     lines = done.stdout.splitlines()
     assert lines and lines[-1].startswith("{"), done.stderr[-3000:]
     return json.loads(lines[-1]), done.stdout
+
+
+CALLS = {"directory": [[], ["open", "write", "fsync"], ["unlink"] * 90, ["write"] * 60, ["rename"] * 2]}
+
+
+def test_every_point_is_taken_once_or_once_more_alone() -> None:
+    """No call is left out, no life dies twice for one save, and a name brings its life back."""
+    lives = every(CALLS, 3)
+    assert [Point.parse(life.name).fates for life in lives] == [life.fates for life in lives]
+    taken = [fate for life in lives for fate in life.fates]
+    assert len(taken) == len({(f.save, f.at, f.side) for f in taken}) == 2 * (3 + 90 + 60 + 2) + 61
+    assert {(f.save, f.at) for f in taken} == {
+        (save, at + 1) for save, part in enumerate(CALLS["directory"]) for at in range(len(part))
+    }
+    assert all(len({f.save for f in life.fates}) == len(life.fates) for life in lives)
+    assert {len(life.fates) for life in lives} >= {1, 2, 3}
+
+
+def test_pairs_are_two_kills_for_one_save() -> None:
+    """The second counts from the start of the process that recovers."""
+    for life in pairs(CALLS, 3, 40):
+        assert [fate.save for fate in life.fates] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize(
