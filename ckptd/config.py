@@ -66,13 +66,21 @@ class LoadedConfig:
         return bool(self.glob_roots)
 
 
+def user_name() -> str:
+    """Of whoever runs this; the number where it has no name, as in a container under any user id."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def default_config_dir(environ: Mapping[str, str]) -> Path:
     """`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>` (docs/contract.md)."""
     if given := environ.get("CKPTD_CONFIG_DIR"):
         return Path(given)
     if base := environ.get("XDG_CONFIG_HOME"):
         return Path(base) / "ckptd"
-    return Path("/etc/ckptd") / getpass.getuser()
+    return Path("/etc/ckptd") / user_name()
 
 
 def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:

@@ -49,13 +49,12 @@ def register(app: typer.Typer) -> None:
 
 
 def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> None:
-    import getpass
     import os
     import time
     from datetime import UTC, datetime
     from pathlib import Path
 
-    from ckptd.config import default_config_dir, resolve_job
+    from ckptd.config import default_config_dir, resolve_job, user_name
     from ckptd.core.manifest import Decision
     from ckptd.daemon.knowledge import write_decision
     from ckptd.recover.owner import owner_of
@@ -74,7 +73,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             kind=kind,
             tag=tag,
             fingerprints=fingerprints,
-            by=getpass.getuser(),
+            by=user_name(),
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             serial=time.time_ns(),
         )

@@ -127,15 +127,16 @@ def _program(root: Path) -> tuple[str, ...]:
 
 
 def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: bool) -> list[str]:
-    import getpass
     from pathlib import Path
+
+    from ckptd.config import user_name
 
     name = target.service.removesuffix(".service")
     control = " ".join(target.systemctl)
     lines = []
     if not loaded.jobs and not loaded.problems:
         lines.append(f"`ckptd init SAVE_DIR URL > {place / 'jobs.d'}/NAME.toml`, then the same command again")
-    if target.user is None and not Path("/var/lib/systemd/linger", getpass.getuser()).exists():
+    if target.user is None and not Path("/var/lib/systemd/linger", user_name()).exists():
         lines.append("it ends with your last session: `loginctl enable-linger` lets it live on")
     if not started:
         lines.append(f"`{control} start {name}`")

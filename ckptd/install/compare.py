@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptd.config import user_name
 from ckptd.install import units
 from ckptd.install.paths import uncovered, writable_paths
 from ckptd.install.plan import SYSTEM_UNITS, Target
@@ -23,7 +23,7 @@ def service_paths(
 
     A service in a user's own systemd may write what the user may.
     """
-    user = config_dir.name if config_dir.parent == _CONFIG else getpass.getuser()
+    user = config_dir.name if config_dir.parent == _CONFIG else user_name()
     target = Target(folder=units_dir, user=user)
     try:
         text = target.drop_in.read_text(encoding="utf-8", errors="replace")
