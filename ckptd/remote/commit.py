@@ -28,12 +28,12 @@ from ckptd.core.manifest import (
 )
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.remote.documents import read_commit, read_generation, stem_of
-from ckptd.remote.listed import in_the_way, withdraw
+from ckptd.remote.listed import as_listed, in_the_way, withdraw
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
 from ckptd.remote.store import settled
-from ckptd.remote.transfer import Transfer, as_listed
+from ckptd.remote.transfer import Transfer
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import ManifestFile, RemoteIdentity

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ckptd.core.manifest import Lease, lease_key, to_bytes
+from ckptd.core.manifest import Checksums, Lease, ManifestFile, lease_key, to_bytes
 from ckptd.errors import DamagedError
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.documents import lease_folder, manifest_folder, read_generation, read_manifest, stem_of
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import ManifestFile, NodeManifest
+    from ckptd.core.manifest import NodeManifest, Proof
+    from ckptd.remote.messages import ShipFile
     from ckptd.remote.store import Store
 
     Row = tuple[KnownManifest, ManifestFile]
@@ -119,3 +120,22 @@ def _crc_of(store: Store, key: str) -> str | None:
     for chunk in store.stream(key, 0, info.bytes):
         crc = crc64(chunk, crc)
     return to_hex(crc)
+
+
+def as_listed(
+    file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
+) -> ManifestFile:
+    """As a manifest lists a file, once it lies in the remote."""
+    return ManifestFile(
+        path=file.path,
+        key=file.key,
+        bytes=size_bytes,
+        role=file.role,
+        shard=file.shard,
+        checksums=Checksums(crc64nvme=crc64nvme),
+        fingerprint=fingerprint,
+        tensor_fingerprint=file.tensor_fingerprint,
+        proof=proof,
+        mode=file.mode,
+        mtime_ns=file.identity.mtime_ns if file.identity else 0,
+    )
