@@ -90,16 +90,16 @@ def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str,
         return direct.stream(key, dict(access.for_data), body, with_trailer=True) is not None
 
     good, other = secrets.token_bytes(32), secrets.token_bytes(33)
-    if not direct.streams or not sent(good, Body):
-        return False
     try:
+        if not direct.streams or not sent(good, Body):
+            return False
         is_refused = not sent(other, _Wrong)
         answer = client.get_object(**place, ChecksumMode="ENABLED")
         is_right = answer.get("ChecksumCRC64NVME") == _encoded(crc64(good).to_bytes(8))
         is_bare = "aws-chunked" not in answer.get("ContentEncoding", "")
         return is_refused and is_right and is_bare and answer["Body"].read() == good
     finally:
-        # the one that was refused was no failure
+        # what was refused was no failure
         direct.wake()
         client.delete_object(**place)
 
