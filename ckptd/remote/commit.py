@@ -259,12 +259,15 @@ class _Shipping:
         missing = coverage.missing(members, self._where[2])
         existing = read_commit(self._store, self._where)
         waits = (
-            _missing_words(missing, members) if missing else in_the_way(self._store, ours.manifest, listed)
+            (_missing_words(missing, members), "")
+            if missing
+            else in_the_way(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
             return ShipResult(
                 outcome="waiting",
-                reason=waits,
+                reason=waits[0],
+                hint=waits[1],
                 manifest_key=ours.key,
                 manifest_sha256=ours.sha256,
                 bytes_sent=carried.bytes_sent,
