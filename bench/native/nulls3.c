@@ -270,7 +270,16 @@ static void pour(Sink *sink, const uint8_t *data, size_t count) {
 
 typedef struct { enum { LINE, DATA, BREAK, TRAILER } state; uint64_t left; char line[256]; size_t filled; } Chunks;
 
-static void unchunk(Chunks *chunks, Sink *sink, const uint8_t *data, size_t count) {
+/* A line behind the last chunk: a checksum there counts as one in the head. */
+static void take_trailer(Request *asked, char *line) {
+    line[strcspn(line, "\r")] = 0;
+    char *colon = strchr(line, ':');
+    if (!colon) return;
+    *colon = 0;
+    take_header(asked, line, colon + 1 + strspn(colon + 1, " "));
+}
+
+static void unchunk(Chunks *chunks, Request *asked, Sink *sink, const uint8_t *data, size_t count) {
     while (count) {
         if (chunks->state == DATA) {
             size_t some = count < chunks->left ? count : (size_t)chunks->left;
@@ -283,13 +292,17 @@ static void unchunk(Chunks *chunks, Sink *sink, const uint8_t *data, size_t coun
         count--;
         if (chunks->state == BREAK) {
             if (c == '\n') chunks->state = LINE;
-        } else if (chunks->state == LINE) {
+        } else {
             if (c != '\n') {
                 if (chunks->filled + 1 < sizeof chunks->line) chunks->line[chunks->filled++] = c;
                 continue;
             }
             chunks->line[chunks->filled] = 0;
             chunks->filled = 0;
+            if (chunks->state == TRAILER) {
+                take_trailer(asked, chunks->line);
+                continue;
+            }
             chunks->left = strtoull(chunks->line, NULL, 16);
             chunks->state = chunks->left ? DATA : TRAILER;
         }
@@ -297,7 +310,7 @@ static void unchunk(Chunks *chunks, Sink *sink, const uint8_t *data, size_t coun
 }
 
 /* 0: the connection broke */
-static int read_body(Peer *peer, const Request *asked, Sink *sink) {
+static int read_body(Peer *peer, Request *asked, Sink *sink) {
     uint64_t left = asked->length;
     Chunks chunks = {.state = LINE};
     md5_begin(&sink->md5);
@@ -320,7 +333,7 @@ static int read_body(Peer *peer, const Request *asked, Sink *sink) {
                 continue;
             }
         }
-        if (asked->is_chunked) unchunk(&chunks, sink, data, count);
+        if (asked->is_chunked) unchunk(&chunks, asked, sink, data, count);
         else pour(sink, data, count);
         left -= count;
     }
@@ -398,7 +411,7 @@ static int tell_stored(Peer *peer, const Request *asked, const char *etag, uint6
     return answer(peer, asked, 200, more, NULL);
 }
 
-static int put_object(Peer *peer, const Request *asked) {
+static int put_object(Peer *peer, Request *asked) {
     Sink sink = {0};
     if ((!is_data(asked->key) && asked->length < DOCUMENT_BYTES) || asked->length <= KEPT_BYTES) {
         sink.room = asked->length;
@@ -426,7 +439,7 @@ static int put_object(Peer *peer, const Request *asked) {
     return tell_stored(peer, asked, part.etag, sink.crc);
 }
 
-static int put_part(Peer *peer, const Request *asked) {
+static int put_part(Peer *peer, Request *asked) {
     char text[64];
     uint64_t id = query_of(asked, "uploadId", text, sizeof text) ? strtoull(text, NULL, 16) : 0;
     unsigned number = query_of(asked, "partNumber", text, sizeof text) ? (unsigned)atoi(text) : 0;
@@ -448,7 +461,7 @@ static int put_part(Peer *peer, const Request *asked) {
     return tell_stored(peer, asked, part.etag, sink.crc);
 }
 
-static int begin_upload(Peer *peer, const Request *asked) {
+static int begin_upload(Peer *peer, Request *asked) {
     Sink ignored = {0};
     if (!read_body(peer, asked, &ignored)) return -1;
     Upload *made = calloc(1, sizeof *made);
@@ -489,7 +502,7 @@ static int join(const Upload *upload, const char *listed, Part *whole) {
     return 1;
 }
 
-static int complete(Peer *peer, const Request *asked) {
+static int complete(Peer *peer, Request *asked) {
     char text[64];
     uint64_t id = query_of(asked, "uploadId", text, sizeof text) ? strtoull(text, NULL, 16) : 0;
     Sink listed = {.room = asked->length, .body = calloc(1, asked->length + 1)};
@@ -718,7 +731,7 @@ static int reset(Peer *peer, const Request *asked) {
     return answer(peer, asked, 200, NULL, NULL);
 }
 
-static int serve(Peer *peer, const Request *asked) {
+static int serve(Peer *peer, Request *asked) {
     const char *slash = strchr(asked->key, '/');
     int is_bucket = !slash || !slash[1];
     if (!strcmp(asked->key, "_stats")) return tell_stats(peer, asked);

@@ -34,6 +34,11 @@ def register(app: typer.Typer) -> None:
             None, metavar="TAG", help="Remove this incomplete or torn folder from save_dir, nothing else."
         ),
         aside: bool = typer.Option(False, "--aside", help="Also what was moved to _ckptd/aside."),
+        gone: str = typer.Option(
+            None,
+            metavar="NODE",
+            help="That node never comes back: what it was replacing holds up nothing more.",
+        ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -60,7 +65,10 @@ def register(app: typer.Typer) -> None:
             if incomplete and config is not None:
                 collector.incomplete(config, incomplete, _pins(where, state_dir))
             else:
-                code = _everything(collector, where, state_dir)
+                if config is None and _conversion(collector, where):
+                    code = 0
+                else:
+                    code = _everything(collector, where, state_dir, gone)
                 if aside and config is not None:
                     collector.aside(config)
         except CkptdError:
@@ -72,7 +80,21 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(code)
 
 
-def _everything(collector: Collector, where: Where, state_dir: Path | None) -> int:
+def _conversion(collector: Collector, where: Where) -> bool:
+    """Whether the URL is where a conversion was killed; what it left open is given up."""
+    from ckptd.errors import RemoteError
+    from ckptd.remote.access import access_of
+    from ckptd.remote.open import open_store
+
+    (remote,) = where.remotes
+    try:
+        return collector.conversion(remote.url, open_store(remote.url, access=access_of(remote)))
+    except RemoteError:
+        # said by whoever looks at it as a remote
+        return False
+
+
+def _everything(collector: Collector, where: Where, state_dir: Path | None, gone: str | None) -> int:
     """Remotes and node; the exit code of what failed first."""
     from ckptd.cli.text import say
     from ckptd.cli.verify_repair import look
@@ -86,12 +108,15 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None) -> i
     with unfinished.alone():
         for sight in sights:
             try:
+                if gone is not None:
+                    collector.gone(sight, gone)
+                    continue
                 collector.remote(sight, unfinished)
                 good.append(sight)
             except CkptdError as error:
                 say(f"{sight.name}: {error}")
                 codes.append(error.exit_code)
-        if where.job is not None:
+        if where.job is not None and gone is None:
             collector.node(where.job, good, state_dir)
     return codes[0] if codes else 0
 

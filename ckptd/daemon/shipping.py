@@ -233,7 +233,9 @@ class Shipping:
                     "retry_at_seconds": time.monotonic() + 60.0,
                 }
             )
-            state.problems.put("commit-waiting", about, f"{about}: {answer.reason}", "see the other nodes")
+            state.problems.put(
+                "commit-waiting", about, f"{about}: {answer.reason}", answer.hint or "see the other nodes"
+            )
         elif answer.outcome == "refused":
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}

@@ -21,10 +21,13 @@ from ckptd.journal import Journal
 from ckptd.local import fs
 from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import scan_folder
+from ckptd.recover.choose import DESCRIPTION
 from ckptd.recover.intact import opened_save_dir
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import FETCHED, unrest
-from ckptd.remote.collect import carry_out, find
+from ckptd.recover.ranged_upload import NOTE, Note, read_note, write_note
+from ckptd.remote.collect import Garbage, carry_out, find
+from ckptd.remote.leases import compare, lapse, leases_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.unfinished import Unfinished
-    from ckptd.remote.collect import Garbage
+    from ckptd.remote.leases import Held
+    from ckptd.remote.store import Store
 
 HERE = "here"
 _STAGED = ("resume.", FETCHED)
@@ -95,6 +99,54 @@ class Collector:
                 f"{sight.name}: {found.unlisted_objects} objects ({found.unlisted_bytes} bytes) are in no "
                 "manifest and not provably ours; they stay"
             )
+
+    def gone(self, sight: RemoteSight, node: str) -> None:
+        """That node will not come back: what it was replacing is compared, then its lease goes (adr/0101).
+
+        Raises:
+            RefusedError: another node is at work on what is wrong.
+        """
+        store, identity = sight.store, sight.observation.identity
+        found = leases_of(store, node)
+        for key, where in found:
+            held = compare(store, key, where, node)
+            tag, generation, form = where
+
+            def done(name: str, size: int, held: Held = held) -> None:
+                is_lease = name == held.key
+                why = f"{node} is gone" if is_lease else "not what its manifest lists; it is sent again"
+                self._gone(sight.name, _garbage(name, size, why, held))
+
+            if self._dry_run:
+                for name, size in held.wrong or ((key, 0),):
+                    self._add(sight.name, name, size, f"{node} is gone ({tag}, {form})")
+            else:
+                lapse(store, identity, held, done)
+            if held.wrong:
+                self._say(
+                    f"{sight.name}: {len(held.wrong)} objects of {tag} (generation {generation}, {form}) are "
+                    f"not what manifests list; call it again when their nodes have sent them anew"
+                )
+        if not found:
+            self._say(f"{sight.name}: no lease of a node {node!r} holds up anything")
+
+    def conversion(self, url: str, store: Store) -> bool:
+        """What a killed `ckptd convert` left open in its destination; False: nothing was noted there."""
+        note = read_note(store, NOTE)
+        if note is None:
+            return False
+        for path, token in sorted(note.uploads.items()):
+            self._add(url, f"an upload of {path}", 0, "a conversion was killed")
+            if not self._dry_run:
+                store.discard(path, token)
+        if note.uploads and not self._dry_run:
+            write_note(store, NOTE, Note(plan_sha256=note.plan_sha256, uploads={}))
+        left = [info.bytes for info in store.list("") if info.key not in (NOTE, DESCRIPTION)]
+        self._say(
+            f"{url}: {len(left)} objects ({sum(left)} bytes) of the conversion that was killed stay: the "
+            "same `ckptd convert` goes on with them; to give it up, remove the folder"
+        )
+        return True
 
     def _gone(self, remote: str, one: Garbage) -> None:
         self._add(remote, one.key, one.bytes, one.why)
@@ -216,6 +268,11 @@ class Collector:
         if self._audit is not None and not self._dry_run:
             tag = "" if what.startswith("_") else what
             self._audit.write("gc", tag=tag, generation=0, form="", reason=why, files=[(what, size)])
+
+
+def _garbage(key: str, size: int, why: str, held: Held) -> Garbage:
+    tag, generation, form = held.where
+    return Garbage(key=key, bytes=size, why=why, tag=tag, generation=generation, form=form)
 
 
 @contextlib.contextmanager

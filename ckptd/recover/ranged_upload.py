@@ -150,7 +150,7 @@ class Target:
         self._plan_sha256 = plan_sha256
         head = f"{self.name}/"
         self.there = {info.key[len(head) :]: info.bytes for info in self.store.list(head)}
-        note = _read_note(self.store, head + NOTE) if self.there else None
+        note = read_note(self.store, head + NOTE) if self.there else None
         if self.there and (DESCRIPTION in self.there or note is None or note.plan_sha256 != plan_sha256):
             raise target_exists(f"{self.store.url}/{self.name}", DESCRIPTION in self.there)
         for path, token in note.uploads.items() if note is not None else ():
@@ -173,8 +173,8 @@ class Target:
             self._uploads.pop(path, None)
 
     def _write_note(self) -> None:
-        note = {"plan_sha256": self._plan_sha256, "uploads": self._uploads}
-        self.store.put(f"{self.name}/{NOTE}", json.dumps(note).encode())
+        note = Note(plan_sha256=self._plan_sha256, uploads=self._uploads)
+        write_note(self.store, f"{self.name}/{NOTE}", note)
 
     def publish(self, description: bytes, *, pointer: str | None) -> None:
         """ckptd.json makes it count; then the pointer beside it names it.
@@ -203,18 +203,24 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Note:
+class Note:
     """What lies in a folder that does not count yet: whose it is, and what is open there."""
 
     plan_sha256: str
     uploads: dict[str, str]
 
 
-def _read_note(store: Store, key: str) -> _Note | None:
+def write_note(store: Store, key: str, note: Note) -> None:
+    """Say it."""
+    store.put(key, json.dumps({"plan_sha256": note.plan_sha256, "uploads": note.uploads}).encode())
+
+
+def read_note(store: Store, key: str) -> Note | None:
+    """What a conversion noted; None: nothing, or nothing that can be read."""
     try:
         raw = json.loads(store.get(key) or b"")
         uploads = {str(path): str(token) for path, token in dict(raw.get("uploads", {})).items()}
-        return _Note(plan_sha256=str(raw["plan_sha256"]), uploads=uploads)
+        return Note(plan_sha256=str(raw["plan_sha256"]), uploads=uploads)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

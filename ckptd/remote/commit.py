@@ -28,12 +28,12 @@ from ckptd.core.manifest import (
 )
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.remote.documents import read_commit, read_generation, stem_of
-from ckptd.remote.listed import in_the_way, withdraw
+from ckptd.remote.listed import as_listed, in_the_way, withdraw
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
 from ckptd.remote.store import settled
-from ckptd.remote.transfer import Transfer, as_listed
+from ckptd.remote.transfer import Transfer
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import ManifestFile, RemoteIdentity
@@ -259,12 +259,15 @@ class _Shipping:
         missing = coverage.missing(members, self._where[2])
         existing = read_commit(self._store, self._where)
         waits = (
-            _missing_words(missing, members) if missing else in_the_way(self._store, ours.manifest, listed)
+            (_missing_words(missing, members), "")
+            if missing
+            else in_the_way(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
             return ShipResult(
                 outcome="waiting",
-                reason=waits,
+                reason=waits[0],
+                hint=waits[1],
                 manifest_key=ours.key,
                 manifest_sha256=ours.sha256,
                 bytes_sent=carried.bytes_sent,

@@ -15,6 +15,7 @@ from ckptd.core.manifest import (
     AnyDocument,
     Commit,
     Decision,
+    Lease,
     NodeManifest,
     RemoteIdentity,
     Tombstone,
@@ -57,7 +58,7 @@ class Documents:
         return [view for view in self.commits if not view.disputed and stem_of(view.commit) not in gone]
 
 
-def stem_of(document: Commit | NodeManifest | Tombstone) -> Stem:
+def stem_of(document: Commit | NodeManifest | Tombstone | Lease) -> Stem:
     """(tag, generation, form) of a document."""
     return document.tag, document.generation, document.form
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ckptd.core.manifest import Lease, lease_key, to_bytes
+from ckptd.core.manifest import Checksums, Lease, ManifestFile, lease_key, parse, to_bytes
 from ckptd.errors import DamagedError
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.documents import lease_folder, manifest_folder, read_generation, read_manifest, stem_of
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import ManifestFile, NodeManifest
+    from ckptd.core.manifest import NodeManifest, Proof
+    from ckptd.remote.messages import ShipFile
     from ckptd.remote.store import Store
 
     Row = tuple[KnownManifest, ManifestFile]
@@ -71,19 +72,33 @@ def withdraw(store: Store, ours: NodeManifest) -> None:
         store.delete(key)
 
 
-def in_the_way(store: Store, ours: NodeManifest, members: Iterable[KnownManifest]) -> str | None:
-    """Why nothing is committed over these manifests now, read a moment ago: a node replaces objects."""
+def in_the_way(store: Store, ours: NodeManifest, members: Iterable[KnownManifest]) -> tuple[str, str] | None:
+    """Why nothing is committed over these manifests now, read a moment ago: a node replaces objects.
+
+    The reason, and what a person may do about it ("": nothing).
+    """
     where = stem_of(ours)
     mine = lease_key(ours)
     for info in store.list(lease_folder(where)):
         if info.key != mine:
-            return f"a node replaces what it found there and is not done ({info.key})"
+            node = _node_of(store, info.key)
+            hint = f"see that node's `ckptd status`; is it gone for good: `ckptd gc JOB --gone {node}`"
+            return f"node {node} replaces what it found there and is not done ({info.key})", hint
     # who was done between the two readings has listed what it replaced
     seen = {known.key for known in members}
     for info in store.list(manifest_folder(where)):
         if info.key not in seen and _is_readable(store, info.key):
-            return f"a node has just listed its files ({info.key})"
+            return f"a node has just listed its files ({info.key})", ""
     return None
+
+
+def _node_of(store: Store, key: str) -> str:
+    """Whose lease it is; its name in the key where it cannot be read."""
+    data = store.get(key)
+    try:
+        return parse(Lease, data, key).node if data is not None else key.rsplit("/", 1)[1].partition("~")[0]
+    except DamagedError:
+        return key.rsplit("/", 1)[1].partition("~")[0]
 
 
 def _is_readable(store: Store, key: str) -> bool:
@@ -119,3 +134,22 @@ def _crc_of(store: Store, key: str) -> str | None:
     for chunk in store.stream(key, 0, info.bytes):
         crc = crc64(chunk, crc)
     return to_hex(crc)
+
+
+def as_listed(
+    file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
+) -> ManifestFile:
+    """As a manifest lists a file, once it lies in the remote."""
+    return ManifestFile(
+        path=file.path,
+        key=file.key,
+        bytes=size_bytes,
+        role=file.role,
+        shard=file.shard,
+        checksums=Checksums(crc64nvme=crc64nvme),
+        fingerprint=fingerprint,
+        tensor_fingerprint=file.tensor_fingerprint,
+        proof=proof,
+        mode=file.mode,
+        mtime_ns=file.identity.mtime_ns if file.identity else 0,
+    )

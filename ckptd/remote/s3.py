@@ -11,17 +11,16 @@ import hashlib
 import secrets
 import threading
 from contextlib import closing, contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptd import files
-from ckptd.errors import NotPermitted, RemoteUnreachable, VerifyError
+from ckptd.errors import NotPermitted, RemoteUnreachable
 from ckptd.remote import s3_client as sc
-from ckptd.remote.checksums import crc64
-from ckptd.remote.ranges import crc_of
-from ckptd.remote.s3_etags import bare
-from ckptd.remote.s3_probe import probe
+from ckptd.remote.s3_direct import Direct
+from ckptd.remote.s3_probe import probe, takes_trailers
+from ckptd.remote.s3_proof import proof
 from ckptd.remote.s3_upload import S3Uploads
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, too_large
 
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptd.remote.access import Access
+    from ckptd.remote.s3_upload import Started
     from ckptd.remote.store import Progress, Resume, Source
 
 _READ_BYTES = 512 << 10
-_SMALL_BYTES = 8 << 20
 LANES = 8
-_STREAMS = 4
-"""Ranges of one object that are read back at a time."""
+FLIGHTS = 12
+"""Small objects on their way at a time, for each of those who send them so."""
 _RANGE_BYTES = 64 << 20
 _CREATE_TRIES = 5
 _READ_TRIES = 5
@@ -56,8 +55,9 @@ class S3Store:
         self._prefix = f"{parts.path.strip('/')}/"
         self.access = access
         self._owner = owner
-        self._read_back = read_back
+        self.is_read_back = read_back
         self._client: Any = None
+        self._direct: Direct | None = None
         self._lock = threading.Lock()
         self.abilities = _UNKNOWN
         self._uploads = S3Uploads(self, access.part_size_bytes)
@@ -77,14 +77,35 @@ class S3Store:
         """The botocore client; made anew after credentials failed, so that rotated ones are found."""
         with self._lock:
             if self._client is None:
-                self._client = sc.make_client(self.access)
+                self._client, credentials, verify = sc.make_client(self.access)
+                self._direct = Direct(
+                    self._client,
+                    credentials,
+                    self.bucket,
+                    self._prefix,
+                    signs_payload=self.access.signs_payload,
+                    verify=verify,
+                )
             return self._client
+
+    @property
+    def direct(self) -> Direct | None:
+        """The short way for PUTs, once the client has shown it."""
+        return self._direct
+
+    @property
+    def flights(self) -> int:
+        """How many small objects one thread may have on their way (`begin`), their answers being proofs."""
+        can, direct = self.abilities, self._direct
+        is_proved = can.checksum is not None or (self.wants_md5 and can.joined_etags)
+        is_offered = can.create_only and is_proved and direct is not None and direct.is_ready
+        return FLIGHTS if is_offered else 0
 
     @property
     def wants_md5(self) -> bool:
         """Whether an ETag is what proves or guards what is sent."""
         can = self.abilities
-        return self._read_back and not can.checksum and (can.part_etags or can.joined_etags)
+        return self.is_read_back and not can.checksum and (can.part_etags or can.joined_etags)
 
     def place(self, key: str) -> dict[str, str]:
         """Bucket and whole key of an object.
@@ -126,7 +147,11 @@ class S3Store:
         """Find out what this server keeps its word on, by small objects that are removed again."""
         key = f"_ckptd/probe~{secrets.token_hex(8)}"
         with self.asking("trying what the server can do"):
-            self.abilities = probe(self.client, self.place(key), self.access, is_read_back=self._read_back)
+            client, place = self.client, self.place(key)
+            self.abilities = probe(client, place, self.access, is_read_back=self.is_read_back)
+            if self.abilities.checksum and self._direct is not None:
+                takes = takes_trailers(client, place, self._direct, key, self.access)
+                self.abilities = replace(self.abilities, trailers=takes)
         return self.abilities
 
     def get(self, key: str) -> bytes | None:
@@ -232,6 +257,10 @@ class S3Store:
         """Move one object in parts; goes on at the last part that the server holds."""
         return self._uploads.upload(key, source, resume, on_progress)
 
+    def begin(self, key: str, source: Source) -> Started | None:
+        """Send a small object whose answer is waited for later; None: `upload` it."""
+        return self._uploads.begin(key, source)
+
     def discard(self, key: str, token: str = "") -> None:
         """Abort the multipart upload of that key that this process, or `token`, knows as ours."""
         self._uploads.discard(key, token)
@@ -242,68 +271,10 @@ class S3Store:
         Raises:
             VerifyError: other bytes, or none.
         """
-        proof = self._uploads.proved(key, size_bytes, crc64)
-        if proof is not None:
-            return proof
-        can = self.abilities
-        etag = self._uploads.expected_etag(key, crc64)
-        etag = etag if can.joined_etags else None
-        is_read = self._read_back and not can.checksum and etag is None and 0 < size_bytes <= _SMALL_BYTES
-        if is_read and self._is_intact(key, size_bytes, crc64, on_progress):
-            return "read-back"
-        head = self.head(key, **({"ChecksumMode": "ENABLED"} if can.checksum else {}))
-        if head is None:
-            msg = f"{key} is not in {self._url} after it was sent"
-            raise VerifyError(msg, hint="ckptd sends it again")
-        found, proof = self._digest(key, head, size_bytes, crc64, etag, on_progress)
-        if head["ContentLength"] == size_bytes and found == crc64:
-            return proof
-        msg = (
-            f"{key}: the copy in {self._url} has {head['ContentLength']} bytes and CRC64 {found:016x}, "
-            f"sent were {size_bytes} and {crc64:016x}"
-        )
-        raise VerifyError(msg, hint="ckptd removes it and sends it again")
-
-    def _is_intact(self, key: str, size_bytes: int, sent: int, on_progress: Callable[[int], None]) -> bool:
-        """Read a small object in one request; False for anything else than those very bytes."""
-        crc = done = 0
-        try:
-            # a byte more than was sent: nothing may follow
-            for chunk in self.stream(key, 0, size_bytes + 1):
-                crc, done = crc64(chunk, crc), done + len(chunk)
-                on_progress(done)
-        except FileNotFoundError:
-            return False
-        return (done, crc) == (size_bytes, sent)
-
-    def _digest(
-        self,
-        key: str,
-        head: dict[str, Any],
-        size_bytes: int,
-        sent: int,
-        etag: str | None,
-        on_progress: Callable[[int], None],
-    ) -> tuple[int, str]:
-        kept = head.get("ChecksumCRC64NVME")
-        if self.abilities.checksum and kept and head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
-            return int.from_bytes(base64.b64decode(kept)), "store-checksum"
-        if not self._read_back:
-            return sent, "none"
-        if etag is not None and bare(head.get("ETag", "")) == etag:
-            return sent, "part-etags"
-        done = 0
-
-        def told(count: int) -> None:
-            nonlocal done
-            done += count
-            on_progress(done)
-
-        try:
-            _, crc = crc_of(partial(self.stream, key), size_bytes, told, at_once=_STREAMS)
-        except FileNotFoundError:
-            return ~sent & (1 << 64) - 1, "read-back"
-        return crc, "read-back"
+        uploads = self._uploads
+        if (known := uploads.proved(key, size_bytes, crc64)) is not None:
+            return known
+        return proof(self, key, size_bytes, crc64, uploads.expected_etag(key, crc64), on_progress)
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """Chunks of a range; a connection that breaks costs the rest of one request, asked for again."""

@@ -96,9 +96,10 @@ class Body(io.RawIOBase):
         More than `size` where that is a block for a socket: who reads such blocks sends what it gets, and a
         call per MiB instead of eight takes a fifth off the CPU time of an upload. Small sizes are kept to.
         """
-        return self._next(size if 0 <= size < _BLOCK_BYTES else len(self._buffer))
+        return self.take(size if 0 <= size < _BLOCK_BYTES else len(self._buffer))
 
-    def _next(self, most: int) -> memoryview:
+    def take(self, most: int) -> memoryview:
+        """At most so many bytes, none at the end; valid until the next read."""
         begin, end = self._filled
         if not begin <= self._at < end:
             begin, end = self._fill()
@@ -110,7 +111,7 @@ class Body(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         """As `read`; what the CRT signs bodies by."""
         view = memoryview(buffer).cast("B")
-        data = self._next(len(view))
+        data = self.take(len(view))
         view[: len(data)] = data
         return len(data)
 
@@ -158,6 +159,11 @@ class Body(io.RawIOBase):
         finally:
             self.rehearse(False)
         return base64.b64encode(digest.digest()).decode()
+
+    @property
+    def encoded_crc(self) -> bytes:
+        """`crc` as in S3's headers and trailers."""
+        return base64.b64encode(self.crc.to_bytes(8))
 
     @property
     def md5(self) -> bytes | None:

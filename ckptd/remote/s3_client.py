@@ -6,8 +6,9 @@ own bounded retries with jitter and its timeouts watch every request; what they 
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ckptd.errors import (
@@ -90,7 +91,15 @@ _SIGNS = {
 RACING = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
 
-def make_client(access: Access) -> Any:
+class Opened(NamedTuple):
+    """A client; the credentials and authorities that it uses, as botocore's own objects."""
+
+    client: Any
+    credentials: Any
+    verify: Any
+
+
+def make_client(access: Access) -> Opened:
     """A new client, its credentials looked up now.
 
     Raises:
@@ -130,6 +139,9 @@ def make_client(access: Access) -> Any:
                 )
             ),
         )
+        credentials = session.get_credentials()
+        authorities = session.get_config_variable("ca_bundle")
+        verify = authorities or os.environ.get("REQUESTS_CA_BUNDLE") or True
     except exceptions.ProfileNotFound as error:
         file = (
             f"the credentials file {credentials_path(rest)} has no section [default]"
@@ -146,7 +158,7 @@ def make_client(access: Access) -> Any:
     client.meta.events.register("after-call.s3", partial(_speaks_s3, client.meta.endpoint_url))
     client.meta.events.register("before-sign.s3", _before_signing)
     client.meta.events.register("before-send.s3", _before_sending)
-    return client
+    return Opened(client, credentials, verify)
 
 
 def _before_signing(request: Any, **_: Any) -> None:

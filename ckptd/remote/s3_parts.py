@@ -187,47 +187,132 @@ def send_range(
 ) -> Sent:
     """Send (offset, length) of the source as a part (`PartNumber` in the request) or as the whole object.
 
-    Where the server enforces a checksum it gets one in the header, for which the range is hashed first:
-    botocore's trailers copy each byte five times. At most 1 MiB goes from memory: for a file botocore asks
+    Where the server enforces a checksum it gets one behind the body; where it takes none there, in the
+    header, for which the range is hashed first. At most 1 MiB goes from memory: for a file botocore asks
     the server first whether it will take it, a round trip more.
 
     Raises:
         VerifyError: it arrived changed; a part three times.
         TargetExists: the object is there already.
     """
-    number = request.get("PartNumber")
-    what = f"part {number} of {key}" if number else key
     offset, length = span
-    can, inner = store.abilities, source.inner if isinstance(source, _Told) else source
-    known: int | None = None
-    held: Held | None = None
     if length <= STEP_BYTES:
-        held = Held(_read(source, offset, length), wants_md5=store.wants_md5)
-        known = held.crc
-    elif can.checksum:
-        known = crc64_of(inner, offset, length, is_read_again=True)
-    checked = {"ChecksumCRC64NVME": encoded(known)} if can.checksum and known is not None else {}
+        return send_held(store, key, held_of(store, source, offset, length), request)
+    sent = _send_once_read(store, key, source, span, request)
+    if sent is not None:
+        return sent
+    number, can = request.get("PartNumber"), store.abilities
+    inner = source.inner if isinstance(source, _Told) else source
+    known = crc64_of(inner, offset, length, is_read_again=True) if can.checksum else None
+    checked = {"ChecksumCRC64NVME": encoded(known)} if known is not None else {}
     for _ in range(_TRIES if number else 1):
-        body = held or Body(source, offset, length, known, wants_md5=store.wants_md5)
-        with store.asking(f"writing {what}"):
-            try:
-                send = store.client.upload_part if number else store.client.put_object
-                guarded = checked | guard(can, body.content_md5)
-                content = body if isinstance(body, Body) else body.data
-                answer = send(**store.place(key), **request, **guarded, Body=content)
-            except SourceStopped as stopped:
-                raise stopped.error from None
-            except store.client.exceptions.ClientError as error:
-                if sc.code_of(error) in sc.TAKEN:
-                    raise taken(key) from error
-                if sc.code_of(error) not in CHANGED:
-                    raise
-                continue
-        crc = body.crc if body.is_whole else crc64_of(inner, offset, length)
-        sent = Sent(answer=answer, crc=crc, md5=body.md5)
-        if not number or not can.part_etags or sent.md5 is None or bare(sent.etag) == sent.md5.hex():
+        body = Body(source, offset, length, known, wants_md5=store.wants_md5)
+        try:
+            answer = _ask(store, key, body, request | checked | guard(can, body.content_md5))
+        except SourceStopped as stopped:
+            raise stopped.error from None
+        if answer is None:
+            continue
+        sent = _sent(answer, body, inner, span)
+        if _is_intact(store, sent, number):
             return sent
-    raise changed(what, f" {_TRIES} times" if number else "")
+    raise changed(_name(key, number), f" {_TRIES} times" if number else "")
+
+
+def held_of(store: S3Store, source: Source, offset: int, length: int) -> Held:
+    """A small range in memory, hashed."""
+    return Held(_read(source, offset, length), wants_md5=store.wants_md5)
+
+
+def send_held(store: S3Store, key: str, held: Held, request: dict[str, Any]) -> Sent:
+    """The same for what lies in memory."""
+    number = request.get("PartNumber")
+    arguments = request | arguments_of(store, held)
+    known = _told_directly(store, key, held, arguments)
+    if known is not None and _is_intact(store, known, number):
+        return known
+    for _ in range(_TRIES if number else 1):
+        answer = _ask(store, key, held, arguments)
+        if answer is None:
+            continue
+        sent = Sent(answer=answer, crc=held.crc, md5=held.md5)
+        if _is_intact(store, sent, number):
+            return sent
+    raise changed(_name(key, number), f" {_TRIES} times" if number else "")
+
+
+def _told_directly(store: S3Store, key: str, held: Held, arguments: dict[str, Any]) -> Sent | None:
+    """The short way; None: the other one."""
+    if store.direct is None:
+        return None
+    with store.asking(f"writing {_name(key, arguments.get('PartNumber'))}"):
+        flight = store.direct.begin(key, arguments, held.data)
+        answer = flight.end() if flight is not None else None
+    return None if answer is None else Sent(answer=answer, crc=held.crc, md5=held.md5)
+
+
+def arguments_of(store: S3Store, held: Held) -> dict[str, str]:
+    """The checksum that goes along with a small range."""
+    checked = {"ChecksumCRC64NVME": encoded(held.crc)} if store.abilities.checksum else {}
+    return checked | guard(store.abilities, held.content_md5)
+
+
+def _send_once_read(
+    store: S3Store, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
+) -> Sent | None:
+    """The short way, on which the range is read once; None: it is to be sent the other way.
+
+    A server that enforces a checksum compares it with what arrived, wherever it stands.
+    """
+    can, direct = store.abilities, store.direct
+    offset, length = span
+    is_guarded = can.content_md5 and not can.checksum and not can.part_etags
+    if direct is None or not direct.streams or is_guarded or (can.checksum and not can.trailers):
+        return None
+    body = Body(source, offset, length, wants_md5=store.wants_md5)
+    number = request.get("PartNumber")
+    with store.asking(f"writing {_name(key, number)}"):
+        try:
+            answer = direct.stream(key, request, body, with_trailer=can.checksum is not None)
+        except SourceStopped as stopped:
+            raise stopped.error from None
+    if answer is None or not body.is_whole:
+        return None
+    sent = Sent(answer=answer, crc=body.crc, md5=body.md5)
+    told = answer.get("ChecksumCRC64NVME")
+    is_same = told is None or not can.checksum or told == encoded(sent.crc)
+    return sent if is_same and _is_intact(store, sent, number) else None
+
+
+def _ask(store: S3Store, key: str, body: Body | Held, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """By botocore's client, which tries again; None: the server received other bytes."""
+    number = arguments.get("PartNumber")
+    with store.asking(f"writing {_name(key, number)}"):
+        try:
+            send = store.client.upload_part if number else store.client.put_object
+            content = body if isinstance(body, Body) else body.data
+            return dict(send(**store.place(key), **arguments, Body=content))
+        except store.client.exceptions.ClientError as error:
+            if sc.code_of(error) in sc.TAKEN:
+                raise taken(key) from error
+            if sc.code_of(error) not in CHANGED:
+                raise
+            return None
+
+
+def _sent(answer: dict[str, Any], body: Body, inner: Source, span: tuple[int, int]) -> Sent:
+    crc = body.crc if body.is_whole else crc64_of(inner, *span)
+    return Sent(answer=answer, crc=crc, md5=body.md5)
+
+
+def _is_intact(store: S3Store, sent: Sent, number: int | None) -> bool:
+    """Where ETags are MD5s, whether a part arrived as it was read; an object is looked at as a whole."""
+    is_shown = bool(number) and store.abilities.part_etags and sent.md5 is not None
+    return not is_shown or bare(sent.etag) == (sent.md5 or b"").hex()
+
+
+def _name(key: str, number: int | None) -> str:
+    return f"part {number} of {key}" if number else key
 
 
 def _read(source: Source, offset: int, length: int) -> bytearray:

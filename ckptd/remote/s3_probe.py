@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ckptd.errors import ConfigError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64
+from ckptd.remote.s3_body import Body
 from ckptd.remote.s3_etags import CHANGED, bare, joined
+from ckptd.remote.source import MemorySource
 from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
     from ckptd.remote.access import Access
+    from ckptd.remote.s3_direct import Direct
 
 _NOT_UNDERSTOOD = {"NotImplemented", "InvalidArgument", "InvalidRequest", "501"}
 
@@ -67,6 +70,38 @@ def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: b
         can = replace(can, part_etags=False, joined_etags=False, content_md5=False)
     untagged = () if parts.are_tagged else ("tags are ignored on objects that are sent in parts",)
     return replace(can, notes=(*untagged, *_notes(can, access, is_read_back)))
+
+
+class _Wrong(Body):
+    """A body whose checksum does not fit it."""
+
+    @property
+    def encoded_crc(self) -> bytes:
+        """Of other bytes."""
+        return _encoded(bytes(8)).encode()
+
+
+def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str, access: Access) -> bool:
+    """True when a checksum behind a body is compared, and no framing is stored (adr/0101)."""
+
+    def sent(data: bytes, kind: type[Body]) -> bool:
+        source = MemorySource(data, mode=0, folder_mode=0, gid=None)
+        body = kind(source, 0, len(data))
+        return direct.stream(key, dict(access.for_data), body, with_trailer=True) is not None
+
+    good, other = secrets.token_bytes(32), secrets.token_bytes(33)
+    try:
+        if not direct.streams or not sent(good, Body):
+            return False
+        is_refused = not sent(other, _Wrong)
+        answer = client.get_object(**place, ChecksumMode="ENABLED")
+        is_right = answer.get("ChecksumCRC64NVME") == _encoded(crc64(good).to_bytes(8))
+        is_bare = "aws-chunked" not in answer.get("ContentEncoding", "")
+        return is_refused and is_right and is_bare and answer["Body"].read() == good
+    finally:
+        # what was refused was no failure
+        direct.wake()
+        client.delete_object(**place)
 
 
 def _notes(can: Abilities, access: Access, is_read_back: bool) -> tuple[str, ...]:

@@ -15,7 +15,18 @@ from ckptd.errors import CkptdError, RefusedError, VerifyError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.s3_body import STEP_BYTES
 from ckptd.remote.s3_etags import bare, joined
-from ckptd.remote.s3_parts import ROOM, Sending, Upload, encoded, send_range, taken
+from ckptd.remote.s3_parts import (
+    ROOM,
+    Sending,
+    Sent,
+    Upload,
+    arguments_of,
+    encoded,
+    held_of,
+    send_held,
+    send_range,
+    taken,
+)
 from ckptd.remote.source import crc64_of
 from ckptd.remote.store import Progress
 
@@ -23,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.remote.s3 import S3Store
+    from ckptd.remote.s3_body import Held
+    from ckptd.remote.s3_direct import Flight
     from ckptd.remote.store import Resume, Source
 
 MIN_PART_BYTES = 16 << 20
@@ -45,6 +58,28 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
         msg = f"{size_bytes} bytes are more than {MAX_PARTS} parts of 5 GiB, the most that S3 takes"
         raise RefusedError(msg, hint="save in more shards (more ranks)")
     return chosen
+
+
+class Started:
+    """A small object on its way, in memory until the answer came."""
+
+    def __init__(
+        self, uploads: S3Uploads, key: str, held: Held, arguments: dict[str, str], flight: Flight | None
+    ) -> None:
+        self._uploads = uploads
+        self._flight = flight
+        self.key = key
+        self.held = held
+        self.arguments = arguments
+
+    def end(self, on_progress: Callable[[Progress], None]) -> int:
+        """As `Store.upload` ends: the CRC64NVME of what was read."""
+        return self._uploads.ended(self, self._flight, on_progress)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more; whether it arrived is found out by who sends it again."""
+        if self._flight is not None:
+            self._flight.abandon()
 
 
 class S3Uploads:
@@ -122,6 +157,36 @@ class S3Uploads:
         with self._room if size > STEP_BYTES else nullcontext():
             sent = send_range(store, key, source, (0, size), condition | store.access.for_data)
         source.drop(0, size)
+        return self._stored(key, size, sent, on_progress)
+
+    def begin(self, key: str, source: Source) -> Started | None:
+        """Read and send an object of at most 1 MiB; None: `upload` it. Its key is not looked at before.
+
+        Raises:
+            SourceChanged, DamagedError: as reading the source does.
+        """
+        store, size = self._store, source.size_bytes
+        if size > STEP_BYTES or store.direct is None or not store.flights:
+            return None
+        held = held_of(store, source, 0, size)
+        arguments = {"IfNoneMatch": "*"} | store.access.for_data
+        with store.asking(f"writing {key}"):
+            flight = store.direct.begin(key, arguments | arguments_of(store, held), held.data)
+        source.drop(0, size)
+        return Started(self, key, held, arguments, flight)
+
+    def ended(self, started: Started, flight: Flight | None, on_progress: Callable[[Progress], None]) -> int:
+        """Wait for the answer; what was no success is sent again by botocore's client."""
+        store, key, held = self._store, started.key, started.held
+        answer = flight.end() if flight is not None else None
+        if answer is None:
+            sent = send_held(store, key, held, started.arguments)
+        else:
+            sent = Sent(answer=answer, crc=held.crc, md5=held.md5)
+        return self._stored(key, len(held.data), sent, on_progress)
+
+    def _stored(self, key: str, size: int, sent: Sent, on_progress: Callable[[Progress], None]) -> int:
+        store = self._store
         if store.abilities.checksum and sent.answer.get("ChecksumCRC64NVME") == encoded(sent.crc):
             self._proved[key] = (size, sent.crc, "store-checksum")
         elif sent.md5 is not None:

@@ -8,16 +8,18 @@ verified behind the next upload; small ones beside them in lanes, as many as the
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from ckptd.core.layouts import Role
-from ckptd.core.manifest import Checksums, ManifestFile, sha256_of
+from ckptd.core.manifest import sha256_of
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
 from ckptd.remote.extras import inline, read_whole
-from ckptd.remote.listed import Listed
+from ckptd.remote.flights import FLYING_LANES, TINY_BYTES, Fleet, begin, flights, is_small
+from ckptd.remote.listed import Listed, as_listed
 from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.ranges import Lanes
@@ -29,16 +31,13 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import Proof
+    from ckptd.core.manifest import ManifestFile, Proof
+    from ckptd.remote.flights import Started
     from ckptd.remote.messages import PartlyShipped, Planned, ShipFile
     from ckptd.remote.origin import Origin
     from ckptd.remote.pacing import Pacer
     from ckptd.remote.store import Source, Store
 
-SMALL_BYTES = 8 << 20
-"""What is sent beside others; larger files go in order, one after the other."""
-_SMALL_EXTRA_BYTES = 1 << 20
-"""The same for a file that is held in memory."""
 _BESIDE = (Role.SIDE, Role.EXTRA)
 _AGAIN = "this attempt is dropped; the next turn looks again"
 
@@ -107,12 +106,19 @@ class Transfer:
         """
         lanes = min(self._store.lanes, self._origin.most_lanes)
         beside = self._store.lanes > 1
-        small = [file for file in self._order.files if beside and _is_small(file)]
-        large = [file for file in self._order.files if not (beside and _is_small(file))]
+        small = [file for file in self._order.files if beside and is_small(file)]
+        large = [file for file in self._order.files if not (beside and is_small(file))]
         if len(small) > 1:
             folder = f"{self._order.manifest.folder}/"
             self._held = {info.key: info.bytes for info in self._store.list(folder)}
-        with ThreadPoolExecutor(lanes, "lane") as pool:
+        flying = deque(file for file in small if self._may_fly(file))
+        if flying:
+            keys = {file.key for file in flying}
+            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
+        with ThreadPoolExecutor(lanes + FLYING_LANES, "lane") as pool:
+            fleet = Fleet(self._store, self._begin, self._end, self._ship_beside)
+            for _ in range(FLYING_LANES if flying else 0):
+                pool.submit(self._lanes.begin([flying], fleet.ship))
             lane = self._lanes.begin(small, self._ship_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
@@ -142,6 +148,35 @@ class Transfer:
         sent = self._ship(file)
         if sent is not None:
             self._verify(sent)
+
+    def _may_fly(self, file: ShipFile) -> bool:
+        """A small sealed file that no earlier attempt began and of which nothing lies there."""
+        is_begun = file.key in self._shipped or file.key in self._partly
+        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
+            return False
+        return flights(self._store) > 0 and self._held is not None and self._held_bytes(file) is None
+
+    def _begin(self, file: ShipFile) -> Started | None:
+        """Read and send; None: it is to be sent the usual way."""
+        self._check()
+        with self._origin.opened(file) as source:
+            paced = PacedSource(source, self._control.pacer, self._check)
+            started = begin(self._store, file.key, paced)
+        with self._lock:
+            self._sent += paced.read_bytes
+        if started is not None and self._origin.why_changed(file) is not None:
+            started.abandon()
+            raise SourceChanged(f"{file.path} was written while it was shipped", hint=_AGAIN)
+        return started
+
+    def _end(self, file: ShipFile, started: Started) -> None:
+        """Wait for its answer; what another put there meanwhile is compared."""
+        try:
+            crc = started.end(lambda done: self._tell_whole(file, file.bytes, done))
+        except TargetExists:
+            self._ship_beside(file)
+            return
+        self._verify(_Sent(file=file, bytes=file.bytes, crc=crc, fingerprint=file.fingerprint))
 
     def _check(self) -> None:
         """Raise when another lane failed, or the daemon wants an end."""
@@ -188,7 +223,7 @@ class Transfer:
         Should another object have come since, the upload of a small one refuses to replace it.
         """
         folder = f"{self._order.manifest.folder}/"
-        if self._held is not None and _is_small(file) and file.key.startswith(folder):
+        if self._held is not None and is_small(file) and file.key.startswith(folder):
             return self._held.get(file.key)
         info = self._store.stat(file.key)
         return None if info is None else info.bytes
@@ -260,14 +295,14 @@ class Transfer:
         if resume is not None and isinstance(source, CheckedSource):
             source.go_on(resume.flushed_bytes, self._check)
         paced = PacedSource(source, self._control.pacer, self._check)
-        is_whole = self._store.lanes > 1 and _is_small(file)
+        is_whole = self._store.lanes > 1 and is_small(file)
         is_noted = resume is not None
 
         def moving(progress: Progress) -> None:
             nonlocal is_noted
-            # what is sent again in a moment needs no row in the journal
             if is_whole and not progress.token:
-                progress = replace(progress, flushed_bytes=0, crc64=0)
+                self._tell_whole(file, source.size_bytes, progress)
+                return
             is_noted = is_noted or progress.flushed_bytes > 0 or progress.token != ""
             self._control.on_moving(file.key, source.size_bytes, progress)
 
@@ -282,6 +317,10 @@ class Transfer:
             with self._lock:
                 self._sent += paced.read_bytes
         return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
+
+    def _tell_whole(self, file: ShipFile, size_bytes: int, progress: Progress) -> None:
+        """What is sent again in a moment needs no row in the journal."""
+        self._control.on_moving(file.key, size_bytes, replace(progress, flushed_bytes=0, crc64=0))
 
     def _verify(self, sent: _Sent) -> None:
         file = sent.file
@@ -305,28 +344,3 @@ class Transfer:
         entry = as_listed(file, size, crc, fingerprint, cast("Proof", proof))
         self._results[file.key] = entry
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
-
-
-def as_listed(
-    file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
-) -> ManifestFile:
-    """As a manifest lists a file, once it lies in the remote."""
-    return ManifestFile(
-        path=file.path,
-        key=file.key,
-        bytes=size_bytes,
-        role=file.role,
-        shard=file.shard,
-        checksums=Checksums(crc64nvme=crc64nvme),
-        fingerprint=fingerprint,
-        tensor_fingerprint=file.tensor_fingerprint,
-        proof=proof,
-        mode=file.mode,
-        mtime_ns=file.identity.mtime_ns if file.identity else 0,
-    )
-
-
-def _is_small(file: ShipFile) -> bool:
-    if file.is_extra and file.inline is None:
-        return file.bytes <= _SMALL_EXTRA_BYTES
-    return file.bytes <= SMALL_BYTES

@@ -14,8 +14,8 @@ import pytest
 
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.supervise import convert
+from ckptd.remote.flights import SMALL_BYTES
 from ckptd.remote.s3_parts import PARTS_AT_ONCE
-from ckptd.remote.transfer import SMALL_BYTES
 from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, node
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node
 from tests.real import Recipe, prepare, save_dir_of

@@ -81,6 +81,8 @@ class Proxy:
     """A pattern: only requests whose line matches get the canned answer."""
     flip_in: str | None = None
     """One bit of the body of the next request whose line contains this flips on its way."""
+    flip_all_in: str | None = None
+    """The same for each such request."""
     lose_answers_to: str | None = None
     """Requests whose line contains this reach the server, their answers do not come back."""
     rewrite: Callable[[bytes], bytes] | None = None
@@ -178,6 +180,8 @@ class Proxy:
             return Fault("lose-answer", "")
         if self.flip_in and self.flip_in in line:
             self.flip_in = None
+            return Fault("flip-up", "", after_bytes=500)
+        if self.flip_all_in and self.flip_all_in in line:
             return Fault("flip-up", "", after_bytes=500)
         if self.canned is not None and re.search(self.canned_for, line):
             return Fault("answer", "", answer=self.canned)

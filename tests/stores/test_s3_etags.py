@@ -103,34 +103,20 @@ def test_a_bit_that_flips_on_its_way(between: Proxy, moto: servers.Server, data:
         verified(store, data=data)
 
 
-def test_a_line_that_always_changes_bytes_is_named(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_always_changes_bytes_is_named(between: Proxy) -> None:
     store = store_at(between.endpoint)
-    real = store.client.upload_part
-
-    def flip(**request: Any) -> Any:
-        between.flip_in = "partNumber=1"
-        return real(**request)
-
-    monkeypatch.setattr(store.client, "upload_part", flip)
+    between.flip_all_in = "partNumber=1"
     with pytest.raises(VerifyError, match="part 1 of t/x arrived changed 3 times"):
         send(store, "t/x", BIG)
     assert store.stat("t/x") is None
 
 
-def test_nothing_is_left_of_an_upload_whose_line_changes_bytes(
-    between: Proxy, moto: servers.Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_an_upload_whose_line_changes_bytes(between: Proxy, moto: servers.Server) -> None:
     """The part that arrived changed is listed by the server: nobody may go on with it, but others' stay."""
     store = store_at(between.endpoint)
     place = store.place("t/x")
     stranger = moto.client().create_multipart_upload(**place)["UploadId"]
-    real = store.client.upload_part
-
-    def flip(**request: Any) -> Any:
-        between.flip_in = f"partNumber={request['PartNumber']}"
-        return real(**request)
-
-    monkeypatch.setattr(store.client, "upload_part", flip)
+    between.flip_all_in = "partNumber="
     with pytest.raises(VerifyError, match="arrived changed 3 times"):
         send(store, "t/x", BIG)
     left = moto.client().list_multipart_uploads(Bucket=place["Bucket"], Prefix=place["Key"])["Uploads"]

@@ -15,11 +15,11 @@ from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.commit import ship
 from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.flights import SMALL_BYTES
 from ckptd.remote.observe import observe
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.reader import live_commits, manifests_of
 from ckptd.remote.takeover import take_over
-from ckptd.remote.transfer import SMALL_BYTES
 from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import OPTIM, Node, archive
@@ -95,7 +95,7 @@ def test_many_at_once_each_once_and_listed_in_order(node: Node) -> None:
 
 
 def test_large_files_keep_their_order_beside(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptd.remote.transfer.SMALL_BYTES", 1000)
+    monkeypatch.setattr("ckptd.remote.flights.SMALL_BYTES", 1000)
     store = Watched()
     assert shipped_by(node, store).outcome == "committed"
     large = [key for key in store.begun if key.endswith(".pt")]
@@ -217,7 +217,7 @@ def test_a_folder_is_not_removed_as_empty_under_another_lane(tmp_path: Path) -> 
 
 def test_small_is_what_a_restart_may_send_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file leaves no half row in the journal, a large one does."""
-    monkeypatch.setattr("ckptd.remote.transfer.SMALL_BYTES", 3000)
+    monkeypatch.setattr("ckptd.remote.flights.SMALL_BYTES", 3000)
     assert SMALL_BYTES <= 16 << 20
     node.write({OPTIM.format(d=0): archive(b"x" * 9000), OPTIM.format(d=1): archive(b"y" * 100)})
     flushed: dict[str, int] = {}
