@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
+from ckptd.recover.ranged_upload import NOTE, Note, write_note
 from ckptd.remote import s3, s3_client
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64
@@ -22,6 +23,7 @@ from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
 from tests.stores.proxy import answer, proxy
+from tests.unit.repair_scene import run_here
 from tests.unit.test_remote_resend import entry
 
 if TYPE_CHECKING:
@@ -254,3 +256,29 @@ def test_what_is_not_as_committed_never_gets_a_name(moto: servers.Server) -> Non
     store.upload("t/x", good, resume=None, on_progress=lambda _: None)
     assert sum(moved) == len(BIG)
     assert store.get("t/x") == BIG
+
+
+def test_gc_gives_up_what_a_killed_conversion_left_open(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its note names, and nothing else: parts that nobody sees are paid for all the same."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
+    store, client = store_at(moto), moto.client()
+    place = store.place("zero/a/fp32.pt")
+    ours, stranger = (client.create_multipart_upload(**place)["UploadId"] for _ in range(2))
+    client.upload_part(**place, UploadId=ours, PartNumber=1, Body=DATA)
+    store.put("zero/b/fp32.pt", b"12345")
+    write_note(store, NOTE, Note(plan_sha256="p", uploads={"zero/a/fp32.pt": f"{PART_BYTES}:{ours}"}))
+
+    def left() -> list[str]:
+        found = client.list_multipart_uploads(Bucket=place["Bucket"], Prefix=place["Key"])
+        return sorted(one["UploadId"] for one in found.get("Uploads", []))
+
+    assert run_here(capsys, "gc", store.url, "--dry-run").returncode == 0
+    assert left() == sorted([ours, stranger])
+    done = run_here(capsys, "gc", store.url)
+    assert (done.returncode, "an upload of zero/a/fp32.pt" in done.stdout) == (0, True), done.stderr
+    assert left() == [stranger]
+    assert "1 objects (5 bytes)" in done.stderr
+    assert store.get("zero/b/fp32.pt") == b"12345"
+    assert "nothing to remove" in run_here(capsys, "gc", store.url).stdout
