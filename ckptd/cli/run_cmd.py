@@ -57,6 +57,8 @@ def register(app: typer.Typer) -> None:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         logging.getLogger("watchdog").setLevel(logging.WARNING)
+        # at every end it calls an event that came too late an error
+        logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
         again = partial(
             load,
             os.environ,

@@ -143,7 +143,7 @@ def live(place: Place, victims: tuple[Victim, ...]) -> Outcome:
                     place.tell("found-first")
             elif code:
                 wrong.append(f"run {number} ended with {code}: {said}")
-            if "Traceback" in said:
+            if "Traceback" in said or "watchdog" in said:
                 wrong.append(f"run {number}: {said}")
     wrong += judging.judge_end(place, deaths=len(died)).wrong
     return Outcome(len(died), "", tuple(dict.fromkeys(wrong)), died=tuple(died))
