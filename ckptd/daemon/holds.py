@@ -36,22 +36,27 @@ def take_up_holds(state: JobState, save_dir_fd: int) -> None:
     names = fs.names_in(save_dir_fd, fs.HOLD)
     known = {hold_name(row): row for row in state.rows.values()}
     for name in names:
-        if name.endswith(_END):
+        if name.startswith(files.TEMPORARY_PREFIX):
+            hold.remove_temporary(save_dir_fd, name)
+        elif name.endswith(_END):
             if name.removesuffix(_END) not in names:
                 hold.release(save_dir_fd, name.removesuffix(_END))
-            continue
-        row = known.get(name.removesuffix(".partial"))
-        if row is None:
-            _unknown(state, save_dir_fd, name)
-        elif name.endswith(".partial"):
-            fs.remove_ours(save_dir_fd, fs.HOLD, name)
-        elif not row.held and _was_committed(state, row):
-            # let go, and back with a power cut
-            hold.release(save_dir_fd, name)
-        elif not row.held:
-            # made, and killed before that was noted; or let go for want of room, and back with a power cut
-            state.journal.set_held(row.id, held=True)
+        else:
+            _take_up(state, save_dir_fd, name, known.get(name.removesuffix(".partial")))
     state.load()
+
+
+def _take_up(state: JobState, save_dir_fd: int, name: str, row: SaveRow | None) -> None:
+    if row is None:
+        _unknown(state, save_dir_fd, name)
+    elif name.endswith(".partial"):
+        fs.remove_ours(save_dir_fd, fs.HOLD, name)
+    elif not row.held and _was_committed(state, row):
+        # let go, and back with a power cut
+        hold.release(save_dir_fd, name)
+    elif not row.held:
+        # made, and killed before that was noted; or let go for want of room, and back with a power cut
+        state.journal.set_held(row.id, held=True)
 
 
 def _was_committed(state: JobState, row: SaveRow) -> bool:

@@ -85,6 +85,12 @@ def release(save_dir_fd: int, name: str) -> None:
         pass
 
 
+def remove_temporary(save_dir_fd: int, name: str) -> None:
+    """What is left of a word about a hold when its writer was killed."""
+    with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:
+        files.remove_file(fd, name)
+
+
 def give_name(save_dir_fd: int, name: str, new: str) -> bool:
     """Give a hold another name, durably; False when that name is taken."""
     with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:

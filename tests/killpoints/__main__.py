@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(KINDS))
     parser.add_argument("--scenario", help="of this name alone")
     parser.add_argument("--sample", type=int, help="so many points of each kind; nothing is remembered")
-    parser.add_argument("--anew", action="store_true", help="forget what was run before")
+    parser.add_argument("--anew", nargs="*", default=(), help="ways of living to begin anew, or all")
     parser.add_argument("--defect", choices=DEFECTS, help="with this defect put in; it must be found")
     return parser.parse_args()
 
@@ -126,7 +126,7 @@ def _run_kinds(args: argparse.Namespace, calls: Calls, bases: dict[str, Path], b
         is_sample = args.sample is not None or args.defect is not None
         if args.sample is not None:
             tasks = tasks[: args.sample]
-        record = Record(kind, args.scenario or "", is_kept=not is_sample, is_anew=args.anew)
+        record = Record(kind, args.scenario or "", is_kept=not is_sample, anew=args.anew)
         deadline = time.monotonic() + 60 * args.minutes / len(kinds)
         sought = DEFECTS[args.defect].shows if args.defect else None
         _go_on(record, tasks, args.jobs, deadline, sought)

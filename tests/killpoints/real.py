@@ -234,11 +234,11 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=360, help="of deaths")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--anew", action="store_true", help="forget what was run before")
+    parser.add_argument("--anew", action="store_const", const=("all",), default=(), help="begin anew")
     parser.add_argument("--sample", action="store_true", help="nothing is remembered")
     args = parser.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
-    record = Record("real", "", is_kept=not args.sample, is_anew=args.anew)
+    record = Record("real", "", is_kept=not args.sample, anew=args.anew)
     with ground(is_full=False) as (base, _), ThreadPoolExecutor(args.jobs) as pool:
         chosen = lives(sizes(base), args.number)
         left = [victims for victims in chosen if _name(victims) not in record.done]

@@ -1,7 +1,8 @@
 """What the long runs have finished, by the code that they ran, and the figure that it comes to.
 
 A run goes on where the one before was cut, with the code of its day: the figure names every commit with what
-was run of it. After a defect of ckptd that such a point found, the count begins anew (`--anew`).
+was run of it. After a defect of ckptd that such a point found, the ways of living that its fix touches
+begin anew (`--anew clones`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tests.killpoints.points import Outcome
 
@@ -83,19 +85,25 @@ def ground(*, is_full: bool) -> Iterator[tuple[Path, Path | None]]:
         shutil.rmtree(base, ignore_errors=True)
 
 
+def _first(row: dict[str, Any]) -> str:
+    return str(row["point"]).partition(" ")[0]
+
+
 class Record:
     """One kind of points: what is finished, what is wrong."""
 
-    def __init__(self, kind: str, part: str, *, is_kept: bool, is_anew: bool = False) -> None:
+    def __init__(self, kind: str, part: str, *, is_kept: bool, anew: Sequence[str] = ()) -> None:
+        """`anew`: the first words of points that are forgotten; "all": all of them."""
         self._kind, self._is_kept, self._is_whole = kind, is_kept, not part
         self._name, self._fault, self._what = KINDS[kind]
         self._path = BUILD / "killpoints" / f"{self._name}{part and '-'}{part}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if is_anew and is_kept:
-            self._path.unlink(missing_ok=True)
         is_there = is_kept and self._path.exists()
         self._code = f"{_commit()}: {digest(kind)}"
         self._rows = [json.loads(row) for row in self._path.read_text().splitlines()] if is_there else []
+        if is_there and anew:
+            self._rows = [row for row in self._rows if "all" not in anew and _first(row) not in anew]
+            self._path.write_text("".join(json.dumps(row) + "\n" for row in self._rows))
         self.done = {row["point"] for row in self._rows}
 
     def add(self, name: str, outcome: Outcome, seconds: float) -> None:

@@ -326,3 +326,28 @@ def test_a_hold_that_was_made_and_not_noted_is_kept(world: World) -> None:
     world.set_mood(NAS, "ok")
     world.live_on(200, rng)
     assert [save.number for save in world.trainer.saves if world.judge.holds(NAS, save)] == [1, 2, 3]
+
+
+def test_a_hold_that_was_cut_short_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it was written down what the hold is of."""
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(60, rng)
+    world.set_mood(NAS, "down")
+    kernel, real = world.kernel, world.kernel.call
+    died: list[str] = []
+
+    def call(name: str, path: str) -> None:
+        if f"_ckptd/hold/{files.TEMPORARY_PREFIX}" in path and name == "rename" and not died:
+            died.append(path)
+            kernel.ends_at = kernel.calls + 1
+        real(name, path)
+
+    monkeypatch.setattr(kernel, "call", call)
+    saved(world, 2)
+    world.live_on(30, rng, lambda: bool(died))
+    assert died
+    assert [name for name in holds(world) if name.startswith(files.TEMPORARY_PREFIX)]
+    world.set_mood(NAS, "ok")
+    world.live_on(100, rng)
+    assert holds(world) == []
