@@ -24,6 +24,10 @@ VERBS: tuple[str, ...] = (
     "run",
     "status",
     "reload",
+    "drain",
+    "wait",
+    "pause",
+    "unpause",
     "check",
     "init",
     "inspect",
@@ -45,6 +49,7 @@ VERBS: tuple[str, ...] = (
 """In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""
 
 _SHARED = {
+    "unpause": "pause",
     "unpin": "pin",
     "accept": "pin",
     "adopt": "pin",

@@ -177,6 +177,8 @@ class DrainStatus:
     """Tags that are not committed yet, newest first."""
     late: tuple[str, ...] = ()
     """Of those, what will not make it at the speed of the link."""
+    refused: tuple[str, ...] = ()
+    """Of those, what cannot be committed as it is: a person is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
