@@ -42,6 +42,7 @@ VERBS: tuple[str, ...] = (
     "adopt",
     "gc",
     "takeover",
+    "remove",
     "quickstart",
     "install-service",
     "uninstall-service",

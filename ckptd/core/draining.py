@@ -30,8 +30,15 @@ class Drain:
     seconds_left: float
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Remote → bytes per second, as last measured; a remote of which nothing is known is missing."""
-    left_bytes: Mapping[tuple[int, str], int] = field(default_factory=dict)
-    """(save id, remote) → bytes of its ZeRO form that are still to be sent, where it was begun."""
+    left_bytes: Mapping[tuple[int, str, str], int] = field(default_factory=dict)
+    """(save id, remote, form) → bytes that are still to be sent, where it was begun."""
+
+    def needs_seconds(self, remote: RemoteView, save: SaveView, form: str) -> float:
+        """At the speed of the link, which must be known; what is under way is given some patience."""
+        whole = save.save.total_bytes * WEIGHTS_SHARE.get(form, 1.0)
+        seconds = self.left_bytes.get((save.id, remote.name, form), whole) / self.speeds[remote.name]
+        is_begun = (remote.ships_save, remote.ships) == (save.id, form)
+        return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +56,26 @@ def course(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[Sa
 
     `waiting`: complete, with their bytes here, and their ZeRO form not yet committed on that remote.
     """
-    speed = drain.speeds.get(remote.name)
-    if not speed:
+    if not drain.speeds.get(remote.name):
         return Course(order=tuple((save, ZERO) for save in waiting))
     left_seconds = max(0.0, drain.seconds_left - COMMIT_SECONDS)
     fits: list[tuple[SaveView, str]] = []
     late: list[SaveView] = []
     for save in waiting:
-        needs = drain.left_bytes.get((save.id, remote.name), save.save.total_bytes) / speed
-        is_begun = remote.ships_save == save.id and remote.ships == ZERO
-        if needs <= left_seconds * (BEGUN_FACTOR if is_begun else 1.0):
+        needs_seconds = drain.needs_seconds(remote, save, ZERO)
+        if needs_seconds <= left_seconds:
             fits.append((save, ZERO))
-            left_seconds = max(0.0, left_seconds - needs)
+            left_seconds -= needs_seconds
         else:
             late.append(save)
-    if late and late[0] is waiting[0]:
-        fits += _weights(view, remote, late[0], left_seconds * speed)
+    if late and late[0] is waiting[0] and _may_be_made(view, remote, late[0]):
+        forms = [form for form in WEIGHTS if form in remote.forms]
+        least = (form for form in forms if drain.needs_seconds(remote, late[0], form) <= left_seconds)
+        fits += [(late[0], form) for form in least][:1]
     return Course(order=(*fits, *((save, ZERO) for save in late)), late=tuple(late))
 
 
-def _weights(
-    view: JobView, remote: RemoteView, save: SaveView, room_bytes: float
-) -> list[tuple[SaveView, str]]:
-    """The newest checkpoint's model alone, where that is all of it that fits and the remote takes it."""
-    if save.is_model_only or not save.is_intact or view.is_save_in_flight:
-        return []
-    forms = [form for form in WEIGHTS if form in remote.forms]
-    size = save.save.total_bytes
-    return [(save, form) for form in forms if size * WEIGHTS_SHARE[form] <= room_bytes][:1]
+def _may_be_made(view: JobView, remote: RemoteView, save: SaveView) -> bool:
+    """The newest checkpoint's model alone, of its shards."""
+    is_free = not view.is_save_in_flight or remote.ships_save == save.id
+    return save.is_intact and not save.is_model_only and is_free

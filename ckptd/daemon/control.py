@@ -155,11 +155,12 @@ class Control:
         names = list(job.links)
         speeds = {name: speed for name in names if (speed := _speed(job, state, name))}
         left = {
-            (save_id, name): _left_bytes(state, save_id, name)
+            (save_id, name, ZERO): _left_bytes(state, save_id, name)
             for save_id, ships in state.ships.items()
             for name in names
             if save_id in state.rows and (name, ZERO) in ships
         }
+        left |= {key: max(0, moving.total_bytes - moving.done_bytes) for key, moving in state.moving.items()}
         return Drain(
             seconds_left=self._drain.deadline_seconds - time.monotonic(), speeds=speeds, left_bytes=left
         )
@@ -237,8 +238,5 @@ def _speed(job: Job, state: JobState, name: str) -> float | None:
 
 def _left_bytes(state: JobState, save_id: int, name: str) -> int:
     total = state.rows[save_id].save.total_bytes
-    moving = state.moving.get((save_id, name, ZERO))
-    if moving is not None:
-        return max(0, moving.total_bytes - moving.done_bytes)
     done = sum(row.flushed_bytes for row in state.journal.objects(save_id, name, ZERO))
     return max(0, total - done)

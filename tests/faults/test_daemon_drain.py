@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.harness import RUN, node
-from tests.real import prepare, save_dir_of
+from tests.e2e.s3_node import BIG_RUN
+from tests.real import Recipe, prepare, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,14 +44,14 @@ def here(tmp_path: Path) -> Iterator[Node]:
         yield made
 
 
-def save_bytes() -> int:
-    folder = save_dir_of(RUN) / "global_step1"
+def save_bytes(run: Recipe) -> int:
+    folder = save_dir_of(run) / "global_step1"
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def throttle(here: Node, seconds: float, forms: str = ZERO_ONLY) -> None:
+def throttle(here: Node, seconds: float, forms: str = ZERO_ONLY, run: Recipe = RUN) -> None:
     """A link that takes so long for one save."""
-    here.write_job(remote=f'bandwidth = "{int(save_bytes() / seconds)}B/s"\n{forms}')
+    here.write_job(remote=f'bandwidth = "{int(save_bytes(run) / seconds)}B/s"\n{forms}')
 
 
 def arrived(here: Node) -> int:
@@ -100,11 +101,12 @@ def test_what_fits_is_committed_and_what_will_not_make_it_is_said_at_once(here: 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_the_models_weights_where_nothing_else_fits(tmp_path: Path, window: int) -> None:
     """The whole save takes three windows; its weights, which the remote lists, are committed in one."""
+    prepare([BIG_RUN])
     forms = 'forms = ["zero", "weights-bf16"]'
     with node(tmp_path, local="forms = []", remote=forms) as here:
-        throttle(here, 3.0 * window, forms)
+        throttle(here, 3.0 * window, forms, BIG_RUN)
         here.start()
-        here.save(1)
+        here.save(1, BIG_RUN)
         here.wait("sealed", lambda: sealed(here))
         done = here.ckptd("drain", here.job_file, "--deadline", f"{window}s", timeout_seconds=window + 60)
         assert done.returncode == 3, done.stdout + done.stderr

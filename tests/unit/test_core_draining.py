@@ -37,7 +37,7 @@ def drain(seconds: float, speed: float | None = 10.0, **left: int) -> Drain:
     return Drain(
         seconds_left=seconds + COMMIT_SECONDS,
         speeds={} if speed is None else {NAS: speed},
-        left_bytes={(int(name[1:]), NAS): count for name, count in left.items()},
+        left_bytes={(int(name[1:]), NAS, ZERO): count for name, count in left.items()},
     )
 
 
@@ -116,6 +116,17 @@ def test_weights_alone_where_that_is_all_that_fits() -> None:
     assert done(both) == ["nas: zero of 1"]
     refused = open_save(1, weights={BF16: DerivedRecord(state=DerivedState.REFUSED)})
     assert done(weights_too(job_view([refused], drain=drain(5)))) == ["nas: zero of 1"]
+
+
+def test_weights_under_way_go_on_while_the_window_shrinks() -> None:
+    """What is left of them counts, not what they were."""
+    view = weights_too(job_view([open_save(1)], drain=drain(5)))
+    busy = shipping(view, 1, BF16)
+    assert done(busy) == []
+    left = replace(drain(1), left_bytes={(1, NAS, BF16): 9})
+    assert done(replace(busy, drain=left)) == []
+    late = replace(drain(1), left_bytes={(1, NAS, BF16): 90})
+    assert done(replace(busy, drain=late)) == ["nas: make way"]
 
 
 def test_weights_take_the_generation_that_the_shards_would() -> None:
