@@ -168,6 +168,8 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
         parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
     if error := document["daemon"].get("notify_error"):
         parts.append(Text(f"! nobody was told: {printable_everywhere(error)}", style="yellow"))
+    if error := document["daemon"].get("metrics_error"):
+        parts.append(Text(f"! no metrics at {printable_everywhere(error)}", style="yellow"))
     return parts
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.control import is_drained, missing_after, refused_here
+from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
 from ckptd.daemon.notifier import Notifier
@@ -62,7 +63,8 @@ class Daemon:
         self._service = Service(environ)
         self._reloaded = Reloaded()
         self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or socket.gethostname())
-        self._publisher = Publisher(self._notifier)
+        self._exporter = Exporter(loaded.daemon.metrics)
+        self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
@@ -91,6 +93,7 @@ class Daemon:
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
             self._notifier.close()
+            self._exporter.close()
             self._workers.stop()
             for job in self.jobs:
                 job.close()
@@ -181,6 +184,7 @@ class Daemon:
         self._loaded = loaded
         self._totals.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
+        self._exporter.change(loaded.daemon.metrics)
         self.invalid = [Invalid(path.stem, str(path), error, time.time()) for path, error in found.refused]
         for job in [job for job in self.jobs if job.config.save_dir in found.close]:
             log.info("job %s ends, or starts anew with its changed configuration", job.config.name)

@@ -34,6 +34,8 @@ class DaemonStatus:
     """What the last reload refused, and kept as it was."""
     notify_error: str | None = None
     """Why the last notification was not delivered."""
+    metrics_error: str | None = None
+    """Why metrics are not offered where `ckptd.toml` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

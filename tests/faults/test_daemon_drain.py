@@ -149,11 +149,17 @@ def _shipping(here: Node) -> set[str]:
 
 
 def test_without_a_daemon_it_works_by_itself(here: Node) -> None:
-    """Never started before, or killed half-way; nothing that is committed is sent again."""
+    """One that was never started before."""
     here.save(1)
     done = here.ckptd("drain", here.job_file, "--deadline", "60s", timeout_seconds=90)
     assert (done.returncode, "run: drained" in done.stdout) == (0, True), done.stdout + done.stderr
     assert list(here.commits()) == ["global_step1~g1"]
+
+
+@FULL
+def test_after_a_kill_it_goes_on(here: Node) -> None:
+    here.save(1)
+    assert here.once() == 0
     throttle(here, 2.0)
     here.start()
     here.save(2)
