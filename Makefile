@@ -25,7 +25,7 @@ PEERS   := .build/.stamp-peers
 AUDIT   := .build/.stamp-audit
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 .DEFAULT_GOAL := help
 .PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures \
@@ -141,10 +141,10 @@ figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 seeded: setup ## defects put into ckptd one at a time: a test must find each (writes docs/faults.md)
 	$(PY) -m tests.seeded --jobs 2 $(ARGS)
 
-system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts and the systemd unit need
+system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts, the systemd unit and alert rules need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
 	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null \
-	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null; then \
+	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null && command -v promtool >/dev/null; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

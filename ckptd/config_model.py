@@ -33,6 +33,7 @@ from ckptd.config_values import (
     Credentials,
     Form,
     MetricsFile,
+    MetricsPlace,
     Name,
     Names,
     StateDir,
@@ -278,6 +279,12 @@ class DaemonConfig(Section):
         4, "max_uploads", "4", "checkpoints on their way at once, over all jobs and remotes"
     )
     state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
+    metrics: MetricsPlace | None = _key(
+        None,
+        "metrics",
+        '"127.0.0.1:9310"',
+        "a page for Prometheus; or a file for node_exporter: /…/ckptd.prom",
+    )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 

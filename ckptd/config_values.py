@@ -130,6 +130,18 @@ def check_pattern(value: str) -> str:
     return value
 
 
+def check_metrics_place(value: str) -> str:
+    """HOST:PORT, or the absolute path of a file that node_exporter reads."""
+    if value.startswith("/"):
+        if not value.endswith(".prom"):
+            reject("node_exporter reads files that end in .prom")
+        return value
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        reject('it is "HOST:PORT" ("127.0.0.1:9310"), or the path of a file that ends in .prom')
+    return value
+
+
 def check_metrics_file(value: str) -> str:
     """A file below save_dir: no link is followed there (P15)."""
     parts = value.split("/")
@@ -151,6 +163,7 @@ Url = Annotated[str, AfterValidator(check_url)]
 Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Credentials = Annotated[str, AfterValidator(check_credentials)]
 StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else absolute_path(v))]
+MetricsPlace = Annotated[str, AfterValidator(check_metrics_place)]
 MetricsFile = Annotated[str, AfterValidator(check_metrics_file)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(check_pattern)], ...], Strict(False)]
 Count = Annotated[int, Field(ge=1)]

@@ -53,7 +53,6 @@ _OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in wor
 
 LATER = {
     "abort_after": "giving up half uploads by their age (set a lifecycle rule of the bucket)",
-    "metrics": "the metrics endpoint",
     "run_id_env": "run ids from the environment",
 }
 """Keys of docs/contract.md that this version knows and does not act on: refused, never silently ignored."""

@@ -5,6 +5,7 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
     CkptdError ............................ 1
     ├─ UsageError ......................... 2
     ├─ BehindError ........................ 3    a deadline passed
+    ├─ PersonNeeded ....................... 1    what was waited for will not come by itself
     ├─ NothingCommitted ................... 4    the remote is there and holds no commit
     ├─ DamagedError ....................... 65   the bytes are not what they should be
     │  ├─ TornArchiveError                       a shard is truncated, empty or garbled
@@ -68,6 +69,12 @@ class BehindError(CkptdError):
 
     exit_code = 3
     retry = Retry.BACKOFF
+
+
+class PersonNeeded(CkptdError):
+    """What was waited for will not come by itself (1)."""
+
+    exit_code = 1
 
 
 class NothingCommitted(CkptdError):

@@ -24,6 +24,10 @@ VERBS: tuple[str, ...] = (
     "run",
     "status",
     "reload",
+    "drain",
+    "wait",
+    "pause",
+    "unpause",
     "check",
     "init",
     "inspect",
@@ -38,6 +42,7 @@ VERBS: tuple[str, ...] = (
     "adopt",
     "gc",
     "takeover",
+    "remove",
     "quickstart",
     "install-service",
     "uninstall-service",
@@ -45,6 +50,7 @@ VERBS: tuple[str, ...] = (
 """In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""
 
 _SHARED = {
+    "unpause": "pause",
     "unpin": "pin",
     "accept": "pin",
     "adopt": "pin",

@@ -38,17 +38,25 @@ def register(app: typer.Typer) -> None:
             return find_status(job, *places)
 
         before = look()["daemon"]
-        os.kill(_daemon(before["pid"]), signal.SIGHUP)
+        os.kill(daemon_pid(before["pid"], signal.SIGHUP), signal.SIGHUP)
         print(_answer(look, before.get("reloaded_at")))
 
 
-def _daemon(pid: int) -> int:
-    """The process, proved to be a daemon of ours before it gets a signal."""
+def daemon_pid(pid: int, number: signal.Signals) -> int:
+    """The process, proved to be a daemon of ours that listens to a signal before it gets one.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    place = Path(f"/proc/{pid}")
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        words = (place / "cmdline").read_bytes().split(b"\0")
+        lines = (place / "status").read_text().splitlines()
     except OSError:
-        words = []
-    if b"run" not in words or not any(b"ckptd" in word for word in words):
+        words, lines = [], []
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    is_ours = bool({b"run", b"drain"} & set(words)) and any(b"ckptd" in word for word in words)
+    if not is_ours or not caught >> (number - 1) & 1:
         msg = f"no daemon runs (status names process {pid})"
         raise NotFoundError(msg, hint="start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER")
     return pid

@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
         document = look()
         life = words.life_of(document, time.time())
         if as_json:
-            jobs = [one for one in document["jobs"] if job is None or _is_meant(one, job)]
+            jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
             _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
         else:
             jobs = _chosen(document, job)["jobs"]
@@ -74,7 +74,7 @@ def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
     Raises:
         NotFoundError: its daemon runs others.
     """
-    jobs = [one for one in document["jobs"] if job is None or _is_meant(one, job)]
+    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
     if job is not None and not jobs:
         msg = f"the daemon does not run {job} any more"
         raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
@@ -168,6 +168,8 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
         parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
     if error := document["daemon"].get("notify_error"):
         parts.append(Text(f"! nobody was told: {printable_everywhere(error)}", style="yellow"))
+    if error := document["daemon"].get("metrics_error"):
+        parts.append(Text(f"! no metrics at {printable_everywhere(error)}", style="yellow"))
     return parts
 
 
@@ -185,13 +187,24 @@ def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None
     """
     if job is not None and "://" in job:
         raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
-    found: list[dict[str, Any]] = []
+    return _joined([document for _, document in published(job, state_dir, config_dir)])
+
+
+def published(
+    job: str | None, state_dir: Path | None, config_dir: Path | None = None
+) -> list[tuple[Path, dict[str, Any]]]:
+    """State directories with the documents in them; of one job the first that has one.
+
+    Raises:
+        NotFoundError: nothing is published where it would be.
+    """
+    found: list[tuple[Path, dict[str, Any]]] = []
     looked: list[str] = []
     for place in _given(state_dir) if state_dir else _places(job, config_dir):
         path = place / "status.json"
         looked.append(str(path))
         try:
-            found.append(json.loads(path.read_bytes()))
+            found.append((place, json.loads(path.read_bytes())))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
@@ -200,7 +213,7 @@ def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None
         if job is not None:
             break
     if found:
-        return _joined(found)
+        return found
     if job is None and not looked:
         msg = "there is no job in the configuration directory"
         raise NotFoundError(msg, hint="name a job file or a SAVE_DIR, or say where --state-dir is")
@@ -283,6 +296,6 @@ def _all_known(config_dir: Path | None) -> list[Path]:
     return found or sorted(path.parent for path in _SERVICES.glob("*/*/status.json"))
 
 
-def _is_meant(status: dict[str, Any], job: str) -> bool:
+def is_meant(status: dict[str, Any], job: str) -> bool:
     path = os.path.normpath(os.path.abspath(job))
     return status["name"] in (job, Path(job).stem) or status["save_dir"] == path

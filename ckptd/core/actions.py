@@ -36,9 +36,10 @@ class Ship:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeWay:
-    """Cancel the upload of a derived form: a ZeRO form waits for that remote."""
+    """Cancel the upload under way; what is durable of it is not sent again."""
 
     remote: str
+    reason: str = "a ZeRO form waits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,16 @@ Action = ActionHere | Describe | Ship | MakeWay | AskConfirmation | Retire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """How far a drain is: tags, newest first."""
+
+    missing: tuple[str, ...] = ()
+    """Complete here and not committed on every required remote."""
+    late: tuple[str, ...] = ()
+    """Of those, what will not make it at the speed of the link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Actions in order, and for everything there is why it stays or goes."""
 
@@ -126,3 +137,5 @@ class Plan:
     """Save on the node → what becomes of its folder."""
     remote_fates: dict[tuple[str, str], Fate]
     """(remote, COMMIT key) → what becomes of it."""
+    drained: Drained | None = None
+    """While the job drains."""

@@ -12,21 +12,29 @@ from ckptd.core.actions import (
     Action,
     Convert,
     Describe,
+    Drained,
+    DropDerived,
     Hold,
     MakeWay,
     Plan,
+    PointUniversal,
     ReleaseHold,
     Retire,
     Ship,
     StopConverting,
 )
 from ckptd.core.deriving import PRESSURE, first_to_go, is_open, is_streamed, keep_derived, to_derive
+from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local
 from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.pruning import prune, victims
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.draining import Course, Drain
+    from ckptd.core.keeping import LocalFates
     from ckptd.core.ladder import Fate
     from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
 
@@ -36,7 +44,14 @@ def plan(view: JobView) -> Plan:
     local = keep_local(view)
     remote_fates = keep_remote(view)
     actions: list[Action] = []
-    if not view.is_paused:
+    drained: Drained | None = None
+    if view.drain is not None:
+        drained, actions = _drain(view, view.drain)
+        actions = [*_rest(view, local), *actions]
+    elif view.is_paused:
+        actions = _rest(view, local)
+        actions += [MakeWay(remote=r.name, reason="paused") for r in view.remotes if r.ships is not None]
+    else:
         loose = _let_go(view, local.zero)
         actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
         for remote in view.remotes:
@@ -45,7 +60,81 @@ def plan(view: JobView) -> Plan:
         actions += keep_derived(view, local)
         actions += prune(view, local.zero)
         actions += _retire(view, remote_fates)
-    return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates)
+    return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates, drained=drained)
+
+
+def _rest(view: JobView, local: LocalFates) -> list[Action]:
+    """What goes on while transfers, conversions and removals rest: clones that keep a save; room (P13)."""
+    here = _holds(view, frozenset(), is_enough=first_to_go(view, local) is not None)
+    holds = [x for x in here if not isinstance(x, ReleaseHold) or x.reason == PRESSURE]
+    derived = keep_derived(view, local)
+    drops = [x for x in derived if isinstance(x, DropDerived) and x.reason == PRESSURE]
+    points = [x for x in derived if isinstance(x, PointUniversal) and drops]
+    return [*holds, *points, *drops]
+
+
+def _drain(view: JobView, drain: Drain) -> tuple[Drained, list[Action]]:
+    """Required remotes first, each on its course; others only when nothing is missing there (adr/0108)."""
+    counts = _counting(view)
+    others = [r for r in view.remotes if r not in counts]
+    courses = {r.name: _course(view, drain, r) for r in view.remotes}
+    missing = open_saves(view)
+    late = {s.id for r in counts for s in courses[r.name].late}
+    actions: list[Action] = []
+    for remote in (*counts, *others):
+        may_ship = remote in counts or not missing
+        order = courses[remote.name].order if may_ship else ()
+        actions += _on_course(view, remote, order)
+    tags = tuple(s.save.tag for s in missing)
+    return Drained(missing=tags, late=tuple(s.save.tag for s in missing if s.id in late)), actions
+
+
+def open_saves(view: JobView) -> list[SaveView]:
+    """Complete here and not committed on every required remote, newest first."""
+    found = {s.id: s for remote in _counting(view) for s in _open(view, remote)}
+    return sorted(found.values(), key=lambda s: s.save.order, reverse=True)
+
+
+def _counting(view: JobView) -> list[RemoteView]:
+    return [r for r in view.remotes if r.is_required] or list(view.remotes)
+
+
+def _open(view: JobView, remote: RemoteView) -> list[SaveView]:
+    """Complete here and not committed there, newest first: also what nothing can be done about."""
+    done = (ShipState.COMMITTED, ShipState.RETIRED)
+    return [
+        s
+        for s in sorted(view.saves, key=lambda s: s.save.order, reverse=True)
+        if ZERO in remote.forms
+        and (s.is_intact or s.is_held)
+        and s.ship(remote.name, ZERO).state not in done
+        and _to_ship(view, s)
+    ]
+
+
+def _course(view: JobView, drain: Drain, remote: RemoteView) -> Course:
+    willing = [s for s in _open(view, remote) if s.ship(remote.name, ZERO).state is not ShipState.REFUSED]
+    return course(view, drain, remote, willing)
+
+
+def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView, str]]) -> list[Action]:
+    """Go on with what is first, or make way for it."""
+    if not remote.is_attached:
+        return []
+    first = next(((s, form) for s, form in order if _is_under_way_or_due(view, s, remote, form)), None)
+    if remote.ships is not None:
+        is_right = first is not None and (first[0].id, first[1]) == (remote.ships_save, remote.ships)
+        return [] if is_right else [MakeWay(remote=remote.name, reason="draining")]
+    if remote.is_shipping or first is None:
+        return []
+    return [_ship_or_describe(view, first[0], remote, first[1], is_streamed=first[1] != ZERO)]
+
+
+def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
+    if (remote.ships_save, remote.ships) == (save.id, form):
+        return True
+    may_be_made = form == ZERO or (is_streamed(view, save, form) and ZERO in remote.forms)
+    return may_be_made and _is_due(view, save, remote, form)
 
 
 def _let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
@@ -149,7 +238,11 @@ def _ship_or_describe(
     record = save.ship(remote.name, form)
     attempt = answer.attempt if answer else record.attempt
     if form != ZERO and ZERO in remote.forms:
-        generation = save.ship(remote.name, ZERO).generation or 1
+        zero = view.generations.get((save.id, remote.name, ZERO))
+        known = save.ship(remote.name, ZERO).generation or (zero.generation if zero else None)
+        if known is None and save.save.tag in remote.known_tags:
+            return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=ZERO)
+        generation = known or 1
     elif answer is None and save.save.tag in remote.known_tags:
         return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=form)
     else:

@@ -17,6 +17,7 @@ from ckptd.core.save import Order, SealedFile, SealedSave
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckptd.core.draining import Drain
     from ckptd.core.permit import CommitRef, Unuploaded
 
 ZERO = "zero"
@@ -165,6 +166,8 @@ class RemoteView:
     """Its one mover (ship or retire) is busy, or left alone for a while."""
     ships: str | None = None
     """The form that the mover ships just now."""
+    ships_save: int | None = None
+    """Of which save."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are shipped."""
@@ -223,6 +226,7 @@ class JobView:
     is_first_scan: bool
     """Nothing is deleted in the first scan after a start."""
     is_paused: bool
+    """A person paused the job: transfers, conversions and removals rest."""
     may_delete: bool
     """Rights proved (P19), same device as before, seat belt not reached."""
     deletions_left: int
@@ -244,5 +248,7 @@ class JobView:
     """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3
     """The seat belt for remotes."""
+    drain: Drain | None = None
+    """The node is about to go; comes before a pause."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

@@ -57,9 +57,9 @@ class Actor:
                 self._chores.refused(what, from_os_error(error, what))
         self._totals.end_turn(places)
 
-    def scrub(self) -> bool:
+    def scrub(self, *, is_wanted: bool = True) -> bool:
         """The slow reading goes on, or makes way; whether it found anything, or the trash waits."""
-        return self.scrubber.turn() | (self._chores.pruner.seconds_to_tidy == 0)
+        return self.scrubber.turn(is_wanted=is_wanted) | (self._chores.pruner.seconds_to_tidy == 0)
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""

@@ -59,9 +59,9 @@ class Chores:
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 
-    def pace(self, *, is_save_in_flight: bool) -> None:
-        """Pause conversions while a save is in flight (P11)."""
-        if is_save_in_flight:
+    def pace(self, *, is_resting: bool) -> None:
+        """Pause conversions: a save is in flight (P11), or a person asked for it."""
+        if is_resting:
             self._signals.pause.set()
         else:
             self._signals.pause.clear()

@@ -18,6 +18,7 @@ from ckptd.core.planner import plan
 from ckptd.daemon.acting import Actor
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
+from ckptd.daemon.control import Control
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
@@ -58,8 +59,6 @@ log = logging.getLogger("ckptd.job")
 
 HINT_SECONDS = 0.3
 NAMING_SECONDS = 5.0
-BUSY_FRACTION = 0.1
-"""Transfers move at this fraction while a save is in flight (P11)."""
 
 
 class Job:
@@ -86,6 +85,7 @@ class Job:
         self._daemon = daemon
         self._totals = totals
         self._pool = workers
+        self.control = Control()
         self.patience = Patience(self, post, is_patient=is_patient)
         self.workers = workers.for_one(self.patience.guard)
         self._post = post
@@ -202,7 +202,8 @@ class Job:
             return 0.0
         if self.phase == "waiting":
             return 1.0
-        waits = [self._rescan_seconds() - (now_seconds - self.rest.scanned_at_seconds)]
+        rescan = min(self._rescan_seconds(), self.control.seconds_to_next)
+        waits = [rescan - (now_seconds - self.rest.scanned_at_seconds)]
         if self._hinted_at is not None:
             waits.append(self._hinted_at + HINT_SECONDS - now_seconds)
         if self.state is not None:
@@ -236,7 +237,9 @@ class Job:
         is_hinted = self._hinted_at is not None and now_seconds - self._hinted_at >= HINT_SECONDS
         scanned_at = self.rest.scanned_at_seconds
         settled = self.intake.next_due_seconds(scanned_at) if self.state else RESCAN_SECONDS
-        is_due = now_seconds - scanned_at >= min(self._rescan_seconds(), settled)
+        is_due = now_seconds - scanned_at >= min(
+            self._rescan_seconds(), settled, self.control.seconds_to_next
+        )
         if is_hinted or is_due or self.turns == 0 or self.needs_turn:
             is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
@@ -266,7 +269,8 @@ class Job:
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
                 link.turn(now_seconds, is_at_rest=self.rest.is_now)
-        has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values()) | self.actor.scrub()
+        has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
+        has_news |= self.control.refresh(self.state_dir) | self.actor.scrub(is_wanted=not self.control.rests)
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
@@ -276,7 +280,7 @@ class Job:
         notice_gone(self, state)
         self._may_delete = prove_rights(self, state, save_dir_fd, had_them=self._may_delete)
         self.knowledge.choose_generations()
-        self._pace(state)
+        self.control.pace(self, state)
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
         self.shipping.retiring.finish(is_first_scan=state.is_first_scan)
@@ -297,6 +301,8 @@ class Job:
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self._may_delete,
+            is_paused=self.control.pause is not None,
+            drain=self.control.drain_view(self, state),
         )
         state.plan = plan(self.view)
         self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
@@ -310,12 +316,6 @@ class Job:
         self.close()
         self.wake()
         return False
-
-    def _pace(self, state: JobState) -> None:
-        is_busy = bool(state.in_flight)
-        self.chores.pace(is_save_in_flight=is_busy)
-        for link in self.links.values():
-            link.pace(BUSY_FRACTION if is_busy else 1.0)
 
     @property
     def is_converting(self) -> bool:

@@ -82,7 +82,8 @@ class RemoteLink:
         """When our own mover last changed the remote: an observation asked for earlier is out of date."""
         self._describing: set[str] = set()
         self._fraction = 1.0
-        self._bytes_per_second = settings.bytes_per_second
+        self.bytes_per_second = settings.bytes_per_second
+        """The limit that holds now; None: there is none."""
 
     # --- state -----------------------------------------------------------------------------------------
 
@@ -196,12 +197,12 @@ class RemoteLink:
         """Move at a fraction of the allowed speed while a save is in flight (P11)."""
         if fraction != self._fraction:
             self._fraction = fraction
-            self._client.pace(fraction, self._bytes_per_second)
+            self._client.pace(fraction, self.bytes_per_second)
 
     def limit(self, bytes_per_second: int | None) -> None:
         """Move at most at this speed: the remote's own, or its share of the daemon's (None: no limit)."""
-        if bytes_per_second != self._bytes_per_second:
-            self._bytes_per_second = bytes_per_second
+        if bytes_per_second != self.bytes_per_second:
+            self.bytes_per_second = bytes_per_second
             self._client.pace(self._fraction, bytes_per_second)
 
     def cancel_ship(self) -> None:

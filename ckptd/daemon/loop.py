@@ -14,6 +14,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.daemon.checks import exit_code, is_idle
+from ckptd.daemon.control import is_drained, missing_after, refused_here
+from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
 from ckptd.daemon.notifier import Notifier
@@ -61,7 +63,8 @@ class Daemon:
         self._service = Service(environ)
         self._reloaded = Reloaded()
         self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or socket.gethostname())
-        self._publisher = Publisher(self._notifier)
+        self._exporter = Exporter(loaded.daemon.metrics)
+        self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
@@ -90,6 +93,7 @@ class Daemon:
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
             self._notifier.close()
+            self._exporter.close()
             self._workers.stop()
             for job in self.jobs:
                 job.close()
@@ -144,6 +148,12 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stop())
         signal.signal(signal.SIGHUP, lambda *_: self._queue.put(self._on_reload))
+        signal.signal(signal.SIGUSR1, lambda *_: self._queue.put(self._look_for_requests))
+
+    def _look_for_requests(self) -> None:
+        """A person paused a job or has it drained: files in state directories say which (docs/adr/0108)."""
+        for job in self.jobs:
+            job.wake()
 
     # --- reload ----------------------------------------------------------------------------------------
 
@@ -174,6 +184,7 @@ class Daemon:
         self._loaded = loaded
         self._totals.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
+        self._exporter.change(loaded.daemon.metrics)
         self.invalid = [Invalid(path.stem, str(path), error, time.time()) for path, error in found.refused]
         for job in [job for job in self.jobs if job.config.save_dir in found.close]:
             log.info("job %s ends, or starts anew with its changed configuration", job.config.name)
@@ -207,6 +218,9 @@ class Daemon:
         if self._drain_seconds and self._deadline is None:
             self._deadline = time.monotonic() + self._drain_seconds
             log.info("draining for at most %.0f s", self._drain_seconds)
+            for job in self.jobs:
+                job.control.begin_drain(self._drain_seconds)
+                job.wake()
         else:
             self._stopping = True
 
@@ -225,12 +239,24 @@ class Daemon:
                 return
             self._service.turn_completed()
             self._publish()
-            is_ending = self._once or self._deadline is not None
-            if is_ending and all(is_idle(job) for job in self.jobs):
+            if self._deadline is not None and self._is_drained(now):
                 return
-            if self._deadline is not None and now >= self._deadline:
-                log.warning("the drain deadline passed")
+            if self._once and all(is_idle(job) for job in self.jobs):
                 return
+
+    def _is_drained(self, now: float) -> bool:
+        """Nothing is left to send, or no time."""
+        left = {tag for job in self.jobs for tag in missing_after(job)}
+        if all(is_drained(job) for job in self.jobs):
+            log.info("drained: all that is complete here is committed")
+            return True
+        if left and left == {tag for job in self.jobs for tag in refused_here(job)}:
+            log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
+            return True
+        if self._deadline is not None and now >= self._deadline:
+            log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or "nothing")
+            return True
+        return False
 
     def _give_back_when_at_rest(self) -> None:
         """Once each time that all jobs have come to rest."""
@@ -291,8 +317,12 @@ class Daemon:
         self._service.status(line)
 
     def _exit_code(self) -> int:
+        if self._deadline is not None and not self._once:
+            if not all(is_drained(job) for job in self.jobs):
+                return 1 if any(refused_here(job) for job in self.jobs) else 3
+            return max((one.error.exit_code for one in self.invalid), default=0)
         codes = [exit_code(job) for job in self.jobs] + [one.error.exit_code for one in self.invalid]
-        if not self._once and self._deadline is None:
+        if not self._once:
             return 0 if self.jobs else max(codes, default=0)
         for code in (1, 3):
             if code in codes:

@@ -24,17 +24,19 @@ RUNNING_SECONDS = 10.0
 def link_speed(job: Job, state: JobState) -> float | None:
     """Bytes per second of the slowest required remote, as last measured; None: nothing was sent yet."""
     speeds = [
-        state.link_speeds.get(r.name) or _running(state, r.name) for r in job.config.remotes if r.required
+        state.link_speeds.get(r.name) or running_speed(state, r.name, RUNNING_SECONDS)
+        for r in job.config.remotes
+        if r.required
     ]
     return min((speed for speed in speeds if speed), default=None)
 
 
-def _running(state: JobState, remote: str) -> float | None:
-    """The first day has no finished upload: what the one under way has done so far."""
+def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
+    """What the upload of a ZeRO form under way has done so far: the first day has no finished one."""
     now = time.monotonic()
     for (_, name, form), moving in state.moving.items():
         seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
-        if name == remote and form == ZERO and seconds >= RUNNING_SECONDS and done > 0:
+        if name == remote and form == ZERO and seconds >= least_seconds and done > 0:
             return done / seconds
     return None
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from ckptd.daemon.exporter import Exporter
     from ckptd.daemon.job import Job
     from ckptd.daemon.notifier import Notifier
 
@@ -68,7 +69,7 @@ class _Part:
 
     key: object
     text: str
-    state: str
+    status: st.JobStatus
     made_at_seconds: float
     published_at_seconds: float = -math.inf
 
@@ -76,8 +77,9 @@ class _Part:
 class Publisher:
     """Publishes all jobs of a daemon; called in the deciding thread after its turns."""
 
-    def __init__(self, notifier: Notifier) -> None:
+    def __init__(self, notifier: Notifier, exporter: Exporter) -> None:
         self._notifier = notifier
+        self._exporter = exporter
         self._started_unix = time.time()
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
@@ -102,7 +104,7 @@ class Publisher:
         now = time.monotonic()
         self._budget_bytes = memory_budget_bytes
         broken = [_invalid_status(one) for one in invalid]
-        header = (tuple(broken), reloaded, alive, self._notifier.failed)
+        header = (tuple(broken), reloaded, alive, self._notifier.failed, self._exporter.failed)
         is_urgent = is_urgent or header != self._header
         self._header = header
         self._parts = {job: part for job in jobs if (part := self._parts.get(job)) is not None}
@@ -110,11 +112,15 @@ class Publisher:
         self.has_unsaid = False
         for job in jobs:
             part = self._part(job, now, is_urgent=is_urgent)
-            said.append(f"{job.config.name}: {part.state}")
+            said.append(f"{job.config.name}: {part.status.state}")
             if is_urgent or now - part.published_at_seconds >= ALIVE_SECONDS:
                 part.published_at_seconds = now
                 daemon = self._daemon(now, reloaded, memory_budget_bytes, alive=alive)
                 self._write(job, _document(daemon, [part.text, *map(_text, broken)]), alive=alive)
+        statuses = [self._parts[job].status for job in jobs]
+        self._exporter.see(
+            self._daemon(now, reloaded, memory_budget_bytes, alive=alive), [*statuses, *broken]
+        )
         self._notifier.turn([job.config.name for job in jobs], has_invalid=bool(invalid))
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
@@ -136,7 +142,7 @@ class Publisher:
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
             status = job_status(job)
             self._notifier.see(status)
-            self._parts[job] = _Part(key, _text(status), status.state, now)
+            self._parts[job] = _Part(key, _text(status), status, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
         return self._parts[job]
@@ -159,6 +165,7 @@ class Publisher:
             reloaded_at=st.rfc3339(at) if at else None,
             reload_error=reloaded.error,
             notify_error=self._notifier.failed,
+            metrics_error=self._exporter.failed,
         )
 
     def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:

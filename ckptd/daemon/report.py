@@ -37,14 +37,18 @@ def job_status(job: Job) -> st.JobStatus:
     severities = {p.severity for p in problems}
     state: st.JobStateName = "ok"
     state = "attention" if "attention" in severities else "behind" if "behind" in severities else state
+    paused = job.control.pause_status()
     if job.phase != "active":
         state = "waiting" if state == "ok" else state
+    elif paused is not None and state != "attention":
+        state = "paused"
     base = {
         "name": job.config.name,
         "job_id": job.job_id,
         "save_dir": str(job.config.save_dir),
         "as_of": rfc3339(time.time()),
         "opt_outs": job.config.opt_outs,
+        "paused": paused,
         "remotes": tuple(_remote(job, link) for link in job.links.values()),
         "problems": tuple(
             st.ProblemStatus(
@@ -82,6 +86,7 @@ def job_status(job: Job) -> st.JobStatus:
         production_bytes_per_second=told.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
+        drain=job.control.drain_status(job, job.state),
     )
 
 

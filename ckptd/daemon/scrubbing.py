@@ -91,11 +91,11 @@ class Scrubber:
             if sha in progress.tags
         )
 
-    def turn(self) -> bool:
+    def turn(self, *, is_wanted: bool = True) -> bool:
         """Go on where that is allowed, stop where it is not; whether what is damaged is other than before."""
         now = time.monotonic()
         passed, self._filled_at = now - self._filled_at, now
-        is_quiet = self._is_quiet()
+        is_quiet = is_wanted and self._is_quiet()
         for name, rate in self._rates.items():
             link = self._links[name]
             self._credit[name] = min(self._credit[name] + passed * rate, rate * MOST_SECONDS)

@@ -118,10 +118,10 @@ class Shipping:
         return pointer_to_ship(row, action), making_of(row, action, str(staging), memory_bytes)
 
     def make_way(self, action: MakeWay) -> None:
-        """Cancel a derived form's upload; it goes on where it stopped when no ZeRO form waits."""
+        """Cancel the upload under way; it goes on where it stopped."""
         link = self._links[action.remote]
         if not link.makes_way:
-            log.info("the %s form makes way for a ZeRO form on %s", link.ships, action.remote)
+            log.info("the upload of a %s form to %s makes way: %s", link.ships, action.remote, action.reason)
             link.cancel_ship()
 
     def _on_ship(self, action: Ship, answer: m.Answer) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.config_model import JobConfig
+    from ckptd.core.draining import Drain
     from ckptd.core.listing import FolderListing, ListedFile
     from ckptd.core.retention import RetentionPolicy
     from ckptd.daemon.links import RemoteLink
@@ -51,6 +52,7 @@ def build_view(
     pins: frozenset[str],
     may_delete: bool,
     is_paused: bool = False,
+    drain: Drain | None = None,
 ) -> JobView:
     """The view of this turn."""
     assert state.listing is not None
@@ -63,7 +65,7 @@ def build_view(
             if row.state == "present" or row.held or _has_derived(row)
         ),
         remotes=tuple(
-            _remote(remote.required, remote.forms, links[remote.name], remote.policy)
+            _remote(state, remote.required, remote.forms, links[remote.name], remote.policy)
             for remote in config.remotes
         ),
         local_forms=config.local.forms,
@@ -77,6 +79,7 @@ def build_view(
         is_save_in_flight=bool(state.in_flight),
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
+        drain=drain,
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,
@@ -184,7 +187,11 @@ def _fresh(
 
 
 def _remote(
-    is_required: bool, forms: tuple[str, ...], link: RemoteLink, retention: RetentionPolicy
+    state: JobState,
+    is_required: bool,
+    forms: tuple[str, ...],
+    link: RemoteLink,
+    retention: RetentionPolicy,
 ) -> RemoteView:
     seen = link.observation
     commits = (
@@ -216,6 +223,7 @@ def _remote(
         is_attached=link.is_ready,
         is_shipping=link.is_shipping or link.seconds_to_move > 0,
         ships=link.ships,
+        ships_save=next((key[0] for key in state.moving if key[1] == link.name), None),
         commits=commits,
         known_tags=link.known_tags(),
         retention=retention,

@@ -34,6 +34,8 @@ class DaemonStatus:
     """What the last reload refused, and kept as it was."""
     notify_error: str | None = None
     """Why the last notification was not delivered."""
+    metrics_error: str | None = None
+    """Why metrics are not offered where `ckptd.toml` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,8 @@ class DrainStatus:
     """Tags that are not committed yet, newest first."""
     late: tuple[str, ...] = ()
     """Of those, what will not make it at the speed of the link."""
+    refused: tuple[str, ...] = ()
+    """Of those, what cannot be committed as it is: a person is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,207 @@
+"""`ckptd drain [JOB]`: the node is about to go; what is complete here is committed, and nothing else begun.
+
+A daemon that runs is asked; else the same work is done here, under the job's lock (docs/adr/0108).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptd.cli.text import ENV_JOB, say
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.cli.asking import Asked
+    from ckptd.config import LoadedConfig
+
+GRACE_SECONDS = 2.0
+"""After the deadline, for the daemon's last word."""
+AGAIN_SECONDS = 0.5
+
+_HELP = (
+    "The node is about to go: stop conversions and removals, send what is complete here, newest first, and "
+    "say at once what will not make it. Exit code 0: all of it is committed; 3: the deadline passed; 1: some "
+    "of it cannot be committed as it is."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("drain", help=_HELP)
+    def drain(
+        job: str = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
+        deadline: str = typer.Option("120s", "--deadline", help="How long there is (30s, 2min)."),
+        state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        from pathlib import Path
+
+        from ckptd.config_quantities import parse_duration
+        from ckptd.errors import UsageError
+
+        try:
+            seconds = parse_duration(deadline)
+        except ValueError as error:
+            raise UsageError(f"--deadline: {error}") from error
+        places = [Path(place) if place else None for place in (state_dir, config_dir)]
+        raise typer.Exit(Draining(job, seconds, *places).run())
+
+
+class Draining:
+    """One call of the verb."""
+
+    def __init__(
+        self, job: str | None, seconds: float, state_dir: Path | None, config_dir: Path | None
+    ) -> None:
+        import time
+
+        self._job, self._state_dir, self._config_dir = job, state_dir, config_dir
+        self._asked_at_unix = time.time()
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._told: set[tuple[str, str]] = set()
+
+    def run(self) -> int:
+        """Ask, or work; the exit code."""
+        import time
+
+        from ckptd.errors import LockHeld
+
+        while True:
+            live = [one for one in self._known() if one.pid is not None]
+            try:
+                for one in live:
+                    self._ask(one)
+                code = self._alone({one.name for one in live})
+                if not self._follow(live):
+                    return max(code, self._result(live))
+            except LockHeld:
+                # a daemon that starts just now publishes within a moment, and finds what was asked
+                if time.monotonic() >= self._end:
+                    raise
+            if time.monotonic() >= self._end:
+                return max(3, self._result(self._known()))
+            time.sleep(AGAIN_SECONDS)
+
+    # --- a daemon that runs ----------------------------------------------------------------------------
+
+    def _known(self) -> list[Asked]:
+        from ckptd.cli.asking import asked_jobs
+        from ckptd.errors import NotFoundError
+
+        try:
+            return asked_jobs(self._job, self._state_dir, self._config_dir)
+        except NotFoundError:
+            return []
+
+    def _ask(self, one: Asked) -> None:
+        from ckptd.cli.asking import ask
+        from ckptd.daemon.control import DRAIN, DrainFile
+
+        ask(one, DRAIN, DrainFile(asked_at_unix_seconds=self._asked_at_unix, seconds=self._seconds))
+
+    def _follow(self, live: list[Asked]) -> bool:
+        """Until all are done or the time is over; True: a daemon has gone meanwhile."""
+        import time
+        from pathlib import Path
+
+        from ckptd.cli.asking import POLL_SECONDS
+
+        waiting = list(live)
+        while waiting and time.monotonic() < self._end + GRACE_SECONDS:
+            for one in list(waiting):
+                drain = self._drain_of(one)
+                if drain and (drain["is_done"] or set(drain["missing"]) <= set(drain["refused"])):
+                    waiting.remove(one)
+                elif not Path(f"/proc/{one.pid}").exists():
+                    say(f"{one.name}: its daemon has gone")
+                    return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _drain_of(self, one: Asked) -> dict[str, Any]:
+        """What the daemon says of this drain; new ones that will not make it are said at once."""
+        from datetime import datetime
+
+        drain: dict[str, Any] = one.job().get("drain") or {}
+        if not drain or abs(datetime.fromisoformat(drain["asked_at"]).timestamp() - self._asked_at_unix) > 1:
+            return {}
+        for tag in drain["late"]:
+            if (one.name, tag) not in self._told:
+                self._told.add((one.name, tag))
+                say(f"{one.name}: {tag} will not make it at the speed of the link")
+        return drain
+
+    def _result(self, jobs: list[Asked]) -> int:
+        """In words, and the exit code."""
+        code = 0
+        for one in jobs:
+            drain = one.job().get("drain") or {"is_done": False, "missing": [], "refused": []}
+            if drain["is_done"]:
+                print(f"{one.name}: drained, all that is complete here is committed")
+                continue
+            missing = ", ".join(drain["missing"]) or "what is being saved"
+            print(f"{one.name}: not committed: {missing}")
+            is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])
+            code = max(code, 1 if is_refused else 3)
+        return code
+
+    # --- no daemon -------------------------------------------------------------------------------------
+
+    def _alone(self, live: set[str]) -> int:
+        """Do the work of the jobs that no daemon runs.
+
+        Raises:
+            LockHeld: one does after all.
+        """
+        import logging
+        import os
+        import time
+
+        from ckptd.daemon.loop import Daemon
+
+        loaded = self._jobs_without_daemon(live)
+        if loaded is None:
+            return 0
+        logging.basicConfig(level="WARNING", format="ckptd: %(message)s")
+        left = max(0.1, self._end - time.monotonic())
+        daemon = Daemon(loaded, os.environ, drain_seconds=left)
+        daemon.stop()
+        code = daemon.run()
+        words = {
+            0: "drained, all that is complete here is committed",
+            1: "some of it cannot be committed as it is; ckptd status says why",
+        }
+        for job in loaded.jobs:
+            print(f"{job.name}: {words.get(code, 'not all is committed; ckptd status says what is missing')}")
+        return code
+
+    def _jobs_without_daemon(self, live: set[str]) -> LoadedConfig | None:
+        import os
+        from dataclasses import replace
+
+        from ckptd import config
+        from ckptd.errors import NotFoundError, UsageError
+
+        directory = self._config_dir or config.default_config_dir(os.environ)
+        if self._job is None:
+            loaded = config.load_all(directory, os.environ)
+            left = tuple(job for job in loaded.jobs if job.name not in live)
+            if not left and not live:
+                msg = f"there is no job in {directory}"
+                raise NotFoundError(msg, hint="name a job file or a SAVE_DIR")
+            return replace(loaded, jobs=left) if left else None
+        if live:
+            return None
+        job = config.resolve_job(self._job, os.environ, config_dir=directory)
+        if not job.remotes:
+            msg = f"{job.save_dir} is not known with its remote"
+            raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
+        daemon = config.load_daemon(directory / "ckptd.toml", os.environ)
+        return config.LoadedConfig(daemon=daemon, jobs=(job,))

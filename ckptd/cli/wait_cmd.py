@@ -1,0 +1,125 @@
+"""`ckptd wait JOB --step N`: until that step is committed, or cannot be; for scripts (docs/contract.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from ckptd.cli.text import ENV_JOB
+
+POLL_SECONDS = 0.5
+UNWATCHED_SECONDS = 30.0
+"""How long no daemon may be there before nobody is believed to start one."""
+
+_ENDED = {
+    "torn re-save": "it was saved over in part",
+    "incomplete": "its writer has gone and it is not whole",
+    "suspect": "its shards may be of two saves",
+    "refused": "it cannot be shipped as it is",
+    "vanished": "somebody removed it before it was committed",
+    "superseded": "another save took its place before it was committed",
+    "retired": "the remote's retention has let it go",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "wait",
+        help="Wait until the checkpoint of a step is committed. Exit code 0: it is; 3: --timeout passed; "
+        "1: it cannot be, and why.",
+    )
+    def wait(
+        job: str = typer.Argument(..., envvar=ENV_JOB, help="SAVE_DIR, job file or job name."),
+        step: int = typer.Option(..., "--step", min=0, help="The trainer's global step."),
+        timeout: str = typer.Option(None, "--timeout", help="At most so long (90s, 1h); default: for ever."),
+        state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import time
+        from math import inf
+        from pathlib import Path
+
+        from ckptd.config_quantities import parse_duration
+        from ckptd.errors import BehindError, PersonNeeded, UsageError
+
+        try:
+            seconds = parse_duration(timeout) if timeout else inf
+        except ValueError as error:
+            raise UsageError(f"--timeout: {error}") from error
+        places = [Path(place) if place else None for place in (state_dir, config_dir)]
+        end, watched_at = time.monotonic() + seconds, time.monotonic()
+        while True:
+            found, is_watched = _look(job, places)
+            verdict, text = judged(found, step)
+            if verdict == "committed":
+                print(text)
+                return
+            if verdict == "cannot":
+                raise PersonNeeded(text, hint=f"ckptd status {job}")
+            now = time.monotonic()
+            watched_at = now if is_watched else watched_at
+            if now >= end:
+                msg = f"step {step} is not committed after {timeout}"
+                raise BehindError(msg, hint=f"ckptd status {job} says what it waits for")
+            if now - watched_at > UNWATCHED_SECONDS:
+                msg = f"step {step} is not committed, and no daemon runs"
+                raise PersonNeeded(msg, hint="start it: ckptd run, or systemctl start ckptd@USER")
+            time.sleep(min(POLL_SECONDS, max(0.0, end - now)))
+
+
+def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
+    """The job as published (empty: not yet), and whether a daemon watches it."""
+    import time
+
+    from ckptd.cli.status_cmd import find_status, is_meant
+    from ckptd.cli.status_words import life_of
+    from ckptd.errors import NotFoundError
+
+    try:
+        document = find_status(job, *places)
+    except NotFoundError:
+        return {}, False
+    found: dict[str, Any] = next((one for one in document["jobs"] if is_meant(one, job)), {})
+    return found, life_of(document, time.time()).is_well
+
+
+def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
+    """("committed" | "cannot" | "not yet", why), of the newest branch that has the step."""
+    if not job:
+        return "not yet", ""
+    ones = [c for c in job["checkpoints"] if c["step"] == step and c["kind"] == "resumable"]
+    newest = max(ones, key=lambda c: c["branch"] or 0, default=None)
+    safe = job.get("safe")
+    is_safe = (
+        safe is not None
+        and safe["step"] == step
+        and (newest is None or safe["branch"] >= (newest["branch"] or 0))
+    )
+    if is_safe or (newest is not None and newest["state"] == "committed") or _is_held(job, step, newest):
+        tag = newest["tag"] if newest else safe["tag"] if is_safe and safe else f"step {step}"
+        return "committed", f"step {step} ({tag}) is committed"
+    if newest is not None and newest["state"] in _ENDED:
+        reason = newest["reason"] or _ENDED[newest["state"]]
+        return "cannot", f"step {step} ({newest['tag']}) is not committed and will not be: {reason}"
+    complete = next((c for c in job["checkpoints"] if c["tag"] == job["newest_complete"]), None)
+    if (
+        newest is None
+        and safe is not None
+        and complete is not None
+        and min(safe["step"], complete["step"]) > step
+    ):
+        return "cannot", f"no checkpoint of step {step} is known, and the run is at step {complete['step']}"
+    return "not yet", ""
+
+
+def _is_held(job: dict[str, Any], step: int, here: dict[str, Any] | None) -> bool:
+    """It left this node, and every remote that is there holds its ZeRO form."""
+    if here is not None and here["local"]["present"]:
+        return False
+    remotes = [remote for remote in job["remotes"] if remote["attached"]]
+    return bool(remotes) and all(
+        any(one["step"] == step and "zero" in one["forms"] for one in remote["held"]) for remote in remotes
+    )

@@ -1,0 +1,59 @@
+"""What `ckptd wait` makes of a published job: committed, not yet, or never (docs/adr/0108)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from ckptd.cli.wait_cmd import judged
+from ckptd.observe.status import JobStatus
+from tests.unit.status_gallery import REMOTE, behind, checkpoint, job
+
+
+def read(status: JobStatus) -> dict[str, Any]:
+    return asdict(status)
+
+
+def test_committed_is_what_is_safe_or_was_and_left_this_node() -> None:
+    assert judged(read(job()), 4000) == ("committed", "step 4000 (global_step4000) is committed")
+    assert judged(read(job(checkpoints=())), 4000)[0] == "committed"
+    held = tuple(replace(REMOTE.held[0], step=step, tag=f"global_step{step}") for step in (4000, 3000))
+    gone = read(job(checkpoints=(checkpoint(4000),), remotes=(replace(REMOTE, held=held),)))
+    assert judged(gone, 3000)[0] == "committed"
+    weights = tuple(replace(one, forms=("weights-bf16",)) for one in held)
+    assert judged(read(job(remotes=(replace(REMOTE, held=weights),))), 3000)[0] == "cannot"
+
+
+def test_not_yet_is_what_is_on_its_way_or_still_to_come() -> None:
+    assert judged({}, 1) == ("not yet", "")
+    assert judged(read(behind()), 4500)[0] == "not yet"
+    assert judged(read(behind()), 9000)[0] == "not yet"
+    assert judged(read(job(safe=None)), 3000)[0] == "not yet"
+
+
+@pytest.mark.parametrize("state", ["torn re-save", "incomplete", "suspect", "refused", "vanished", "retired"])
+def test_never_says_why(state: str) -> None:
+    broken = replace(checkpoint(4500, state=state, ship="waiting"), reason=None)
+    verdict, text = judged(read(behind(checkpoints=(broken, checkpoint(4000)))), 4500)
+    assert verdict == "cannot"
+    assert text.startswith("step 4500 (global_step4500) is not committed and will not be: ")
+    said = replace(broken, reason="missing: shard 3")
+    assert judged(read(behind(checkpoints=(said,))), 4500)[1].endswith(": missing: shard 3")
+
+
+def test_a_step_that_the_run_has_passed_is_not_waited_for() -> None:
+    verdict, text = judged(read(job()), 3500)
+    assert (verdict, text) == ("cannot", "no checkpoint of step 3500 is known, and the run is at step 4000")
+
+
+def test_a_run_that_was_rewound_is_waited_for_again() -> None:
+    """Step 4500 of branch 1 is safe; branch 2 is on its way to the same step."""
+    again = checkpoint(4500, state="uploading", ship="shipping", branch=2)
+    rewound = job(
+        safe=replace(job().safe, step=4500, tag="global_step4500"),  # type: ignore[type-var]
+        checkpoints=(again, checkpoint(4500)),
+        remotes=(),
+    )
+    assert judged(read(rewound), 4500)[0] == "not yet"
