@@ -23,12 +23,13 @@ INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
 PEERS   := .build/.stamp-peers
 AUDIT   := .build/.stamp-audit
+DOCS    := .build/.stamp-docs
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -117,6 +118,15 @@ audit: $(INSTALL) ## known vulnerabilities of everything installed (says so wher
 	else \
 	  echo "skipped: pip-audit could not be installed (no package index?)"; \
 	fi
+
+$(DOCS): bench/docs.txt | $(PY)
+	"$(PYTHON)" -m venv .build/docs
+	.build/docs/bin/python -m pip install -q -r bench/docs.txt
+	@touch $@
+
+docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes docs/configuration.md)
+	$(PY) -m tests.configuration_page
+	.build/docs/bin/mkdocs build --strict --quiet
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)

@@ -89,6 +89,12 @@ def remote_settings(environ: Mapping[str, str], url: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in foreign}
 
 
+def variables_of(section: str, key: str) -> tuple[str, ...]:
+    """Names under which a key of `job`, `local`, `remote` or `daemon` is set, shortest first."""
+    found = (name for name, made in _variables().items() if (made.section, made.key) == (section, key))
+    return tuple(sorted(found, key=len))
+
+
 @cache
 def _say_once(text: str) -> None:
     logging.getLogger("ckptd.config").warning("ckptd: %s", text)

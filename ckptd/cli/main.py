@@ -77,7 +77,6 @@ def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
         name="ckptd",
         help="Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         epilog=EPILOG,
     )

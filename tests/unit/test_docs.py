@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
 from typer.main import get_group
 
+from bench.docs_nav import decisions
 from ckptd.cli.main import VERBS, build_app
 from ckptd.daemon.problems import CODES
+from tests import configuration_page, console
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -40,3 +48,79 @@ def test_every_option_is_in_the_contract() -> None:
     ]
 
     assert missing == []
+
+
+def test_the_configuration_page_is_that_of_the_models() -> None:
+    """docs/configuration.md is made by `python -m tests.configuration_page`."""
+    assert configuration_page.PAGE.read_text() == configuration_page.page()
+
+
+@pytest.mark.parametrize("page", console.pages(), ids=lambda page: page.stem)
+def test_console_blocks_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    """Every block marked `console`, from the page's top, in one scene."""
+    wrong = console.play(page, tmp_path)
+
+    assert not wrong, "\n".join(wrong)
+
+
+def _pages_of(nav: list[Any]) -> list[str]:
+    """Files of a nav of mkdocs, in order."""
+    return [
+        page
+        for entry in nav
+        for page in (
+            [entry] if isinstance(entry, str) else [p for part in entry.values() for p in _pages_of(part)]
+        )
+    ]
+
+
+def test_the_site_has_every_page_once() -> None:
+    """`mkdocs build --strict` (`make docs`) fails for a page that nav leaves out; so does this."""
+    config = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())
+    named = _pages_of(config["nav"]) + decisions(DOCS)
+
+    assert sorted(named) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """Pages and pictures that are linked are there, and inside docs/: the site has nothing else."""
+    broken = [
+        f"{path.relative_to(DOCS)}: {target}"
+        for path in DOCS.rglob("*.md")
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        if "://" not in target
+        and not ((path.parent / target).is_file() and (path.parent / target).resolve().is_relative_to(DOCS))
+    ]
+
+    assert broken == []
+
+
+def test_a_wrong_block_is_found(tmp_path: Path) -> None:
+    """The harness itself: other output, another exit code, no such target, wildcards that fit too much."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```console\n$ make nothing-of-that-name\n$ ckptd status nowhere/at/all\n$ echo a b\na c\n"
+        "$ echo a  b   # fine\na b\n$ printf '1\\n2\\n3\\n'\n…\n3\n$ echo one two\none … three\n```\n"
+    )
+    wrong = console.play(page, tmp_path / "scene")
+
+    assert len(wrong) == 4
+    assert console.agree(("…", "b"), ["a", "b"])
+    assert not console.agree(("…", "b"), ["a", "b", "c"])
+    assert not console.agree(("a",), [])
+
+
+def test_completion_knows_every_verb() -> None:
+    """`ckptd --install-completion` puts a call of this kind into the shell."""
+    asked = {"_CKPTD_COMPLETE": "complete_bash", "COMP_WORDS": "ckptd re", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['ckptd']; from ckptd.cli.main import main; main()"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | asked,
+        timeout=60,
+    )
+    assert sorted(done.stdout.split()) == [verb for verb in sorted(VERBS) if verb.startswith("re")], (
+        done.stderr
+    )
