@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
+    from ckptd.remote.messages import CommitView
 
 NEXT_SAVE_FACTOR = 1.1
 HOUR_SECONDS = 3600.0
@@ -183,32 +184,30 @@ def _fresh(
     )
 
 
+def as_planned(view: CommitView) -> RemoteCommit:
+    """A COMMIT in the planner's words."""
+    commit = view.commit
+    return RemoteCommit(
+        tag=commit.tag,
+        generation=commit.generation,
+        form=commit.form,
+        branch=commit.branch,
+        step=commit.step,
+        save_seq=commit.save_seq,
+        key=view.key,
+        sha256=view.sha256,
+        is_model_only=commit.grid.is_model_only,
+        committed_at_seconds=commit.committed_at_seconds,
+        best=commit.best,
+        stands_alone=commit.stands_alone,
+    )
+
+
 def _remote(
     is_required: bool, forms: tuple[str, ...], link: RemoteLink, retention: RetentionPolicy
 ) -> RemoteView:
     seen = link.observation
-    commits = (
-        ()
-        if seen is None
-        else tuple(
-            RemoteCommit(
-                tag=v.commit.tag,
-                generation=v.commit.generation,
-                form=v.commit.form,
-                branch=v.commit.branch,
-                step=v.commit.step,
-                save_seq=v.commit.save_seq,
-                key=v.key,
-                sha256=v.sha256,
-                is_model_only=v.commit.grid.is_model_only,
-                committed_at_seconds=v.commit.committed_at_seconds,
-                best=v.commit.best,
-                stands_alone=v.commit.stands_alone,
-            )
-            for v in seen.commits
-            if not v.disputed
-        )
-    )
+    commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
     return RemoteView(
         name=link.name,
         is_required=is_required,

@@ -1,0 +1,164 @@
+"""What must never be in a fleet's remote and on its disks, judged at each change; reads JSON, not ckptd's words.
+
+The judge knows which save wrote each line, when each COMMIT came and went, and the policy of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.fleet.node import Daemon, Job, Row
+    from tests.fleet.remote import Remote
+
+_COMMIT = re.compile(r"_ckptd/commits/(.+)~g(\d+)~zero\.json$")
+
+
+class Broken(AssertionError):
+    """A promise was broken; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A COMMIT as the judge read it."""
+
+    key: str
+    number: int
+    """The save that it holds."""
+    order: tuple[int, int, int]
+    objects: frozenset[str]
+    folder: str
+
+
+@dataclass
+class Judge:
+    """Hears every change of the remote and every prune."""
+
+    remote: Remote
+    job: Job
+    others: frozenset[str] = frozenset()
+    """Nodes that were configured otherwise: they may delete nothing."""
+    live: dict[str, Committed] = field(default_factory=dict)
+    entombed: set[str] = field(default_factory=set)
+    made: dict[int, list[str]] = field(default_factory=dict)
+    """Save → keys of all COMMITs that it ever had and nobody disputed."""
+    disputed: set[str] = field(default_factory=set)
+    now: Daemon | None = None
+    deletions: int = 0
+
+    def on_change(self, verb: str, key: str, before: bytes | None, after: bytes | None) -> None:
+        """After each change of the remote.
+
+        Raises:
+            Broken: it must not be.
+        """
+        found = _COMMIT.match(key)
+        if found is not None:
+            self._commit(key, before, after)
+        elif key.startswith("_ckptd/retired/") and after is not None:
+            self._entomb(key, json.loads(after))
+        elif key.startswith("_ckptd/disputes/") and after is not None:
+            self._dispute(json.loads(after))
+        elif key == "latest":
+            self._latest(after)
+        elif not key.startswith("_ckptd/") and after is None:
+            self.deletions += 1
+            holder = next((c.key for c in self.live.values() if key in c.objects), None)
+            if holder is not None and holder not in self.entombed:
+                raise Broken(f"{key} was removed, which {holder} lists")
+
+    def _commit(self, key: str, before: bytes | None, after: bytes | None) -> None:
+        if after is None:
+            self.deletions += 1
+            if key not in self.entombed:
+                raise Broken(f"{key} was removed without a tombstone")
+            self.live.pop(key, None)
+            return
+        if before is not None:
+            raise Broken(f"{key} was replaced")
+        commit = self._read(key, json.loads(after))
+        self.live[key] = commit
+        keys = self.made.setdefault(commit.number, [])
+        keys.append(key)
+        counted = [k for k in keys if k not in self.disputed]
+        if len(counted) > 1:
+            raise Broken(f"save {commit.number} has several COMMITs: {', '.join(counted)}")
+
+    def _read(self, key: str, document: dict[str, Any]) -> Committed:
+        objects: dict[str, str] = {}
+        for ref in document["manifests"]:
+            data = self.remote.get(ref["key"])
+            if data is None:
+                raise Broken(f"{key} rests on {ref['key']}, which is not there")
+            objects |= {file["key"]: file["path"] for file in json.loads(data)["files"]}
+        numbers: set[int] = set()
+        for name in objects:
+            data = self.remote.get(name)
+            if data is None:
+                raise Broken(f"{key} lists {name}, which is not there")
+            numbers.add(int(data.split()[1]))
+        if len(numbers) != 1:
+            raise Broken(f"{key} mixes saves {sorted(numbers)}")
+        held = {int(m[1]) for path in objects.values() if (m := re.search(r"rank_(\d+)_mp.*optim", path))}
+        if held != set(range(self.job.ranks)):
+            raise Broken(f"{key} holds ranks {sorted(held)} of {self.job.ranks}")
+        order = document["branch"], document["step"], document["save_seq"]
+        return Committed(key, numbers.pop(), order, frozenset(objects), document["folder"])
+
+    def _entomb(self, key: str, document: dict[str, Any]) -> None:
+        name = key.replace("/retired/", "/commits/")
+        commit = self.live.get(name)
+        if commit is None:
+            raise Broken(f"{key}: there is no such COMMIT")
+        counted = [c for c in self.live.values() if c.key not in self.entombed | self.disputed]
+        limit = self.job.remote_limit
+        newer = [c for c in counted if c.order > commit.order]
+        if name not in self.disputed and (limit is None or len(newer) < limit):
+            raise Broken(f"{name} is let go, though the policy keeps it: {document['reason']}")
+        self.entombed.add(name)
+
+    def _dispute(self, document: dict[str, Any]) -> None:
+        key = next((k for k in self.live if _names(k, document)), None)
+        if key is not None:
+            self.disputed.add(key)
+
+    def _latest(self, after: bytes | None) -> None:
+        folder = None if after is None else after.decode()
+        if folder is not None and all(c.folder != folder for c in self.live.values()):
+            raise Broken(f"latest names {folder}, which is not committed")
+
+    def on_prune(self, daemon: Daemon, row: Row) -> None:
+        """Before a node lets a checkpoint of its disk go."""
+        self.deletions += 1
+        machine, number, name = daemon.machine, row.written.number, daemon.machine.name
+        if name in self.others:
+            raise Broken(f"{name} is configured otherwise and lets {row.save.tag} go")
+        live = [c for c in self.live.values() if c.key not in self.disputed]
+        mine = [c for c in live if c.number == number]
+        if not mine:
+            raise Broken(f"{name} lets save {number} ({row.save.tag}) go, which no COMMIT holds")
+        limit = machine.job.local_limit
+        held = {w.number for w in machine.disk.values()}
+        newer = [c for c in live if c.number in held and c.order > mine[0].order]
+        if limit is None or len(newer) < limit:
+            raise Broken(f"{name} lets save {number} go, though its policy keeps it")
+
+    def at_the_end(self, disks: list[set[int]]) -> None:
+        """All went on and nobody failed any more: what is whole is committed.
+
+        `disks`: the saves on each slot's disk.
+        """
+        for number in set.intersection(*disks):
+            if not [key for key in self.made.get(number, []) if key not in self.disputed]:
+                raise Broken(f"save {number} is whole on all nodes and has no COMMIT")
+        gone = [key for key in self.entombed if key in self.live]
+        if gone:
+            raise Broken(f"{gone[0]} was let go and is there still")
+
+
+def _names(key: str, document: dict[str, Any]) -> bool:
+    found = _COMMIT.match(key)
+    return found is not None and (found[1], int(found[2])) == (document["tag"], document["generation"])
