@@ -127,6 +127,7 @@ def build_commit(
     members = [known.manifest for known in manifests]
     leader = max(members, key=lambda m: (m.branch, m.save_seq))
     objects = objects_of(members)
+    digests = {member.config_digest for member in members}
     best = next((m.best for m in sorted(members, key=_lowest_rank) if m.best is not None), None)
     return Commit(
         job_id=leader.job_id,
@@ -143,7 +144,8 @@ def build_commit(
         manifests=tuple(ManifestRef(key=known.key, sha256=known.sha256) for known in manifests),
         committed_by=committed_by,
         committed_at=committed_at,
-        config_digest=config_digest,
+        # nodes that disagree on what is kept let nothing go until one COMMIT finds them agreed (H12)
+        config_digest=config_digest if digests <= {config_digest} else "",
         best=best,
     )
 

@@ -65,6 +65,18 @@ def generations_of(remote: RemoteView) -> list[Generation]:
     return sorted((Generation(*pair, pair[1].order) for pair in leaders), key=lambda g: g.order)
 
 
+def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
+    """The newest COMMIT of several nodes there was not made by nodes configured as this one alone (H12).
+
+    Such a node deletes nothing: by its own limits it might let go what the others keep.
+    """
+    shared = [c for c in remote.commits if c.form == ZERO]
+    newest = max(shared, key=lambda c: c.order, default=None)
+    if newest is None or not newest.is_of_several or not view.config_digest:
+        return False
+    return newest.config_digest != view.config_digest
+
+
 def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
     """(remote, COMMIT key) → what becomes of it."""
     result: dict[tuple[str, str], Fate] = {}

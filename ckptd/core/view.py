@@ -145,6 +145,10 @@ class RemoteCommit:
     best: Best | None = None
     stands_alone: bool = True
     """It can be used when the other forms of its generation are gone."""
+    config_digest: str = ""
+    """Of all nodes whose manifests it rests on; empty: they disagree."""
+    is_of_several: bool = False
+    """It rests on manifests of several nodes."""
 
     @property
     def order(self) -> Order:
@@ -244,5 +248,7 @@ class JobView:
     """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3
     """The seat belt for remotes."""
+    config_digest: str = ""
+    """Of what all nodes of the job must agree on; empty: not compared."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

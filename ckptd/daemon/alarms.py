@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.blocking import blocked
+from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.lifecycle import State
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ def see_alarms(job: Job, state: JobState) -> None:
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
     _see_blocked(job, state)
+    for remote in job.view.remotes if job.view is not None else ():
+        if is_configured_otherwise(job.view, remote):
+            text = f"{remote.name}: nodes of this job are configured differently; this one deletes nothing"
+            cure = "give all nodes one job file; it ends with the next COMMIT of nodes that agree"
+            job.problems.see("config-differs", remote.name, text, cure)
 
 
 def waits_for_alarm(job: Job, state: JobState) -> bool:

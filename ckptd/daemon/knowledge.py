@@ -27,6 +27,7 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
+from ckptd.daemon.seen import adopt_orders
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 from ckptd.remote import messages as m
@@ -269,6 +270,7 @@ class Knowledge(Recogniser):
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
+            adopt_orders(self._state, name, ZERO, link.observation)
         self._notice_lost()
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:

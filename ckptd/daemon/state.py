@@ -77,6 +77,8 @@ class JobState:
     """See the module's first lines."""
 
     journal: Journal
+    config_digest: str = ""
+    """Of what all nodes of the job must agree on."""
     listing: SaveDirListing | None = None
     listing_at_seconds: float = 0.0
     verdicts: dict[str, Verdict] = field(default_factory=dict)

@@ -81,6 +81,7 @@ def build_view(
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,
+        config_digest=state.config_digest,
         not_to_retire=_refused_lately(state),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
@@ -200,6 +201,8 @@ def as_planned(view: CommitView) -> RemoteCommit:
         committed_at_seconds=commit.committed_at_seconds,
         best=commit.best,
         stands_alone=commit.stands_alone,
+        config_digest=commit.config_digest,
+        is_of_several=len(commit.manifests) > 1,
     )
 
 

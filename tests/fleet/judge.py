@@ -31,6 +31,8 @@ class Committed:
     order: tuple[int, int, int]
     objects: frozenset[str]
     folder: str
+    by: str
+    """Whose model states they are."""
 
 
 @dataclass
@@ -95,18 +97,20 @@ class Judge:
                 raise Broken(f"{key} rests on {ref['key']}, which is not there")
             objects |= {file["key"]: file["path"] for file in json.loads(data)["files"]}
         numbers: set[int] = set()
+        by = ""
         for name in objects:
             data = self.remote.get(name)
             if data is None:
                 raise Broken(f"{key} lists {name}, which is not there")
             numbers.add(int(data.split()[1]))
+            by = data.decode().partition(" of ")[2] or by
         if len(numbers) != 1:
             raise Broken(f"{key} mixes saves {sorted(numbers)}")
         held = {int(m[1]) for path in objects.values() if (m := re.search(r"rank_(\d+)_mp.*optim", path))}
         if held != set(range(self.job.ranks)):
             raise Broken(f"{key} holds ranks {sorted(held)} of {self.job.ranks}")
         order = document["branch"], document["step"], document["save_seq"]
-        return Committed(key, numbers.pop(), order, frozenset(objects), document["folder"])
+        return Committed(key, numbers.pop(), order, frozenset(objects), document["folder"], by)
 
     def _entomb(self, key: str, document: dict[str, Any]) -> None:
         name = key.replace("/retired/", "/commits/")

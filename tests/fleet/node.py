@@ -36,7 +36,7 @@ from ckptd.core.view import (
     ShipState,
 )
 from ckptd.daemon.backoff import backoff_seconds
-from ckptd.daemon.seen import seen_in
+from ckptd.daemon.seen import committed_order, seen_in
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import DocumentCache
@@ -105,7 +105,8 @@ class Written:
     """By the node's own clock."""
     done_seconds: float
     """By the story's."""
-    run_id: str | None = None
+    by: str = ""
+    """Whose pickles they are."""
 
 
 @dataclass
@@ -133,10 +134,10 @@ class Machine:
     latest: str | None = None
     rows: list[Row] = field(default_factory=list)
 
-    def content(self, number: int, path: str) -> bytes:
+    def content(self, written: Written, path: str) -> bytes:
         """The line that stands for a shard's bytes."""
         is_own = not self.job.are_pickles_equal and path == MODEL
-        return f"save {number} {path}{' of ' + self.name if is_own else ''}".encode()
+        return f"save {written.number} {path}{' of ' + written.by if is_own else ''}".encode()
 
 
 class Daemon:
@@ -268,7 +269,6 @@ class Daemon:
             save_seq=order.save_seq,
             window=SaveWindow(first=at_ns, last=at_ns),
             writer=Writer(),
-            run_id=written.run_id,
         )
         row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
         machine.rows.append(row)
@@ -279,7 +279,7 @@ class Daemon:
         for path in machine.job.paths(machine.ranks):
             named = parse_shard_name(path)
             assert named is not None
-            data = machine.content(written.number, path)
+            data = machine.content(written, path)
             identity = FileIdentity(
                 dev=1, ino=1, size_bytes=len(data), mtime_ns=mtime_ns, ctime_ns=written.number
             )
@@ -332,6 +332,10 @@ class Daemon:
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
+            order = committed_order(row.record, row.save.order, seen)
+            if order is not None:
+                fields = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
+                row.save = row.save.model_copy(update=fields)
 
     def _choose(self) -> None:
         for row in self.machine.rows:
@@ -414,6 +418,7 @@ class Daemon:
             is_converting=False,
             now_seconds=self.engine.now,
             pinned_tags=frozenset(),
+            config_digest=job.digest,
             unsealed_tags=frozenset(machine.disk.keys() - sealed),
         )
 
@@ -597,7 +602,7 @@ class Origin:
         found = self._daemon.machine.disk.get(file.source.partition("/")[0])
         if found is None:
             raise SourceChanged(f"{file.path} vanished")
-        yield LocalFile(self._daemon.machine.content(found.number, file.path))
+        yield LocalFile(self._daemon.machine.content(found, file.path))
 
     def why_changed(self, file: ShipFile) -> str | None:
         return self._daemon.why_changed(file)

@@ -131,9 +131,10 @@ class Fleet:
         if not self.shape.faults:
             return Network()
         chance = self.chance
+        latency_seconds, jitter = chance.choice([(0.02, 0.0), (0.02, 1.0), (0.02, 50.0), (0.3, 1.0), (2.0, 1.0)])
         return Network(
-            latency_seconds=chance.choice([0.02, 0.02, 0.5, 3.0]),
-            jitter=chance.choice([0.0, 1.0, 20.0]),
+            latency_seconds=latency_seconds,
+            jitter=jitter,
             lost=chance.choice([0.0, 0.0, 0.01, 0.05]),
             refused=chance.choice([0.0, 0.0, 0.02]),
         )
@@ -215,21 +216,20 @@ class Fleet:
         self.number += 1
         torn = chance.randrange(self.shape.nodes) if self._may(0.1) else None
         number, step, at = self.number, self.step, self.engine.now
-        run_id = None
         self.say(f"save {number} of step {step}{' is torn' if torn is not None else ''}")
         self.told.saves += 1
         for slot in range(self.shape.nodes):
             if slot != torn:
                 lag = chance.random() * self.shape.skew_seconds
-                self.engine.at(at + lag, lambda slot=slot: self._write(slot, number, step, at, run_id))
+                self.engine.at(at + lag, lambda slot=slot: self._write(slot, number, step))
 
-    def _write(self, slot: int, number: int, step: int, at: float, run_id: str | None) -> None:
+    def _write(self, slot: int, number: int, step: int) -> None:
         machine, tag = self.machines[slot], f"global_step{step}"
         there = machine.disk.get(tag)
         if there is not None and there.number > number:
             return
         self.sealed_at[number] = self.engine.now + 5.0
-        machine.disk[tag] = Written(number, step, START + self.engine.now, self.engine.now, run_id)
+        machine.disk[tag] = Written(number, step, START + self.engine.now, self.engine.now, machine.name)
         if slot == 0:
             machine.latest = tag
         daemon = self.daemons[slot]
@@ -291,13 +291,14 @@ class Fleet:
                 there = machine.disk.get(tag)
                 if there is None or there.number != best.number:
                     at = self.engine.now
-                    machine.disk[tag] = Written(best.number, best.order[1], START + at, at)
+                    machine.disk[tag] = Written(best.number, best.order[1], START + at, at, best.by)
         self.engine.at(self.engine.now + 20, lambda: self.start(slot))
 
     def _heal(self) -> None:
         self.say("all heals")
         if self.shape.faults:
             self.network.lost = self.network.refused = 0.0
+            self.network.latency_seconds, self.network.jitter = 0.02, 1.0
         for slot in range(self.shape.nodes):
             self.start(slot)
 
