@@ -174,9 +174,7 @@ class Job:
             self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
-        self.shipping = Shipping(
-            self.config, state.config_digest, state, self.links, self._audit, self.wake
-        )
+        self.shipping = Shipping(self.config, state.config_digest, state, self.links, self._audit, self.wake)
         self.chores = Chores(
             self.config, state, self.workers, self._audit, self._totals.conversion_bytes, self.wake
         )

@@ -179,10 +179,8 @@ class Knowledge(Recogniser):
         return not unasked
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order in a committed manifest that lists exactly these shards, or that they had here before.
-
-        What a trainer removed comes back as it was when the power goes before that is on disk.
-        """
+        """The order in a committed manifest that lists exactly these shards, or that they had here before."""
+        # what a trainer removed comes back as it was when the power goes before that is on disk
         for row in self._state.rows.values():
             known = tuple(sorted((f.path, f.fingerprint) for f in row.save.files))
             if row.save.tag == tag and known == fingerprints:

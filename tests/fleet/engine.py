@@ -63,7 +63,7 @@ class Program:
         self.engine.back.acquire()
         if self.failure is not None:
             raise self.failure
-        if self.is_over:
+        if not self._thread.is_alive():
             self._thread.join()
 
     def wait(self, seconds: float) -> None:
@@ -77,6 +77,9 @@ class Program:
             self.wake_in(seconds)
             engine.back.release()
             self._go.acquire()
+        self._end_if_killed()
+
+    def _end_if_killed(self) -> None:
         if self._is_killed:
             raise Killed
 

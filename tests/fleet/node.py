@@ -320,15 +320,15 @@ class Daemon:
         disputed = {v.sha256 for v in seen.commits if v.disputed}
         held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
         for row in self.machine.rows:
-            record, update = row.record, {}
+            record = row.record
+            update: dict[str, object] = {}
             if row.state != "present":
                 continue
             is_lost = (record.commit_key, record.commit_sha256) not in held
             if record.state is ShipState.COMMITTED and (record.commit_sha256 in disputed or is_lost):
                 update = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
-            elif record.state is ShipState.WAITING and record.retry_at_seconds:
-                if (row.save.tag, record.generation) in made:
-                    update = {"retry_at_seconds": 0.0}
+            elif record.state is ShipState.WAITING and (row.save.tag, record.generation) in made:
+                update = {"retry_at_seconds": 0.0} if record.retry_at_seconds else {}
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)

@@ -7,11 +7,12 @@ end everything heals, all go on, and the judge asks whether what is whole is com
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -29,13 +30,12 @@ from tests.fleet.remote import Network, Remote
 from tests.stores.scene import JOB_ID
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Iterator
-
-    from ckptd.remote.messages import ShipFile
 
 IDENTITY = RemoteIdentity(remote_id="r", job_id=JOB_ID, job="job", created="then")
 HEALED_SECONDS = 2400.0
+_LINKS = ((0.02, 0.0), (0.02, 1.0), (0.02, 50.0), (0.3, 1.0), (2.0, 1.0))
+"""Latency and jitter of one request."""
 START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
@@ -103,6 +103,7 @@ class Fleet:
         self.machines = [self._machine(slot) for slot in range(shape.nodes)]
         others = frozenset() if self.odd is None else frozenset({self.machines[self.odd].name})
         self.judge = Judge(self.remote, self.job, others)
+        self.judge.clock = lambda: self.engine.now
         self.remote.on_change = self._on_change
         self.daemons: list[Daemon | None] = [None] * shape.nodes
         self.step, self.number = 0, 0
@@ -131,7 +132,7 @@ class Fleet:
         if not self.shape.faults:
             return Network()
         chance = self.chance
-        latency_seconds, jitter = chance.choice([(0.02, 0.0), (0.02, 1.0), (0.02, 50.0), (0.3, 1.0), (2.0, 1.0)])
+        latency_seconds, jitter = chance.choice(_LINKS)
         return Network(
             latency_seconds=latency_seconds,
             jitter=jitter,
@@ -192,7 +193,7 @@ class Fleet:
         """The whole history."""
         engine, chance, shape = self.engine, self.chance, self.shape
         for slot in range(shape.nodes):
-            engine.at(chance.random() * 20 if shape.faults else 0.0, lambda slot=slot: self.start(slot))
+            engine.at(chance.random() * 20 if shape.faults else 0.0, partial(self.start, slot))
         when = 30.0
         for _ in range(shape.checkpoints):
             engine.at(when, self._save)
@@ -221,7 +222,7 @@ class Fleet:
         for slot in range(self.shape.nodes):
             if slot != torn:
                 lag = chance.random() * self.shape.skew_seconds
-                self.engine.at(at + lag, lambda slot=slot: self._write(slot, number, step))
+                self.engine.at(at + lag, partial(self._write, slot, number, step))
 
     def _write(self, slot: int, number: int, step: int) -> None:
         machine, tag = self.machines[slot], f"global_step{step}"
@@ -303,7 +304,9 @@ class Fleet:
             self.start(slot)
 
     def _end(self) -> None:
-        self.judge.at_the_end([{w.number for w in m.disk.values()} for m in self.machines])
+        disks = [{w.number for w in m.disk.values()} for m in self.machines]
+        tags = {w.number: tag for m in self.machines for tag, w in m.disk.items()}
+        self.judge.at_the_end(disks, tags)
         self._agree()
         told = self.told
         told.commits = sum(len(keys) for keys in self.judge.made.values())
@@ -328,21 +331,17 @@ class Fleet:
             resumes.setdefault(live[-1].key if live else None, daemon.machine.name)
             if slot != self.odd:
                 fates = keep_remote(replace(daemon.view(seen), saves=(), unsealed_tags=frozenset()))
-                kept.setdefault(tuple(sorted(k for (_, k), f in fates.items() if f.keeps)), daemon.machine.name)
+                keys = tuple(sorted(key for (_, key), fate in fates.items() if fate.keeps))
+                kept.setdefault(keys, daemon.machine.name)
         if len(resumes) > 1:
             raise Broken(f"nodes would resume from {resumes}")
         if len(kept) > 1:
             raise Broken(f"nodes keep different sets: {kept}")
 
 
-def _changed(_root: int, _source: str, _identity: object, name: str, file: ShipFile | None = None) -> None:
-    del file, name
-
-
 @contextmanager
 def staged() -> Iterator[None]:
     """The shipped code, its files and its clock those of the fleet that runs."""
-    import threading
 
     def here() -> Daemon:
         return CURRENT[threading.current_thread().name]
