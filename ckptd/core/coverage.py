@@ -116,8 +116,13 @@ def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
 
 
 def fingerprints_of(manifests: Iterable[NodeManifest]) -> tuple[tuple[str, str], ...]:
-    """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16)."""
-    return tuple(sorted({(file.path, file.fingerprint) for manifest in manifests for file in manifest.files}))
+    """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16).
+
+    Where a node took another's replica for its own, that of the tensors too: its pickle may differ.
+    """
+    files = [file for manifest in manifests for file in manifest.files]
+    taken = {(f.path, f.tensor_fingerprint) for f in files if f.replica_of and f.tensor_fingerprint}
+    return tuple(sorted({(file.path, file.fingerprint) for file in files} | taken))
 
 
 def build_commit(

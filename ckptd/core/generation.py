@@ -88,7 +88,8 @@ def choose_generation(
     if already is not None:
         return already
     for stone in tombstones:
-        if stone.fingerprints and set(_shards(save)) <= set(stone.fingerprints):
+        gone = set(stone.fingerprints)
+        if gone and all((p, mark) in gone or (p, tensors) in gone for p, mark, tensors in _shards(save)):
             return Retired(generation=stone.generation)
     taken = {seen.generation for seen in commits} | {stone.generation for stone in tombstones}
     known = taken | {seen.generation for seen in manifests}
@@ -150,13 +151,19 @@ def _already(
     for commit in sorted(commits, key=lambda seen: -seen.generation):
         if commit.disputed:
             continue
-        listed = {
-            (file.path, file.bytes, file.fingerprint)
+        listed = [
+            file
             for seen in manifests
             if seen.generation == commit.generation and seen.committed and seen.manifest.job_id == job_id
             for file in seen.manifest.files
-        }
-        absent = [file for file in save.files if _row(file) not in listed]
+        ]
+        rows = {(file.path, file.bytes, file.fingerprint) for file in listed}
+        taken = {(file.path, file.tensor_fingerprint) for file in listed if file.replica_of is not None}
+        absent = [
+            file
+            for file in save.files
+            if _row(file) not in rows and (file.path, file.tensor_fingerprint or "") not in taken
+        ]
         shards = [file for file in save.files if file.role not in _BESIDE]
         if shards and not any(file.role not in _BESIDE for file in absent):
             return Already(
@@ -172,9 +179,10 @@ def _row(file: SealedFile) -> tuple[str, int, str]:
     return file.path, file.identity.size_bytes, file.fingerprint
 
 
-def _shards(save: SealedSave) -> list[tuple[str, str]]:
-    shards = [(file.path, file.fingerprint) for file in save.files if file.role not in _BESIDE]
-    return shards or [(file.path, file.fingerprint) for file in save.files]
+def _shards(save: SealedSave) -> list[tuple[str, str, str]]:
+    """(path, fingerprint, tensor fingerprint) of the shards; of a model alone, of all."""
+    rows = [file for file in save.files if file.role not in _BESIDE] or save.files
+    return [(file.path, file.fingerprint, file.tensor_fingerprint or file.fingerprint) for file in rows]
 
 
 def _holds_another(

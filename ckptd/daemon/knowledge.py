@@ -189,7 +189,8 @@ class Knowledge(Recogniser):
         for link in self._links.values():
             manifests, _ = link.seen(tag)
             for seen in manifests:
-                shards = {(f.path, f.fingerprint) for f in seen.manifest.files if f.role not in _BESIDE}
+                mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
+                shards = {(f.path, f.fingerprint) for f in mine}
                 if seen.committed and seen.form == ZERO and shards and shards <= wanted:
                     found = seen.manifest
                     return Order(found.branch, found.step, found.save_seq)

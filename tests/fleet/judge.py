@@ -159,7 +159,7 @@ class Judge:
         if limit is None or len(newer) < limit:
             raise Broken(f"{name} lets save {number} go, though its policy keeps it")
 
-    def at_the_end(self, disks: list[set[int]], tags: dict[int, str]) -> None:
+    def at_the_end(self, disks: list[set[int]], tags: dict[int, str], daemons: list[Daemon]) -> None:
         """All went on and nobody failed any more: what is whole is committed.
 
         `disks`: the saves on each slot's disk. A node that announced that it replaces objects and lost its
@@ -173,6 +173,12 @@ class Judge:
                 key for key in self.made.get(number, []) if key not in self.disputed
             ]:
                 raise Broken(f"save {number} is whole on all nodes and has no COMMIT")
+        for daemon in daemons:
+            for row in daemon.machine.rows:
+                is_open = row.state == "present" and row.record.state not in ("committed", "retired")
+                number, tag = row.written.number, row.save.tag
+                if is_open and tag not in left and any(k not in self.disputed for k in self.made.get(number, [])):
+                    raise Broken(f"{daemon.machine.name} does not know that save {number} ({tag}) is committed")
         gone = [key for key in self.entombed if key in self.live]
         if gone:
             raise Broken(f"{gone[0]} was let go and is there still")

@@ -301,7 +301,8 @@ class Daemon:
                 return row.save.order
         if tag in self.tag_views:
             for seen in seen_in(self.tag_views[tag])[0]:
-                shards = {(f.path, f.fingerprint) for f in seen.manifest.files if f.role not in _BESIDE}
+                mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
+                shards = {(f.path, f.fingerprint) for f in mine}
                 if seen.committed and shards and shards <= wanted:
                     return Order(seen.manifest.branch, seen.manifest.step, seen.manifest.save_seq)
         return None

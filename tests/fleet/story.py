@@ -306,7 +306,7 @@ class Fleet:
     def _end(self) -> None:
         disks = [{w.number for w in m.disk.values()} for m in self.machines]
         tags = {w.number: tag for m in self.machines for tag, w in m.disk.items()}
-        self.judge.at_the_end(disks, tags)
+        self.judge.at_the_end(disks, tags, [daemon for daemon in self.daemons if daemon is not None])
         self._agree()
         told = self.told
         told.commits = sum(len(keys) for keys in self.judge.made.values())
