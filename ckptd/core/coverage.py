@@ -110,6 +110,13 @@ def missing(manifests: Sequence[KnownManifest], form: str) -> tuple[str, ...]:
     return missing_shards(merged_grid(manifests), present)
 
 
+def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) -> str:
+    """What a node waits for, and who did his part."""
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    there = ", ".join(sorted({known.manifest.node for known in members}))
+    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
+
+
 def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
     """The distinct objects that manifests list, by key."""
     return {file.key: file for manifest in manifests for file in manifest.files}

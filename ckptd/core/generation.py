@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
+from ckptd.core.manifest_names import named_conflict
 from ckptd.core.save import differs, mark_of_manifest, mark_of_save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.manifest import NodeManifest, Tombstone
+    from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import SealedFile, SealedSave
 
 _BESIDE = (Role.SIDE, Role.EXTRA)
@@ -79,8 +81,12 @@ def choose_generation(
     commits: Sequence[SeenCommit],
     tombstones: Sequence[Tombstone],
     save_spread_seconds: float,
+    named: Sequence[tuple[int, ManifestName]] = (),
 ) -> GenerationChoice:
-    """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts)."""
+    """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts).
+
+    `named`: (generation, name) of manifests that were not read.
+    """
     manifests = [seen for seen in manifests if seen.form == "zero"]
     commits = [seen for seen in commits if seen.form == "zero"]
     tombstones = [stone for stone in tombstones if stone.form == "zero" and stone.tag == save.tag]
@@ -92,7 +98,7 @@ def choose_generation(
         if gone and all((p, mark) in gone or (p, tensors) in gone for p, mark, tensors in _shards(save)):
             return Retired(generation=stone.generation)
     taken = {seen.generation for seen in commits} | {stone.generation for stone in tombstones}
-    known = taken | {seen.generation for seen in manifests}
+    known = taken | {seen.generation for seen in manifests} | {generation for generation, _ in named}
     if not known:
         return Use(generation=1)
     fitting = [
@@ -102,6 +108,7 @@ def choose_generation(
             save,
             job_id,
             [seen.manifest for seen in manifests if seen.generation == generation],
+            [name for g, name in named if g == generation],
             save_spread_seconds,
         )
     ]
@@ -186,9 +193,15 @@ def _shards(save: SealedSave) -> list[tuple[str, str, str]]:
 
 
 def _holds_another(
-    save: SealedSave, job_id: str, held: Sequence[NodeManifest], save_spread_seconds: float
+    save: SealedSave,
+    job_id: str,
+    held: Sequence[NodeManifest],
+    named: Sequence[ManifestName],
+    save_spread_seconds: float,
 ) -> bool:
     mark = mark_of_save(save)
+    if named_conflict(mark, named, save_spread_seconds=save_spread_seconds) is not None:
+        return True
     return any(
         manifest.job_id != job_id
         or differs(mark, mark_of_manifest(manifest), save_spread_seconds=save_spread_seconds) is not None

@@ -27,7 +27,7 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_orders
+from ckptd.daemon.seen import adopt_orders, named_in
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 from ckptd.remote import messages as m
@@ -182,8 +182,7 @@ class Knowledge(Recogniser):
         """The order in a committed manifest that lists exactly these shards, or that they had here before."""
         # what a trainer removed comes back as it was when the power goes before that is on disk
         for row in self._state.rows.values():
-            known = tuple(sorted((f.path, f.fingerprint) for f in row.save.files))
-            if row.save.tag == tag and known == fingerprints:
+            if row.save.tag == tag and row.save.fingerprints == fingerprints:
                 return row.save.order
         wanted = set(fingerprints)
         for link in self._links.values():
@@ -347,4 +346,5 @@ class Knowledge(Recogniser):
             commits=commits,
             tombstones=retired,
             save_spread_seconds=self._save_spread_seconds,
+            named=named_in(link.tag_views[save.tag]),
         )

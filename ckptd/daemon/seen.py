@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import order_of
 from ckptd.core.generation import SeenCommit, SeenManifest
-from ckptd.core.view import ShipState
+from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
+    from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import Order
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.state import JobState
@@ -36,6 +37,11 @@ def adopt_orders(state: JobState, remote: str, form: str, seen: Observation | No
             update = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
             state.journal.replace_sealed(row.id, row.save.model_copy(update=update))
             state.load()
+
+
+def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
+    """(generation, name) of manifests of the ZeRO form that were not read."""
+    return [(one.generation, one.name) for one in view.named if one.form == ZERO]
 
 
 def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:

@@ -1,4 +1,4 @@
-"""What must never be in a fleet's remote and on its disks, judged at each change; reads JSON, not ckptd's words.
+"""What must never be in a fleet's remote and on its disks, judged at each change by reading JSON.
 
 The judge knows which save wrote each line, when each COMMIT came and went, and the policy of the job.
 """
@@ -177,8 +177,14 @@ class Judge:
             for row in daemon.machine.rows:
                 is_open = row.state == "present" and row.record.state not in ("committed", "retired")
                 number, tag = row.written.number, row.save.tag
-                if is_open and tag not in left and any(k not in self.disputed for k in self.made.get(number, [])):
-                    raise Broken(f"{daemon.machine.name} does not know that save {number} ({tag}) is committed")
+                if (
+                    is_open
+                    and tag not in left
+                    and any(k not in self.disputed for k in self.made.get(number, []))
+                ):
+                    raise Broken(
+                        f"{daemon.machine.name} does not know that save {number} ({tag}) is committed"
+                    )
         gone = [key for key in self.entombed if key in self.live]
         if gone:
             raise Broken(f"{gone[0]} was let go and is there still")

@@ -36,7 +36,7 @@ from ckptd.core.view import (
     ShipState,
 )
 from ckptd.daemon.backoff import backoff_seconds
-from ckptd.daemon.seen import committed_order, seen_in
+from ckptd.daemon.seen import committed_order, named_in, seen_in
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import DocumentCache
@@ -353,6 +353,7 @@ class Daemon:
                 commits=commits,
                 tombstones=view.retired,
                 save_spread_seconds=SPREAD_SECONDS,
+                named=named_in(view),
             )
             match choice:
                 case Use(generation=g):
@@ -451,7 +452,13 @@ class Daemon:
         return True
 
     def _describe(self, tag: str) -> None:
-        self.tag_views[tag] = observe.describe(self.store, tag, self.identity)  # type: ignore[arg-type]
+        self.tag_views[tag] = observe.describe(
+            self.store,  # type: ignore[arg-type]
+            tag,
+            self.identity,
+            node=self.machine.name,
+            manifests=self.ground.manifests,
+        )
 
     def _prune(self, row: Row, permit: DeletePermit) -> None:
         machine = self.machine

@@ -1,4 +1,4 @@
-"""The one remote of a fleet: objects without bytes, strongly consistent; each request is counted and takes time.
+"""The one remote of a fleet: objects without bytes, strongly consistent; each request counts and takes time.
 
 What is stored of a shard is a line that says which save wrote it. Answers may get lost after the deed, and
 the last request of a process that dies may still arrive.
