@@ -1,4 +1,4 @@
-"""`python -m tests.fleet SEED` tells one history; `--seeds A-B --minutes M` many, and goes on where it stopped.
+"""`python -m tests.fleet SEED` tells one history; `--seeds A-B --minutes M` many, and goes on.
 
 Without `--nodes` and `--checkpoints` each seed draws up to 8 × 6; with them every history has just that size.
 """

@@ -1,4 +1,4 @@
-"""Histories of many nodes: one COMMIT per whole save, none mixed, nothing deleted early, all agree (H1, H12, H13).
+"""Histories of many nodes: one COMMIT per whole save, none mixed, nothing deleted early, all agree (H1, H12).
 
 `python -m tests.fleet` tells many more; a seed that breaks a promise is replayed with its timeline.
 """
