@@ -79,6 +79,11 @@ def name_in(key: str) -> ManifestName | None:
     )
 
 
+def node_in(key: str) -> str:
+    """Whose manifest a key names."""
+    return decode_name(key.rpartition("/")[2].partition("~")[0])
+
+
 def may_cover(names: Iterable[ManifestName]) -> bool:
     """Whether all optimizer shards may be listed; a grid without any is for a reader to judge."""
     most: dict[tuple[str, int], dict[str, int]] = {}

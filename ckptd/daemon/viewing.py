@@ -6,8 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.core.manifest_names import node_in
 from ckptd.core.sealing import sealed_extra
 from ckptd.core.view import ZERO, DerivedState, Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.daemon.retiring import since_when
 from ckptd.files import free_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 NEXT_SAVE_FACTOR = 1.1
 HOUR_SECONDS = 3600.0
+_MOST_PLANNED = 10_000
+_PLANNED: dict[str, RemoteCommit] = {}
 
 
 def next_save_bytes(state: JobState) -> int:
@@ -82,6 +86,8 @@ def build_view(
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,
         config_digest=state.config_digest,
+        node=next((link.settings.node for link in links.values()), ""),
+        due_since_seconds=_since_when(state),
         not_to_retire=_refused_lately(state),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
@@ -91,6 +97,13 @@ def build_view(
         is_converting=state.converting is not None,
         now_seconds=time.monotonic(),
     )
+
+
+def _since_when(state: JobState) -> dict[tuple[str, str], float]:
+    """As the last plan had it."""
+    fates = state.plan.remote_fates if state.plan is not None else {}
+    state.due_since_seconds = since_when(state.due_since_seconds, fates, time.monotonic())
+    return state.due_since_seconds
 
 
 def folders_to_watch(state: JobState) -> list[str]:
@@ -186,7 +199,16 @@ def _fresh(
 
 
 def as_planned(view: CommitView) -> RemoteCommit:
-    """A COMMIT in the planner's words."""
+    """A COMMIT in the planner's words; it never changes, so what was made of it is kept."""
+    known = _PLANNED.get(view.sha256)
+    if known is None or known.key != view.key:
+        if len(_PLANNED) >= _MOST_PLANNED:
+            _PLANNED.clear()
+        known = _PLANNED[view.sha256] = _planned(view)
+    return known
+
+
+def _planned(view: CommitView) -> RemoteCommit:
     commit = view.commit
     return RemoteCommit(
         tag=commit.tag,
@@ -202,7 +224,7 @@ def as_planned(view: CommitView) -> RemoteCommit:
         best=commit.best,
         stands_alone=commit.stands_alone,
         config_digest=commit.config_digest,
-        is_of_several=len(commit.manifests) > 1,
+        nodes=frozenset(node_in(ref.key) for ref in commit.manifests),
     )
 
 

@@ -185,6 +185,11 @@ class Judge:
                     raise Broken(
                         f"{daemon.machine.name} does not know that save {number} ({tag}) is committed"
                     )
+        for name in self.entombed:
+            where = name.rpartition("/")[2].removesuffix(".json")
+            rest = [f for f in self.remote.folders if f.endswith(f"/nodes/{where}")]
+            if rest:
+                raise Broken(f"{name} was let go, and {rest[0]} is there still")
         gone = [key for key in self.entombed if key in self.live]
         if gone:
             raise Broken(f"{gone[0]} was let go and is there still")

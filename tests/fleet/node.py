@@ -36,7 +36,9 @@ from ckptd.core.view import (
     ShipState,
 )
 from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.retiring import patience_seconds, since_when
 from ckptd.daemon.seen import committed_order, named_in, seen_in
+from ckptd.daemon.viewing import as_planned
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import DocumentCache
@@ -46,7 +48,6 @@ from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
 from tests.fleet.engine import Program
 from tests.fleet.remote import FleetStore
-from tests.fleet.seen import remote_commits
 from tests.stores.scene import JOB_ID, MODEL, OPTIM
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ckptd.core.manifest import RemoteIdentity
+    from ckptd.remote.documents import Stem
     from ckptd.remote.messages import Observation, TagView
     from tests.fleet.engine import Engine
     from tests.fleet.remote import Network, Remote
@@ -169,6 +171,8 @@ class Daemon:
         self.tag_views: dict[str, TagView] = {}
         self.generations: dict[tuple[int, str, str], GenerationAnswer] = {}
         self.confirmations: dict[int, Confirmation] = {}
+        self.due_since: dict[tuple[str, str], float] = {}
+        self.retiring_since: dict[Stem, float] = {}
         self.is_first_scan = True
         self.is_idle = False
         self.turns = 0
@@ -202,7 +206,7 @@ class Daemon:
         if young:
             return max(0.1, min(w.done_seconds for w in young) + SETTLE_SECONDS - now + 0.1)
         is_open = any(r.record.state in _OPEN for r in machine.rows if r.state == "present")
-        is_busy = is_open or self.confirmations
+        is_busy = is_open or self.confirmations or self.due_since or self.observation is None
         return OBSERVE_SECONDS if is_busy else AT_REST_SECONDS
 
     def turn(self) -> bool:
@@ -214,7 +218,9 @@ class Daemon:
         self._hear_of_commits(self.observation)
         self._choose()
         view = self.view(self.observation)
-        did = [self._do(action) for action in plan(view).actions]
+        planned = plan(view)
+        self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
+        did = [self._finish(self.observation), *(self._do(action) for action in planned.actions)]
         self.is_first_scan, was_first = False, self.is_first_scan
         return any(did) or was_first
 
@@ -395,7 +401,7 @@ class Daemon:
             forms=(ZERO,),
             is_attached=True,
             is_shipping=False,
-            commits=remote_commits(seen),
+            commits=tuple(as_planned(v) for v in seen.commits if not v.disputed),
             known_tags=self._known_tags(seen),
             retention=RetentionPolicy(save_total_limit=job.remote_limit),
         )
@@ -420,6 +426,8 @@ class Daemon:
             is_converting=False,
             now_seconds=self.engine.now,
             pinned_tags=frozenset(),
+            node=machine.name,
+            due_since_seconds=self.due_since,
             config_digest=job.digest,
             unsealed_tags=frozenset(machine.disk.keys() - sealed),
         )
@@ -485,6 +493,22 @@ class Daemon:
         for row in self.machine.rows:
             if row.record.commit_sha256 == action.commit.sha256:
                 row.record = row.record.model_copy(update={"state": ShipState.RETIRED})
+
+    def _finish(self, seen: Observation) -> bool:
+        """A removal that somebody began and did not end."""
+        if self.is_first_scan or not seen.retiring:
+            return False
+        tag, generation, form = where = seen.retiring[0]
+        since = self.retiring_since.setdefault(where, self.engine.now)
+        stone = next((t for t in seen.retired if (t.tag, t.generation, t.form) == where), None)
+        if stone is None or self.engine.now - since < patience_seconds(seen, self.machine.name):
+            return False
+        order = Retire(
+            tag=tag, generation=generation, form=form, reason=stone.reason, commit_sha256=stone.commit_sha256
+        )
+        self.is_stale = True
+        retire.retire(self.ground, order, lambda: None)
+        return True
 
     def _ship(self, action: act.Ship) -> None:
         row = self.machine.rows[action.save_id - 1]
