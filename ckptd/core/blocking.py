@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.keeping import is_committed
+from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.pruning import victims
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
     return [
         (view.is_paused, "the job is paused", "ckptd unpause", SOON_SECONDS),
         (not view.may_delete, "ckptd may not delete here", "see the other problems", SOON_SECONDS),
+        (
+            any(is_configured_otherwise(view, remote) for remote in view.remotes),
+            "the nodes of this job are configured differently",
+            "give all of them one job file; see config-differs",
+            SOON_SECONDS,
+        ),
         (
             view.is_save_in_flight,
             "a save is in flight and does not end",

@@ -110,14 +110,26 @@ def missing(manifests: Sequence[KnownManifest], form: str) -> tuple[str, ...]:
     return missing_shards(merged_grid(manifests), present)
 
 
+def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) -> str:
+    """What a node waits for, and who did his part."""
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    there = ", ".join(sorted({known.manifest.node for known in members}))
+    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
+
+
 def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
     """The distinct objects that manifests list, by key."""
     return {file.key: file for manifest in manifests for file in manifest.files}
 
 
 def fingerprints_of(manifests: Iterable[NodeManifest]) -> tuple[tuple[str, str], ...]:
-    """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16)."""
-    return tuple(sorted({(file.path, file.fingerprint) for manifest in manifests for file in manifest.files}))
+    """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16).
+
+    Where a node took another's replica for its own, that of the tensors too: its pickle may differ.
+    """
+    files = [file for manifest in manifests for file in manifest.files]
+    taken = {(f.path, f.tensor_fingerprint) for f in files if f.replica_of and f.tensor_fingerprint}
+    return tuple(sorted({(file.path, file.fingerprint) for file in files} | taken))
 
 
 def build_commit(
@@ -127,6 +139,7 @@ def build_commit(
     members = [known.manifest for known in manifests]
     leader = max(members, key=lambda m: (m.branch, m.save_seq))
     objects = objects_of(members)
+    digests = {member.config_digest for member in members}
     best = next((m.best for m in sorted(members, key=_lowest_rank) if m.best is not None), None)
     return Commit(
         job_id=leader.job_id,
@@ -143,7 +156,8 @@ def build_commit(
         manifests=tuple(ManifestRef(key=known.key, sha256=known.sha256) for known in manifests),
         committed_by=committed_by,
         committed_at=committed_at,
-        config_digest=config_digest,
+        # nodes that disagree on what is kept let nothing go until one COMMIT finds them agreed (H12)
+        config_digest=config_digest if digests <= {config_digest} else "",
         best=best,
     )
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
+from ckptd.core.manifest_names import named_conflict
 from ckptd.core.save import differs, mark_of_manifest, mark_of_save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.manifest import NodeManifest, Tombstone
+    from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import SealedFile, SealedSave
 
 _BESIDE = (Role.SIDE, Role.EXTRA)
@@ -79,8 +81,12 @@ def choose_generation(
     commits: Sequence[SeenCommit],
     tombstones: Sequence[Tombstone],
     save_spread_seconds: float,
+    named: Sequence[tuple[int, ManifestName]] = (),
 ) -> GenerationChoice:
-    """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts)."""
+    """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts).
+
+    `named`: (generation, name) of manifests that were not read.
+    """
     manifests = [seen for seen in manifests if seen.form == "zero"]
     commits = [seen for seen in commits if seen.form == "zero"]
     tombstones = [stone for stone in tombstones if stone.form == "zero" and stone.tag == save.tag]
@@ -88,10 +94,11 @@ def choose_generation(
     if already is not None:
         return already
     for stone in tombstones:
-        if stone.fingerprints and set(_shards(save)) <= set(stone.fingerprints):
+        gone = set(stone.fingerprints)
+        if gone and all((p, mark) in gone or (p, tensors) in gone for p, mark, tensors in _shards(save)):
             return Retired(generation=stone.generation)
     taken = {seen.generation for seen in commits} | {stone.generation for stone in tombstones}
-    known = taken | {seen.generation for seen in manifests}
+    known = taken | {seen.generation for seen in manifests} | {generation for generation, _ in named}
     if not known:
         return Use(generation=1)
     fitting = [
@@ -101,6 +108,7 @@ def choose_generation(
             save,
             job_id,
             [seen.manifest for seen in manifests if seen.generation == generation],
+            [name for g, name in named if g == generation],
             save_spread_seconds,
         )
     ]
@@ -150,13 +158,19 @@ def _already(
     for commit in sorted(commits, key=lambda seen: -seen.generation):
         if commit.disputed:
             continue
-        listed = {
-            (file.path, file.bytes, file.fingerprint)
+        listed = [
+            file
             for seen in manifests
             if seen.generation == commit.generation and seen.committed and seen.manifest.job_id == job_id
             for file in seen.manifest.files
-        }
-        absent = [file for file in save.files if _row(file) not in listed]
+        ]
+        rows = {(file.path, file.bytes, file.fingerprint) for file in listed}
+        taken = {(file.path, file.tensor_fingerprint) for file in listed if file.replica_of is not None}
+        absent = [
+            file
+            for file in save.files
+            if _row(file) not in rows and (file.path, file.tensor_fingerprint or "") not in taken
+        ]
         shards = [file for file in save.files if file.role not in _BESIDE]
         if shards and not any(file.role not in _BESIDE for file in absent):
             return Already(
@@ -172,15 +186,22 @@ def _row(file: SealedFile) -> tuple[str, int, str]:
     return file.path, file.identity.size_bytes, file.fingerprint
 
 
-def _shards(save: SealedSave) -> list[tuple[str, str]]:
-    shards = [(file.path, file.fingerprint) for file in save.files if file.role not in _BESIDE]
-    return shards or [(file.path, file.fingerprint) for file in save.files]
+def _shards(save: SealedSave) -> list[tuple[str, str, str]]:
+    """(path, fingerprint, tensor fingerprint) of the shards; of a model alone, of all."""
+    rows = [file for file in save.files if file.role not in _BESIDE] or save.files
+    return [(file.path, file.fingerprint, file.tensor_fingerprint or file.fingerprint) for file in rows]
 
 
 def _holds_another(
-    save: SealedSave, job_id: str, held: Sequence[NodeManifest], save_spread_seconds: float
+    save: SealedSave,
+    job_id: str,
+    held: Sequence[NodeManifest],
+    named: Sequence[ManifestName],
+    save_spread_seconds: float,
 ) -> bool:
     mark = mark_of_save(save)
+    if named_conflict(mark, named, save_spread_seconds=save_spread_seconds) is not None:
+        return True
     return any(
         manifest.job_id != job_id
         or differs(mark, mark_of_manifest(manifest), save_spread_seconds=save_spread_seconds) is not None

@@ -6,6 +6,7 @@ nodes of a job let go the same set.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from ckptd.core.save import Order
     from ckptd.core.view import JobView, RemoteCommit, RemoteView
+
+
+TURN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,35 @@ def generations_of(remote: RemoteView) -> list[Generation]:
         found.setdefault((commit.tag, commit.generation), {})[commit.form] = commit
     leaders = [(commits, commits.get(ZERO) or next(iter(commits.values()))) for commits in found.values()]
     return sorted((Generation(*pair, pair[1].order) for pair in leaders), key=lambda g: g.order)
+
+
+def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
+    """The newest COMMIT of several nodes there was not made by nodes configured as this one alone (H12).
+
+    Such a node deletes nothing: by its own limits it might let go what the others keep.
+    """
+    shared = [c for c in remote.commits if c.form == ZERO]
+    newest = max(shared, key=lambda c: c.order, default=None)
+    if newest is None or len(newest.nodes) < 2 or not view.config_digest:
+        return False
+    return newest.config_digest != view.config_digest
+
+
+def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
+    """Whether this node lets a COMMIT of several go: one is drawn, the next a minute later, and so on.
+
+    Economy, never safety: each reads what it needs and finishes what another began (adr/0105).
+    """
+    if len(commit.nodes) < 2 or not view.node:
+        return True
+    drawn = {name: _draw(commit.sha256, name) for name in {*commit.nodes, view.node}}
+    earlier = sum(1 for mark in drawn.values() if mark < drawn[view.node])
+    since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
+    return view.now_seconds - since >= earlier * TURN_SECONDS
+
+
+def _draw(sha256: str, node: str) -> str:
+    return hashlib.sha256(f"{sha256} {node}".encode()).hexdigest()
 
 
 def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:

@@ -16,6 +16,7 @@ from pydantic import FailFast, Field, ValidationError
 from ckptd.core.canonical import canonical, canonical_with_rows
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
+from ckptd.core.manifest_names import hint_of
 from ckptd.core.names import ROOT as ROOT
 from ckptd.core.names import decode_name as decode_name
 from ckptd.core.names import encode_name as encode_name
@@ -323,9 +324,9 @@ def commit_key(tag: str, generation: int, form: str, supplement: int | None = No
 
 
 def manifest_key(manifest: NodeManifest, sha256: str) -> str:
-    """Key of a node manifest: named by its digest, hence immutable."""
+    """Key of a node manifest: named by its digest, hence immutable; a ZeRO form's says what it lists."""
     place = stem(manifest.tag, manifest.generation, manifest.form)
-    return f"{ROOT}/nodes/{place}/{encode_name(manifest.node)}~{sha256[:12]}.json"
+    return f"{ROOT}/nodes/{place}/{encode_name(manifest.node)}~{hint_of(manifest)}{sha256[:12]}.json"
 
 
 def lease_key(manifest: NodeManifest) -> str:

@@ -26,7 +26,7 @@ from ckptd.core.actions import (
 from ckptd.core.deriving import PRESSURE, first_to_go, is_open, is_streamed, keep_derived, to_derive
 from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local
-from ckptd.core.keeping_remote import keep_remote
+from ckptd.core.keeping_remote import is_configured_otherwise, is_our_turn, keep_remote
 from ckptd.core.pruning import prune, victims
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
@@ -287,10 +287,14 @@ def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
     for remote in view.remotes:
         if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
             continue
+        if is_configured_otherwise(view, remote):
+            continue
         gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
         if not gone or len(gone) == len(remote.commits):
             continue
-        willing = [c for c in gone if c.sha256 not in view.not_to_retire]
+        willing = [
+            c for c in gone if c.sha256 not in view.not_to_retire and is_our_turn(view, remote.name, c)
+        ]
         if not willing:
             continue
         first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))

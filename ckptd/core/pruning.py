@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.actions import Action, AskConfirmation, Prune
 from ckptd.core.keeping import commits_of, is_committed
+from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.optout import newer_commits
 from ckptd.core.permit import DeletePermit, OptOutPermit
 from ckptd.core.view import ZERO
@@ -32,6 +33,8 @@ def victims(view: JobView, fates: dict[int, Fate]) -> list[SaveView]:
 def prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
     """Oldest first, as many as the seat belt allows; a hold goes before what it would keep alive."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
+        return []
+    if any(is_configured_otherwise(view, remote) for remote in view.remotes):
         return []
     first = victims(view, fates)[: view.deletions_left]
     due = [_one(view, save, fates[save.id].goes) for save in first if not save.is_held]

@@ -146,6 +146,10 @@ class RemoteCommit:
     best: Best | None = None
     stands_alone: bool = True
     """It can be used when the other forms of its generation are gone."""
+    config_digest: str = ""
+    """Of all nodes whose manifests it rests on; empty: they disagree."""
+    nodes: frozenset[str] = frozenset()
+    """Whose manifests it rests on."""
 
     @property
     def order(self) -> Order:
@@ -250,5 +254,11 @@ class JobView:
     """The seat belt for remotes."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
+    config_digest: str = ""
+    """Of what all nodes of the job must agree on; empty: not compared."""
+    node: str = ""
+    """This node's name."""
+    due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

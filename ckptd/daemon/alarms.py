@@ -11,10 +11,12 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.blocking import blocked
+from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.lifecycle import State
 
 if TYPE_CHECKING:
     from ckptd.core.lifecycle import Verdict
+    from ckptd.core.view import JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
@@ -29,6 +31,16 @@ def see_alarms(job: Job, state: JobState) -> None:
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
     _see_blocked(job, state)
+    if job.view is not None:
+        _see_other_configurations(job, job.view)
+
+
+def _see_other_configurations(job: Job, view: JobView) -> None:
+    for remote in view.remotes:
+        if is_configured_otherwise(view, remote):
+            text = f"{remote.name}: nodes of this job are configured differently; this one deletes nothing"
+            cure = "give all nodes one job file; it ends with the next COMMIT of nodes that agree"
+            job.problems.see("config-differs", remote.name, text, cure)
 
 
 def waits_for_alarm(job: Job, state: JobState) -> bool:

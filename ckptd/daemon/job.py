@@ -150,7 +150,7 @@ class Job:
         return self.state
 
     def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
-        state = JobState(journal=journal, problems=self.problems)
+        state = JobState(journal, config_digest(self.config), problems=self.problems)
         state.load()
         self._audit = Audit(self.state_dir / "audit.jsonl")
         node_id = node_id_of(self.state_dir)
@@ -174,9 +174,7 @@ class Job:
             self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
-        self.shipping = Shipping(
-            self.config, config_digest(self.config), state, self.links, self._audit, self.wake
-        )
+        self.shipping = Shipping(self.config, state.config_digest, state, self.links, self._audit, self.wake)
         self.chores = Chores(
             self.config, state, self.workers, self._audit, self._totals.conversion_bytes, self.wake
         )

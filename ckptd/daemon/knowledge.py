@@ -27,6 +27,7 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
+from ckptd.daemon.seen import adopt_orders, named_in
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 from ckptd.remote import messages as m
@@ -178,19 +179,17 @@ class Knowledge(Recogniser):
         return not unasked
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order in a committed manifest that lists exactly these shards, or that they had here before.
-
-        What a trainer removed comes back as it was when the power goes before that is on disk.
-        """
+        """The order in a committed manifest that lists exactly these shards, or that they had here before."""
+        # what a trainer removed comes back as it was when the power goes before that is on disk
         for row in self._state.rows.values():
-            known = tuple(sorted((f.path, f.fingerprint) for f in row.save.files))
-            if row.save.tag == tag and known == fingerprints:
+            if row.save.tag == tag and row.save.fingerprints == fingerprints:
                 return row.save.order
         wanted = set(fingerprints)
         for link in self._links.values():
             manifests, _ = link.seen(tag)
             for seen in manifests:
-                shards = {(f.path, f.fingerprint) for f in seen.manifest.files if f.role not in _BESIDE}
+                mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
+                shards = {(f.path, f.fingerprint) for f in mine}
                 if seen.committed and seen.form == ZERO and shards and shards <= wanted:
                     found = seen.manifest
                     return Order(found.branch, found.step, found.save_seq)
@@ -269,6 +268,7 @@ class Knowledge(Recogniser):
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
+            adopt_orders(self._state, name, ZERO, link.observation)
         self._notice_lost()
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:
@@ -346,4 +346,5 @@ class Knowledge(Recogniser):
             commits=commits,
             tombstones=retired,
             save_spread_seconds=self._save_spread_seconds,
+            named=named_in(link.tag_views[save.tag]),
         )

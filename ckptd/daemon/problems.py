@@ -46,6 +46,7 @@ Code = Literal[
     "local-failed",
     "retire-blocked",
     "retention-blocked",
+    "config-differs",
     "hold-released",
     "vanished-uncommitted",
     "vanished-kept",

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.core.keeping_remote import TURN_SECONDS
 from ckptd.core.manifest import commit_key
+from ckptd.core.manifest_names import node_in
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.processes import error_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import Retire
+    from ckptd.core.ladder import Fate
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.errors import CkptdError
@@ -31,6 +35,19 @@ log = logging.getLogger("ckptd.retire")
 
 _NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError)
 """The remote works; what was asked of it cannot be done as things are."""
+
+
+def patience_seconds(seen: m.Observation, node: str) -> float:
+    """How long a removal that is under way is left to whoever began it: of several nodes he may be at it."""
+    several = any(len({node_in(ref.key) for ref in v.commit.manifests}) > 1 for v in seen.commits)
+    return (1 + zlib.crc32(node.encode()) % 10) * TURN_SECONDS if several else 0.0
+
+
+def since_when(
+    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], Fate], now_seconds: float
+) -> dict[tuple[str, str], float]:
+    """(remote, COMMIT key) → since when nothing has kept it."""
+    return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}
 
 
 class Retiring:
@@ -108,6 +125,10 @@ class Retiring:
             if seen is None or not link.may_move or not seen.retiring:
                 continue
             tag, generation, form = seen.retiring[0]
+            where, now = (link.name, seen.retiring[0]), time.monotonic()
+            since = self._state.retiring_since_seconds.setdefault(where, now)
+            if now - since < patience_seconds(seen, link.settings.node):
+                continue
             stone = next(
                 (t for t in seen.retired if (t.tag, t.generation, t.form) == (tag, generation, form)), None
             )

@@ -1,13 +1,47 @@
-"""What a remote knows of one tag, in the words of `choose_generation`: messages in, core's data out."""
+"""What a remote knows of a tag or of a save, in core's words: messages in, core's data out."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.coverage import order_of
 from ckptd.core.generation import SeenCommit, SeenManifest
+from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
-    from ckptd.remote.messages import TagView
+    from ckptd.core.manifest_names import ManifestName
+    from ckptd.core.save import Order
+    from ckptd.core.view import ShipRecord
+    from ckptd.daemon.state import JobState
+    from ckptd.remote.messages import Observation, TagView
+
+
+def committed_order(record: ShipRecord, own: Order, seen: Observation | None) -> Order | None:
+    """The order of the COMMIT that a save rests on, where that is above its own; else None.
+
+    A node whose daemon was down while the run was rewound sealed its part as of the old branch. The COMMIT
+    takes the highest of all, and what every node keeps follows the COMMIT (P9, adr/0105).
+    """
+    if record.state is not ShipState.COMMITTED or seen is None:
+        return None
+    wanted = record.commit_key, record.commit_sha256
+    order = next((order_of(v.commit) for v in seen.commits if (v.key, v.sha256) == wanted), None)
+    return order if order is not None and order > own else None
+
+
+def adopt_orders(state: JobState, remote: str, form: str, seen: Observation | None) -> None:
+    """Let each save here count as its COMMIT says."""
+    for row in list(state.rows.values()):
+        order = committed_order(state.ship(row.id, remote, form), row.save.order, seen)
+        if order is not None:
+            update = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
+            state.journal.replace_sealed(row.id, row.save.model_copy(update=update))
+            state.load()
+
+
+def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
+    """(generation, name) of manifests of the ZeRO form that were not read."""
+    return [(one.generation, one.name) for one in view.named if one.form == ZERO]
 
 
 def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
     from ckptd.errors import CkptdError
     from ckptd.journal import Journal, SaveRow
+    from ckptd.remote.documents import Stem
 
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
@@ -77,6 +78,12 @@ class JobState:
     """See the module's first lines."""
 
     journal: Journal
+    config_digest: str = ""
+    """Of what all nodes of the job must agree on."""
+    due_since_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(remote, COMMIT key) → since when nothing has kept it there; monotonic."""
+    retiring_since_seconds: dict[tuple[str, Stem], float] = field(default_factory=dict)
+    """(remote, stem) → when a removal that is under way was first seen; monotonic."""
     listing: SaveDirListing | None = None
     listing_at_seconds: float = 0.0
     verdicts: dict[str, Verdict] = field(default_factory=dict)

@@ -6,8 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.core.manifest_names import node_in
 from ckptd.core.sealing import sealed_extra
 from ckptd.core.view import ZERO, DerivedState, Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.daemon.retiring import since_when
 from ckptd.files import free_bytes
 
 if TYPE_CHECKING:
@@ -21,9 +23,12 @@ if TYPE_CHECKING:
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
+    from ckptd.remote.messages import CommitView
 
 NEXT_SAVE_FACTOR = 1.1
 HOUR_SECONDS = 3600.0
+_MOST_PLANNED = 10_000
+_PLANNED: dict[str, RemoteCommit] = {}
 
 
 def next_save_bytes(state: JobState) -> int:
@@ -83,6 +88,9 @@ def build_view(
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,
+        config_digest=state.config_digest,
+        node=next((link.settings.node for link in links.values()), ""),
+        due_since_seconds=_since_when(state),
         not_to_retire=_refused_lately(state),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
@@ -92,6 +100,13 @@ def build_view(
         is_converting=state.converting is not None,
         now_seconds=time.monotonic(),
     )
+
+
+def _since_when(state: JobState) -> dict[tuple[str, str], float]:
+    """As the last plan had it."""
+    fates = state.plan.remote_fates if state.plan is not None else {}
+    state.due_since_seconds = since_when(state.due_since_seconds, fates, time.monotonic())
+    return state.due_since_seconds
 
 
 def folders_to_watch(state: JobState) -> list[str]:
@@ -186,6 +201,36 @@ def _fresh(
     )
 
 
+def as_planned(view: CommitView) -> RemoteCommit:
+    """A COMMIT in the planner's words; it never changes, so what was made of it is kept."""
+    known = _PLANNED.get(view.sha256)
+    if known is None or known.key != view.key:
+        if len(_PLANNED) >= _MOST_PLANNED:
+            _PLANNED.clear()
+        known = _PLANNED[view.sha256] = _planned(view)
+    return known
+
+
+def _planned(view: CommitView) -> RemoteCommit:
+    commit = view.commit
+    return RemoteCommit(
+        tag=commit.tag,
+        generation=commit.generation,
+        form=commit.form,
+        branch=commit.branch,
+        step=commit.step,
+        save_seq=commit.save_seq,
+        key=view.key,
+        sha256=view.sha256,
+        is_model_only=commit.grid.is_model_only,
+        committed_at_seconds=commit.committed_at_seconds,
+        best=commit.best,
+        stands_alone=commit.stands_alone,
+        config_digest=commit.config_digest,
+        nodes=frozenset(node_in(ref.key) for ref in commit.manifests),
+    )
+
+
 def _remote(
     state: JobState,
     is_required: bool,
@@ -194,28 +239,7 @@ def _remote(
     retention: RetentionPolicy,
 ) -> RemoteView:
     seen = link.observation
-    commits = (
-        ()
-        if seen is None
-        else tuple(
-            RemoteCommit(
-                tag=v.commit.tag,
-                generation=v.commit.generation,
-                form=v.commit.form,
-                branch=v.commit.branch,
-                step=v.commit.step,
-                save_seq=v.commit.save_seq,
-                key=v.key,
-                sha256=v.sha256,
-                is_model_only=v.commit.grid.is_model_only,
-                committed_at_seconds=v.commit.committed_at_seconds,
-                best=v.commit.best,
-                stands_alone=v.commit.stands_alone,
-            )
-            for v in seen.commits
-            if not v.disputed
-        )
-    )
+    commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
     return RemoteView(
         name=link.name,
         is_required=is_required,

@@ -8,7 +8,7 @@ never replaced; what cannot join it goes to the next generation.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,12 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
+from ckptd.core.manifest_names import named_conflict
+from ckptd.core.save import mark_of_manifest
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
-from ckptd.remote.documents import read_commit, read_generation, stem_of
-from ckptd.remote.listed import as_listed, in_the_way, withdraw
+from ckptd.remote.documents import DocumentCache, read_commit, stem_of
+from ckptd.remote.listed import Listed, as_listed, in_the_way, withdraw
+from ckptd.remote.look import ManifestCache, Seen, look
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
@@ -50,6 +53,9 @@ class Ground:
     store: Store
     abilities: Abilities
     identity: RemoteIdentity
+    manifests: ManifestCache = field(default_factory=ManifestCache)
+    """What never changes and was read before."""
+    documents: DocumentCache = field(default_factory=DocumentCache)
 
 
 def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed) -> ShipResult:
@@ -94,44 +100,49 @@ class _Shipping:
         self._where = stem_of(order.manifest)
 
     def run(self, open_origin: OpenOrigin) -> ShipResult:
-        listed = read_generation(self._store, self._where)
-        reason = self._conflict(listed)
+        seen = self._look()
+        reason = self._conflict(seen)
         if reason is None and self._store.get(side_key("retired", stem(*self._where))) is not None:
             reason = f"generation {self._where[1]} of {self._where[0]} was retired"
         if reason is not None:
             return ShipResult(outcome="conflict", reason=reason)
         commit = read_commit(self._store, self._where)
         if commit is not None:
-            return self._beside(commit, listed)
+            return self._beside(commit, seen.read)
         try:
             with open_origin(self._order, self._root, self._control) as origin:
-                return self._carry(origin, listed)
+                return self._carry(origin, seen)
         except CommitConflict as error:
             return ShipResult(outcome="conflict", reason=error.message)
         except CannotBeMade as error:
             return ShipResult(outcome="refused", reason=error.message, hint=error.hint)
 
-    def _carry(self, origin: Origin, listed: tuple[KnownManifest, ...]) -> ShipResult:
+    def _look(self, ours: KnownManifest | None = None, *, is_all: bool = False) -> Seen:
+        node = None if is_all else self._order.manifest.node
+        return look(self._store, self._where, self._ground.manifests, node=node, ours=ours)
+
+    def _carry(self, origin: Origin, seen: Seen) -> ShipResult:
         self._order = origin.order
+        listed = Listed(self._store, self._order.manifest, seen, self._ground.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
         # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
         origin.recheck()
         # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
         still_ours(self._store, self._identity)
         # another save may have been listed meanwhile: ours beside it would spoil the generation for both
-        listed = read_generation(self._store, self._where)
-        reason = self._conflict(listed)
+        seen = self._look()
+        reason = self._conflict(seen)
         if reason is not None:
             return ShipResult(outcome="conflict", reason=reason)
-        ours = self._put_manifest(carried.files, listed)
+        ours = self._put_manifest(carried.files, seen.read)
         return self._commit(ours, carried)
 
-    def _conflict(self, listed: tuple[KnownManifest, ...]) -> str | None:
-        return coverage.conflict(
-            self._order.manifest.model_copy(update={"files": self._expected_files()}),
-            listed,
-            save_spread_seconds=self._order.save_spread_seconds,
-        )
+    def _conflict(self, seen: Seen) -> str | None:
+        ours = self._order.manifest.model_copy(update={"files": self._expected_files()})
+        spread_seconds = self._order.save_spread_seconds
+        read = coverage.conflict(ours, seen.read, save_spread_seconds=spread_seconds)
+        mark = mark_of_manifest(ours)
+        return read or named_conflict(mark, seen.named, save_spread_seconds=spread_seconds)
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
         """The files as the manifest will list them, as far as comparing saves needs them."""
@@ -148,7 +159,7 @@ class _Shipping:
         if commit.disputed:
             return ShipResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
         if mine is None:
-            return self._without_us(commit, listed, refs)
+            return self._without_us(commit, self._look(is_all=True).read, refs)
         if not self._lists_our_files(mine):
             reason = f"{commit.key} is committed with another save of this node"
             return ShipResult(outcome="conflict", reason=reason, commit=commit)
@@ -180,7 +191,7 @@ class _Shipping:
             if rewritten is not None:
                 self._dispute(commit, rewritten)
                 return ShipResult(outcome="conflict", reason=rewritten, commit=None)
-        point(self._store)
+        point(self._store, self._ground.documents)
         return ShipResult(
             outcome="committed",
             commit=commit,
@@ -207,7 +218,7 @@ class _Shipping:
             at=_now(),
         )
         self._store.put_if_absent(side_key("disputes", stem(*self._where)), to_bytes(dispute))
-        point(self._store)
+        point(self._store, self._ground.documents)
 
     # --- manifest and COMMIT ----------------------------------------------------------------------------
 
@@ -219,8 +230,10 @@ class _Shipping:
         if self._order.manifest.source is not None and known.manifest.source is not None:
             return known.manifest.source.fingerprints == self._order.manifest.source.fingerprints
         rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
+        taken = {(f.path, f.tensor_fingerprint) for f in known.manifest.files if f.replica_of is not None}
         return all(
             (file.path, file.bytes, file.fingerprint) in rows
+            or (file.path, file.tensor_fingerprint or "") in taken
             for file in self._order.files
             if file.identity is not None
         )
@@ -248,7 +261,11 @@ class _Shipping:
 
     def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
         withdraw(self._store, ours.manifest)
-        listed = read_generation(self._store, self._where, ours=ours)
+        seen = self._look(ours)
+        if seen.named:
+            commit = read_commit(self._store, self._where)
+            return self._ended(commit, ours, carried) if commit else _waiting((seen.words, ""), ours, carried)
+        listed = seen.read
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
         if all(known.sha256 != ours.sha256 for known in members):
@@ -259,27 +276,21 @@ class _Shipping:
         missing = coverage.missing(members, self._where[2])
         existing = read_commit(self._store, self._where)
         waits = (
-            (_missing_words(missing, members), "")
+            (coverage.missing_words(missing, members), "")
             if missing
             else in_the_way(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
-            return ShipResult(
-                outcome="waiting",
-                reason=waits[0],
-                hint=waits[1],
-                manifest_key=ours.key,
-                manifest_sha256=ours.sha256,
-                bytes_sent=carried.bytes_sent,
-                bytes_skipped=carried.bytes_skipped,
-            )
+            return _waiting(waits, ours, carried)
         if existing is None:
             # two that began at once saw nobody: what the other listed since must not join ours
             _one_writer(self._ground, self._order)
-        commit = existing or self._create(members)
+        return self._ended(existing or self._create(members), ours, carried)
+
+    def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> ShipResult:
         if any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests) and not commit.disputed:
             return self._joined(commit, ours, carried)
-        return self._beside(commit, listed)
+        return self._beside(commit, self._look(ours).read)
 
     def _members(self, ours: KnownManifest, listed: tuple[KnownManifest, ...]) -> tuple[KnownManifest, ...]:
         """What a COMMIT would rest on; a derived form is whole in one manifest."""
@@ -323,10 +334,16 @@ def _one_writer(ground: Ground, order: ShipOrder) -> None:
             raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
 
 
-def _missing_words(missing: tuple[str, ...], members: tuple[KnownManifest, ...]) -> str:
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    there = ", ".join(sorted({known.manifest.node for known in members}))
-    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
+def _waiting(why: tuple[str, str], ours: KnownManifest, carried: Carried) -> ShipResult:
+    return ShipResult(
+        outcome="waiting",
+        reason=why[0],
+        hint=why[1],
+        manifest_key=ours.key,
+        manifest_sha256=ours.sha256,
+        bytes_sent=carried.bytes_sent,
+        bytes_skipped=carried.bytes_skipped,
+    )
 
 
 def _now() -> str:

@@ -8,18 +8,22 @@ commits looks for such words after the listings it rests on. One of the two sees
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.manifest import Checksums, Lease, ManifestFile, lease_key, parse, to_bytes
+from ckptd.core.manifest_names import name_in
 from ckptd.errors import DamagedError
 from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.documents import lease_folder, manifest_folder, read_generation, read_manifest, stem_of
+from ckptd.remote.documents import lease_folder, manifest_folder, read_manifest, stem_of
+from ckptd.remote.look import look, read_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.manifest import NodeManifest, Proof
+    from ckptd.remote.look import ManifestCache, Seen
     from ckptd.remote.messages import ShipFile
     from ckptd.remote.store import Store
 
@@ -29,25 +33,39 @@ if TYPE_CHECKING:
 class Listed:
     """The manifests of the generation that `ours` is made for; may be asked from several threads."""
 
-    def __init__(self, store: Store, ours: NodeManifest, known: Iterable[KnownManifest]) -> None:
+    def __init__(self, store: Store, ours: NodeManifest, seen: Seen, cache: ManifestCache) -> None:
         self._store = store
         self._ours = ours
-        self._rows = _by_key(known)
+        self._seen = seen
+        self._cache = cache
+        self._rows = _by_key(seen.read)
         self._lock = threading.Lock()
         self._is_announced = False
         self._is_doubtful: bool | None = None
 
     def find(self, key: str) -> Row | None:
         """Who lists the object as it is; None: nobody, and after this call it may be removed."""
-        found = self._pick(key)
+        found = self._pick(key) or self._ask_likely(key)
         if found is None:
             with self._lock:
                 if not self._is_announced:
                     self._store.put_if_absent(lease_key(self._ours), to_bytes(_lease(self._ours)))
                     self._is_announced = True
-            self._rows = _by_key(read_generation(self._store, stem_of(self._ours)))
+            # whoever listed it before we said so is seen now, and is asked for all that it lists
+            self._rows = _by_key(look(self._store, stem_of(self._ours), self._cache, node=None).read)
             found = self._pick(key)
         return found
+
+    def _ask_likely(self, key: str) -> Row | None:
+        """Most likely the node of the lowest rank there lists a replica; no other is read for it."""
+        with self._lock:
+            likely, self._seen = self._seen.likely, replace(self._seen, named=())
+            if likely is None:
+                return None
+            where = stem_of(self._ours)
+            keys = [i.key for i in self._store.list(manifest_folder(where)) if name_in(i.key) == likely]
+            self._rows = _by_key([*self._seen.read, *read_keys(self._store, where, keys, self._cache)[0]])
+        return self._pick(key)
 
     def _pick(self, key: str) -> Row | None:
         rows = self._rows.get(key, [])

@@ -20,6 +20,7 @@ from ckptd.core.manifest import (
     RemoteIdentity,
     Tombstone,
 )
+from ckptd.core.manifest_names import ManifestName
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
 from ckptd.remote.making_messages import Making as Making
@@ -250,6 +251,14 @@ class ManifestView(Model):
     committed: bool
 
 
+class NamedManifest(Model):
+    """A node manifest that was not read: what its name tells."""
+
+    generation: int
+    form: str
+    name: ManifestName
+
+
 class TagView(Model):
     """Everything the remote knows of one tag."""
 
@@ -258,6 +267,7 @@ class TagView(Model):
     manifests: tuple[ManifestView, ...]
     commits: tuple[CommitView, ...]
     retired: tuple[Tombstone, ...]
+    named: tuple[NamedManifest, ...] = ()
 
 
 class ShipResult(Model):

@@ -28,15 +28,16 @@ from ckptd.remote.documents import (
     generations_with_manifests,
     read_commits,
     read_decisions,
-    read_generation,
     read_identity,
     stem_of,
     stem_of_key,
 )
-from ckptd.remote.messages import Confirmed, ManifestView, Observation, TagView
+from ckptd.remote.look import ManifestCache, Seen, look
+from ckptd.remote.messages import Confirmed, ManifestView, NamedManifest, Observation, TagView
 from ckptd.remote.store import settled
 
 if TYPE_CHECKING:
+    from ckptd.remote.documents import Stem
     from ckptd.remote.store import Store
 
 _POINTER_TRIES = 3
@@ -91,15 +92,24 @@ def observe(
     )
 
 
-def describe(store: Store, tag: str, identity: RemoteIdentity | None = None) -> TagView:
-    """Every manifest, COMMIT and tombstone of one tag."""
+def describe(
+    store: Store,
+    tag: str,
+    identity: RemoteIdentity | None = None,
+    *,
+    node: str | None = None,
+    manifests: ManifestCache | None = None,
+) -> TagView:
+    """COMMITs, tombstones and manifests of one tag: all of them, or what `node` needs of many."""
+    cache = ManifestCache() if manifests is None else manifests
     still_ours(store, identity)
     found = read_commits(store, only_tag=tag)
     if found.commits:
         settled(store, found.commits[0].key)
     digests = committed_digests(found.commits)
     stems = sorted(where for where in generations_with_manifests(store) if where[0] == tag)
-    manifests = [known for where in stems for known in read_generation(store, where)]
+    counted = {stem_of(view.commit) for view in found.commits if not view.disputed}
+    seen = {where: _needed(store, where, node, cache, is_committed=where in counted) for where in stems}
     return TagView(
         tag=tag,
         manifests=tuple(
@@ -109,11 +119,24 @@ def describe(store: Store, tag: str, identity: RemoteIdentity | None = None) -> 
                 manifest=known.manifest,
                 committed=known.sha256 in digests,
             )
-            for known in manifests
+            for one in seen.values()
+            for known in one.read
+        ),
+        named=tuple(
+            NamedManifest(generation=where[1], form=where[2], name=name)
+            for where, one in seen.items()
+            for name in one.named
         ),
         commits=tuple(found.commits),
         retired=tuple(found.retired),
     )
+
+
+def _needed(store: Store, where: Stem, node: str | None, cache: ManifestCache, *, is_committed: bool) -> Seen:
+    """What a node asks of a generation: is it of our save, and of a committed one, does it list our files?"""
+    seen = look(store, where, cache, node=node, is_settled=is_committed)
+    is_strange = is_committed and all(known.manifest.node != node for known in seen.read)
+    return look(store, where, cache, node=None) if is_strange and seen.named else seen
 
 
 def confirm(
@@ -140,10 +163,13 @@ def confirm(
     return Confirmed(ok=True)
 
 
-def point(store: Store) -> None:
-    """Let the pointers name what they should, re-read until they do (another node may move them too; P6)."""
+def point(store: Store, cache: DocumentCache | None = None) -> None:
+    """Let the pointers name what they should, re-read until they do (another node may move them too; P6).
+
+    `cache`: COMMITs that were read before; which there are is listed each time.
+    """
     for _ in range(_POINTER_TRIES):
-        wanted = choose_pointers(view.commit for view in read_commits(store).live())
+        wanted = choose_pointers(view.commit for view in read_commits(store, cache=cache).live())
         changed = _set(store, "latest", wanted.latest)
         if not _set(store, "latest_universal", wanted.latest_universal) and not changed:
             return

@@ -123,7 +123,8 @@ class Service:
             self._observed = bare
             return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
         if isinstance(order, Describe):
-            return describe(ground.store, order.tag, ground.identity)
+            node = self._settings.node if self._settings else None
+            return describe(ground.store, order.tag, ground.identity, node=node, manifests=ground.manifests)
         if isinstance(order, Confirm):
             return confirm(ground.store, order.commits, ground.identity)
         if isinstance(order, ShipOrder):

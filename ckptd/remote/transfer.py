@@ -19,7 +19,7 @@ from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExis
 from ckptd.remote.checksums import crc64, from_hex, to_hex
 from ckptd.remote.extras import inline, read_whole
 from ckptd.remote.flights import FLYING_LANES, TINY_BYTES, Fleet, begin, flights, is_small
-from ckptd.remote.listed import Listed, as_listed
+from ckptd.remote.listed import as_listed
 from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.ranges import Lanes
@@ -27,12 +27,12 @@ from ckptd.remote.source import CheckedSource, PacedSource, crc64_of
 from ckptd.remote.store import Progress, Resume, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from concurrent.futures import Future
 
-    from ckptd.core.coverage import KnownManifest
     from ckptd.core.manifest import ManifestFile, Proof
     from ckptd.remote.flights import Started
+    from ckptd.remote.listed import Listed
     from ckptd.remote.messages import PartlyShipped, Planned, ShipFile
     from ckptd.remote.origin import Origin
     from ckptd.remote.pacing import Pacer
@@ -75,11 +75,9 @@ class _Sent:
 
 
 class Transfer:
-    """One order's objects on one store; `listed` are the manifests that the generation holds already."""
+    """One order's objects on one store; `listed`: what the generation's manifests say of them already."""
 
-    def __init__(
-        self, store: Store, origin: Origin, root: int, listed: Iterable[KnownManifest], control: Control
-    ) -> None:
+    def __init__(self, store: Store, origin: Origin, root: int, listed: Listed, control: Control) -> None:
         self._store = store
         self._origin = origin
         self._order = order = origin.order
@@ -87,7 +85,7 @@ class Transfer:
         self._control = control
         self._shipped = {entry.key: entry for entry in order.shipped}
         self._partly: dict[str, PartlyShipped] = {entry.key: entry for entry in order.partly}
-        self._listed = Listed(store, order.manifest, listed)
+        self._listed = listed
         self._results: dict[str, ManifestFile] = {}
         self._held: dict[str, int] | None = None
         self._lanes = Lanes()

@@ -18,7 +18,7 @@ from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import Grid, parse_shard_name
 from ckptd.core.manifest import NodeManifest, RemoteIdentity, SaveWindow, Writer, folder_name
 from ckptd.core.save import SealedFile, SealedSave
-from ckptd.daemon.seen import seen_in
+from ckptd.daemon.seen import named_in, seen_in
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
 from ckptd.remote import commit, documents, observe, retire
 from ckptd.remote.checksums import crc64
@@ -144,6 +144,7 @@ def choose(save: SealedSave, view: TagView) -> GenerationChoice:
         commits=commits,
         tombstones=view.retired,
         save_spread_seconds=60,
+        named=named_in(view),
     )
 
 
@@ -295,7 +296,7 @@ def asking(io: Io) -> Iterator[None]:
 def stepwise(*, is_pointing: bool) -> Iterator[None]:
     """The shipped code, with files and time of this world; `is_pointing`: pointers in many steps too."""
 
-    def point(_store: object) -> None:
+    def point(_store: object, _cache: object = None) -> None:
         _IO[-1].ask("point", "latest")
 
     patches: list[Any] = [

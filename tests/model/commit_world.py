@@ -157,7 +157,8 @@ class World:
         return found
 
     def _chosen(self, store: StepStore | PlainStore, index: int, number: int) -> tuple[Hashable, ...]:
-        view = observe.describe(store, TAG, IDENTITY)  # type: ignore[arg-type]
+        node = self.rules.slots[index].names[0]
+        view = observe.describe(store, TAG, IDENTITY, node=node)  # type: ignore[arg-type]
         choice = self.rules.chooser(code.sealed(self.rules.slots[index], number), view)
         if isinstance(choice, Use):
             return "use", number, choice.generation

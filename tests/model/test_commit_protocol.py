@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.generation import GenerationChoice, Use
+from ckptd.remote import look
 from tests.model.commit_code import TWO_NODES, TWO_REPLICAS, Slot, choose, stepwise
 from tests.model.commit_world import Rules, World
 from tests.model.explorer import Search, Violation
@@ -101,6 +102,22 @@ FULL = {
 @pytest.mark.parametrize("name", QUICK)
 def test_no_mixed_commit_and_no_whole_save_left(name: str) -> None:
     world, is_pointing = QUICK[name]
+    assert explore(world, is_pointing=is_pointing) > 1000
+
+
+@pytest.mark.parametrize("name", ["two saves, the other ahead", "crash", "replicas"])
+def test_the_same_where_names_tell_of_manifests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many nodes: what cannot cover the grid is not read (ADR 0105)."""
+    monkeypatch.setattr(look, "FEW", 0)
+    assert explore(QUICK[name][0]) > 1000
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", FULL)
+def test_many_in_larger_worlds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look, "FEW", 0)
+    world, is_pointing = FULL[name]
     assert explore(world, is_pointing=is_pointing) > 1000
 
 

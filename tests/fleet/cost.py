@@ -1,0 +1,131 @@
+"""What a commit costs as nodes grow more: requests of each node, and time from the last part to COMMIT.
+
+`python -m tests.fleet.cost [--most 1024] [--plot docs/fleet.png]`: no faults, 20 ms per request, each node
+with a shard of its own and a replica of the model states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fleet.remote import Network
+from tests.fleet.story import Shape, staged, tell
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINTS = 4
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one checkpoint on so many nodes."""
+
+    nodes: int
+    requests_mean: float
+    """Per node and checkpoint."""
+    requests_most: float
+    """Of the node that asks most."""
+    gets_mean: float
+    pages_mean: float
+    """Pages of listings."""
+    commit_seconds: float
+    """From the last node's seal to COMMIT, median."""
+
+
+def measure(nodes: int) -> Cost:
+    """Live one history without faults.
+
+    Raises:
+        RuntimeError: it broke a promise.
+    """
+    shape = Shape(
+        nodes=nodes,
+        checkpoints=CHECKPOINTS,
+        faults=False,
+        interval_seconds=(600.0, 600.0),
+        remote_limit=2,
+        network=Network(),
+    )
+    with staged():
+        told = tell(3, shape)
+    if told.broken is not None:
+        raise RuntimeError(told.broken)
+    sums = [sum(counts.values()) / CHECKPOINTS for counts in told.per_node.values()]
+    gets = [counts["get"] / CHECKPOINTS for counts in told.per_node.values()]
+    pages = [counts["list"] / CHECKPOINTS for counts in told.per_node.values()]
+    return Cost(
+        nodes=nodes,
+        requests_mean=statistics.mean(sums),
+        requests_most=max(sums),
+        gets_mean=statistics.mean(gets),
+        pages_mean=statistics.mean(pages),
+        commit_seconds=statistics.median(told.commit_seconds),
+    )
+
+
+def row(cost: Cost) -> str:
+    """A line of the table in docs/performance.md."""
+    return (
+        f"| {cost.nodes:,} | {cost.requests_mean:.0f} | {cost.requests_most:.0f} | {cost.gets_mean:.0f} "
+        f"| {cost.pages_mean:.0f} | {cost.commit_seconds:.1f} s |"
+    )
+
+
+def plot(costs: list[Cost], path: Path) -> None:
+    """Requests per node, and seconds to COMMIT, against nodes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, left = pyplot.subplots(figsize=(7, 4))
+    nodes = [cost.nodes for cost in costs]
+    left.plot(
+        nodes, [cost.requests_mean for cost in costs], "o-", color="#2060a0", label="requests, mean node"
+    )
+    left.plot(
+        nodes, [cost.requests_most for cost in costs], "^:", color="#2060a0", label="requests, busiest node"
+    )
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set_xlabel("nodes")
+    left.set_ylabel("requests per node and checkpoint")
+    right = left.twinx()
+    right.plot(
+        nodes, [cost.commit_seconds for cost in costs], "s-", color="#c05020", label="seconds to COMMIT"
+    )
+    right.set_ylabel("seconds from the last part to COMMIT (20 ms a request)")
+    right.set_ylim(bottom=0)
+    lines = left.get_lines() + right.get_lines()
+    left.legend(lines, [str(line.get_label()) for line in lines], loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print the table, plot."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fleet.cost", description=__doc__)
+    parser.add_argument("--most", type=int, default=1024)
+    parser.add_argument("--plot", type=Path)
+    chosen = parser.parse_args(arguments)
+    costs = []
+    print("| nodes | requests, mean node | busiest node | documents read | listing pages | to COMMIT |")
+    print("|---|---|---|---|---|---|")
+    for nodes in (size for size in SIZES if size <= chosen.most):
+        costs.append(measure(nodes))
+        print(row(costs[-1]), flush=True)
+    if chosen.plot is not None:
+        plot(costs, chosen.plot)
+    figures = ROOT / ".build" / "fleet-cost.json"
+    figures.parent.mkdir(parents=True, exist_ok=True)
+    figures.write_text(json.dumps([{name: getattr(c, name) for name in c.__slots__} for c in costs]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""Guards taken out of ckptd by hand: the simulation of a fleet must notice each."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from ckptd.core import coverage, generation, planner, pruning
+from ckptd.core.generation import Use
+from ckptd.core.keeping_remote import keep_remote
+from ckptd.remote import commit, retire
+from tests.fleet import node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.core.ladder import Fate
+    from ckptd.core.view import JobView, RemoteCommit
+
+
+def _no_generations(*_: object, **__: object) -> Use:
+    return Use(generation=1)
+
+
+def _by_local_view(view: JobView) -> dict[tuple[str, str], Fate]:
+    """Retention by what lies on this node: what does not counts as the oldest."""
+    mine = {record.commit_key for save in view.saves for record in save.ships.values()}
+    remotes = tuple(
+        replace(remote, commits=tuple(c if c.key in mine else _old(c) for c in remote.commits))
+        for remote in view.remotes
+    )
+    return keep_remote(replace(view, remotes=remotes))
+
+
+def _old(commit: RemoteCommit) -> RemoteCommit:
+    return replace(commit, branch=0, step=0, save_seq=0)
+
+
+def _no_order(*_: object) -> None:
+    return None
+
+
+DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
+    "saves not compared": (
+        [
+            (coverage, "differs", lambda *_, **__: None),
+            (generation, "differs", lambda *_, **__: None),
+            (commit, "named_conflict", lambda *_, **__: None),
+            (generation, "named_conflict", lambda *_, **__: None),
+        ],
+        "mixes saves",
+    ),
+    "generations skipped": ([(node, "choose_generation", _no_generations)], "has no COMMIT"),
+    "retired by local view": (
+        [(planner, "keep_remote", _by_local_view), (retire, "_protected", lambda *_: None)],
+        "though the policy keeps it",
+    ),
+    "orders not taken from COMMITs": ([(node, "committed_order", _no_order)], "though its policy keeps it"),
+    "other configurations not noticed": (
+        [
+            (planner, "is_configured_otherwise", lambda *_: False),
+            (pruning, "is_configured_otherwise", lambda *_: False),
+        ],
+        "",
+    ),
+}
+"""Name → what is put in the place of what, and words of what it leads to."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Within, the guard is out."""
+    patches = [mock.patch.object(*one) for one in DEFECTS[name][0]]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()

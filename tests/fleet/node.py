@@ -1,0 +1,674 @@
+"""One node of a simulated fleet: what its daemon does between its disk and the remote, over the shipped code.
+
+As `daemon/job.py` has it: observe, seal, choose generations, plan, act. The planner, retention, generations,
+shipping, committing and retiring are ckptd's own; the journal is a list, a file one line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ckptd.core import actions as act
+from ckptd.core.generation import Already, Retired, Use, choose_generation
+from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.core.layouts import Grid, Role, parse_shard_name
+from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
+from ckptd.core.order import next_order, sealing_order
+from ckptd.core.permit import DeletePermit
+from ckptd.core.planner import plan
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.save import Order, SealedFile, SealedSave
+from ckptd.core.view import (
+    ZERO,
+    Confirmation,
+    DerivedRecord,
+    DerivedState,
+    Disk,
+    GenerationAnswer,
+    JobView,
+    RemoteView,
+    SaveView,
+    ShipRecord,
+    ShipState,
+)
+from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.retiring import patience_seconds, since_when
+from ckptd.daemon.seen import committed_order, named_in, seen_in
+from ckptd.daemon.viewing import as_planned
+from ckptd.errors import CkptdError, SourceChanged
+from ckptd.remote import commit, observe, retire
+from ckptd.remote.documents import DocumentCache
+from ckptd.remote.messages import Retire, ShipFile, ShipOrder, Shipped
+from ckptd.remote.pacing import Pacer
+from ckptd.remote.store import Abilities
+from ckptd.remote.transfer import Control
+from tests.fleet.engine import Program
+from tests.fleet.remote import FleetStore
+from tests.stores.scene import JOB_ID, MODEL, OPTIM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from random import Random
+
+    from ckptd.core.manifest import RemoteIdentity
+    from ckptd.remote.documents import Stem
+    from ckptd.remote.messages import Observation, TagView
+    from tests.fleet.engine import Engine
+    from tests.fleet.remote import Network, Remote
+
+NAS = "nas"
+SPREAD_SECONDS = 60.0
+SETTLE_SECONDS = 5.0
+OBSERVE_SECONDS = 10.0
+AT_REST_SECONDS = 60.0
+ABILITIES = Abilities(create_only=True, checksum="crc64nvme", resumable=True)
+_BESIDE = (Role.SIDE, Role.EXTRA)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all nodes of the job agree on (but for one that was configured otherwise)."""
+
+    ranks: int
+    stage: int
+    are_pickles_equal: bool
+    """False: replicas of one tensor differ in bytes from node to node."""
+    has_replicas: bool
+    """Each node has the model states; else rank 0's alone."""
+    local_limit: int | None
+    remote_limit: int | None
+
+    @property
+    def digest(self) -> str:
+        """As `config_digest`: of what is kept."""
+        return f"limits {self.local_limit} {self.remote_limit}"
+
+    def paths(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """The shards that some ranks save."""
+        found = [OPTIM.format(d=d) for d in ranks]
+        if self.stage == 3:
+            found += [f"zero_pp_rank_{d}_mp_rank_00_model_states.pt" for d in ranks]
+        elif self.has_replicas or 0 in ranks:
+            found.append(MODEL)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the trainer's ranks wrote under a tag."""
+
+    number: int
+    step: int
+    at_seconds: float
+    """By the node's own clock."""
+    done_seconds: float
+    """By the story's."""
+    by: str = ""
+    """Whose pickles they are."""
+
+
+@dataclass
+class Row:
+    """A sealed save in a node's journal."""
+
+    id: int
+    written: Written
+    save: SealedSave
+    record: ShipRecord
+    state: str = "present"
+    shipped: dict[str, Shipped] = field(default_factory=dict)
+    manifest_sha256: str = ""
+
+
+@dataclass
+class Machine:
+    """A machine with its disk and state directory; both go with it."""
+
+    name: str
+    node_id: str
+    ranks: tuple[int, ...]
+    job: Job
+    disk: dict[str, Written] = field(default_factory=dict)
+    latest: str | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    def content(self, written: Written, path: str) -> bytes:
+        """The line that stands for a shard's bytes."""
+        is_own = not self.job.are_pickles_equal and path == MODEL
+        return f"save {written.number} {path}{' of ' + written.by if is_own else ''}".encode()
+
+
+class Daemon:
+    """The daemon of one machine from a start to its end; what it remembers is gone then."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        engine: Engine,
+        remote: Remote,
+        network: Network,
+        identity: RemoteIdentity,
+        chance: Random,
+        counts: Counter[str],
+        latest_looks: float = 0.0,
+    ) -> None:
+        self.machine = machine
+        self.engine = engine
+        self.identity = identity
+        self.chance = chance
+        self.late_looks = latest_looks
+        """How often an observation comes too late to be planned on."""
+        self.store = FleetStore(remote, network, chance, counts)
+        self.ground = commit.Ground(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
+        self.cache = DocumentCache()
+        self.observation: Observation | None = None
+        self.observed_at = -AT_REST_SECONDS
+        self.is_stale = True
+        self.tag_views: dict[str, TagView] = {}
+        self.generations: dict[tuple[int, str, str], GenerationAnswer] = {}
+        self.confirmations: dict[int, Confirmation] = {}
+        self.due_since: dict[tuple[str, str], float] = {}
+        self.retiring_since: dict[Stem, float] = {}
+        self.is_first_scan = True
+        self.is_idle = False
+        self.turns = 0
+        self.program = Program(engine, machine.name, self.run)
+        self.store.program = self.program
+
+    # --- the turn --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until it is killed."""
+        while True:
+            try:
+                did = self.turn()
+            except CkptdError:
+                self.observation, self.is_stale = None, True
+                self.program.wait(5 + 10 * self.chance.random())
+                continue
+            if not did:
+                self.is_idle = True
+                self.program.wait(self._rest_seconds())
+                self.is_idle = False
+
+    def hint(self) -> None:
+        """The trainer wrote something."""
+        if self.is_idle:
+            self.program.wake_in(SETTLE_SECONDS + 0.1)
+
+    def _rest_seconds(self) -> float:
+        machine, now = self.machine, self.engine.now
+        young = [w for tag, w in machine.disk.items() if self._row(tag, w) is None]
+        if young:
+            return max(0.1, min(w.done_seconds for w in young) + SETTLE_SECONDS - now + 0.1)
+        is_open = any(r.record.state in _OPEN for r in machine.rows if r.state == "present")
+        is_busy = is_open or self.confirmations or self.due_since or self.observation is None
+        return OBSERVE_SECONDS if is_busy else AT_REST_SECONDS
+
+    def turn(self) -> bool:
+        """Look, decide, do; True: something was done."""
+        self.turns += 1
+        self._look()
+        assert self.observation is not None
+        self._seal()
+        self._hear_of_commits(self.observation)
+        self._choose()
+        view = self.view(self.observation)
+        planned = plan(view)
+        self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
+        did = [self._finish(self.observation), *(self._do(action) for action in planned.actions)]
+        self.is_first_scan, was_first = False, self.is_first_scan
+        return any(did) or was_first
+
+    def _look(self) -> None:
+        now = self.engine.now
+        is_due = self.is_stale or now - self.observed_at >= OBSERVE_SECONDS
+        is_late = self.observation is not None and self.chance.random() < self.late_looks
+        if not is_due or (is_late and not self.is_stale):
+            return
+        found = observe.observe(self.store, self.identity, self.cache)  # type: ignore[arg-type]
+        self.observation, self.observed_at, self.is_stale = found, now, False
+
+    # --- sealing (daemon/intake.py) --------------------------------------------------------------------
+
+    def _row(self, tag: str, written: Written) -> Row | None:
+        rows = (r for r in self.machine.rows if r.save.tag == tag and r.state == "present")
+        return next((r for r in rows if r.written == written), None)
+
+    def _seal(self) -> None:
+        machine, seen = self.machine, self.observation
+        assert seen is not None
+        for row in machine.rows:
+            if row.state == "present" and machine.disk.get(row.save.tag) != row.written:
+                row.state = "gone"
+        fresh = {t: w for t, w in machine.disk.items() if self._row(t, w) is None}
+        due = {t: w for t, w in fresh.items() if self.engine.now >= w.done_seconds + SETTLE_SECONDS}
+        known = self._known_tags(seen)
+        for tag in sealing_order({t: w.step for t, w in due.items()}, machine.latest):
+            if tag in known and tag not in self.tag_views and all(r.save.tag != tag for r in machine.rows):
+                self._describe(tag)
+            self._seal_one(tag, due[tag])
+
+    def _seal_one(self, tag: str, written: Written) -> None:
+        machine, seen = self.machine, self.observation
+        if machine.disk.get(tag) != written or seen is None:
+            return
+        files = self._files(written)
+        order = self._known_order(tag, {(f.path, f.fingerprint) for f in files})
+        if order is None:
+            orders = [r.save.order for r in machine.rows]
+            orders += [Order(c.commit.branch, c.commit.step, c.commit.save_seq) for c in seen.commits]
+            orders += [Order(t.branch, t.step, t.save_seq) for t in seen.retired]
+            order = next_order(written.step, max(orders, default=None))
+        at_ns = int(written.at_seconds * 1e9)
+        save = SealedSave(
+            tag=tag,
+            folder=FolderIdentity(dev=1, ino=written.number),
+            files=files,
+            grid=Grid(dp=machine.job.ranks, mm_count=1, zero_stage=machine.job.stage),
+            branch=order.branch,
+            step=order.step,
+            save_seq=order.save_seq,
+            window=SaveWindow(first=at_ns, last=at_ns),
+            writer=Writer(),
+        )
+        row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
+        machine.rows.append(row)
+
+    def _files(self, written: Written) -> tuple[SealedFile, ...]:
+        machine, rows = self.machine, []
+        mtime_ns = int(written.at_seconds * 1e9)
+        for path in machine.job.paths(machine.ranks):
+            named = parse_shard_name(path)
+            assert named is not None
+            data = machine.content(written, path)
+            identity = FileIdentity(
+                dev=1, ino=1, size_bytes=len(data), mtime_ns=mtime_ns, ctime_ns=written.number
+            )
+            rows.append(
+                SealedFile(
+                    path=path,
+                    identity=identity,
+                    fingerprint=sha256_of(data)[:16],
+                    tensor_fingerprint=f"{written.number} {path}",
+                    role=named.role,
+                    shard=named.shard,
+                )
+            )
+        return tuple(rows)
+
+    def _known_order(self, tag: str, wanted: set[tuple[str, str]]) -> Order | None:
+        for row in self.machine.rows:
+            if row.save.tag == tag and set(row.save.fingerprints) == wanted:
+                return row.save.order
+        if tag in self.tag_views:
+            for seen in seen_in(self.tag_views[tag])[0]:
+                mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
+                shards = {(f.path, f.fingerprint) for f in mine}
+                if seen.committed and shards and shards <= wanted:
+                    return Order(seen.manifest.branch, seen.manifest.step, seen.manifest.save_seq)
+        return None
+
+    # --- generations (daemon/knowledge.py) -------------------------------------------------------------
+
+    def _known_tags(self, seen: Observation) -> frozenset[str]:
+        return frozenset(
+            {v.commit.tag for v in seen.commits}
+            | {t.tag for t in seen.retired}
+            | {tag for tag, _, _ in seen.uncommitted}
+        )
+
+    def _hear_of_commits(self, seen: Observation) -> None:
+        made = {(v.commit.tag, v.commit.generation) for v in seen.commits}
+        disputed = {v.sha256 for v in seen.commits if v.disputed}
+        held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
+        for row in self.machine.rows:
+            record = row.record
+            update: dict[str, object] = {}
+            if row.state != "present":
+                continue
+            is_lost = (record.commit_key, record.commit_sha256) not in held
+            if record.state is ShipState.COMMITTED and (record.commit_sha256 in disputed or is_lost):
+                update = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
+            elif record.state is ShipState.WAITING and (row.save.tag, record.generation) in made:
+                update = {"retry_at_seconds": 0.0} if record.retry_at_seconds else {}
+            if update:
+                row.record = record.model_copy(update=update)
+                self.tag_views.pop(row.save.tag, None)
+            order = committed_order(row.record, row.save.order, seen)
+            if order is not None:
+                fields = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
+                row.save = row.save.model_copy(update=fields)
+
+    def _choose(self) -> None:
+        for row in self.machine.rows:
+            key = (row.id, NAS, ZERO)
+            is_open = row.state == "present" and row.record.state in _OPEN
+            if not is_open or key in self.generations or row.save.tag not in self.tag_views:
+                continue
+            view = self.tag_views[row.save.tag]
+            manifests, commits = seen_in(view)
+            choice = choose_generation(
+                row.save,
+                JOB_ID,
+                manifests=manifests,
+                commits=commits,
+                tombstones=view.retired,
+                save_spread_seconds=SPREAD_SECONDS,
+                named=named_in(view),
+            )
+            match choice:
+                case Use(generation=g):
+                    self.generations[key] = GenerationAnswer(generation=g)
+                case Already() as already:
+                    found = {
+                        "state": ShipState.COMMITTED,
+                        "generation": already.generation,
+                        "commit_key": already.commit_key,
+                        "commit_sha256": already.commit_sha256,
+                    }
+                    row.record = row.record.model_copy(update=found)
+                    self.is_stale = True
+                case Retired(generation=g):
+                    row.record = row.record.model_copy(update={"state": ShipState.RETIRED, "generation": g})
+
+    # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
+
+    def view(self, seen: Observation) -> JobView:
+        """The view of this turn."""
+        machine, job = self.machine, self.machine.job
+        present = [row for row in machine.rows if row.state == "present"]
+        saves = tuple(
+            SaveView(
+                id=row.id,
+                save=row.save,
+                is_adopted=True,
+                was_found_first=False,
+                is_intact=machine.disk.get(row.save.tag) == row.written,
+                is_present=True,
+                ships={(NAS, ZERO): row.record},
+                universal=_REFUSED,
+            )
+            for row in present
+        )
+        remote = RemoteView(
+            name=NAS,
+            is_required=True,
+            forms=(ZERO,),
+            is_attached=True,
+            is_shipping=False,
+            commits=tuple(as_planned(v) for v in seen.commits if not v.disputed),
+            known_tags=self._known_tags(seen),
+            retention=RetentionPolicy(save_total_limit=job.remote_limit),
+        )
+        sealed = {row.save.tag for row in present}
+        return JobView(
+            saves=saves,
+            remotes=(remote,),
+            local_forms=(),
+            local_retention=RetentionPolicy(save_total_limit=job.local_limit),
+            backfill="newest",
+            latest=machine.latest,
+            latest_universal=None,
+            is_save_in_flight=False,
+            is_first_scan=self.is_first_scan,
+            is_paused=False,
+            may_delete=True,
+            deletions_left=10,
+            retirements_left=10,
+            disk=Disk(free_bytes=1 << 50, reserve_bytes=0, can_clone=False),
+            generations=self.generations,
+            confirmations=self.confirmations,
+            is_converting=False,
+            now_seconds=self.engine.now,
+            pinned_tags=frozenset(),
+            node=machine.name,
+            due_since_seconds=self.due_since,
+            config_digest=job.digest,
+            unsealed_tags=frozenset(machine.disk.keys() - sealed),
+        )
+
+    # --- acting (daemon/shipping.py, retiring.py) ------------------------------------------------------
+
+    def _do(self, action: act.Action) -> bool:
+        match action:
+            case act.Describe(tag=tag):
+                self._describe(tag)
+            case act.Ship():
+                self._ship(action)
+            case act.AskConfirmation(save_id=save_id, commits=commits):
+                asked = self.engine.now
+                refs = tuple((ref.key, ref.sha256) for ref in commits)
+                if observe.confirm(self.store, refs, self.identity).ok:  # type: ignore[arg-type]
+                    self.confirmations[save_id] = Confirmation(commits=commits, at_seconds=asked)
+                else:
+                    row = self.machine.rows[save_id - 1]
+                    lost = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
+                    row.record = row.record.model_copy(update=lost)
+                    self.tag_views.pop(row.save.tag, None)
+                    self.is_stale = True
+            case act.Prune(save_id=save_id, permit=permit):
+                self._prune(self.machine.rows[save_id - 1], permit)
+            case act.Retire():
+                self._retire(action)
+            case _:
+                return False
+        return True
+
+    def _describe(self, tag: str) -> None:
+        self.tag_views[tag] = observe.describe(
+            self.store,  # type: ignore[arg-type]
+            tag,
+            self.identity,
+            node=self.machine.name,
+            manifests=self.ground.manifests,
+        )
+
+    def _prune(self, row: Row, permit: DeletePermit) -> None:
+        machine = self.machine
+        self.confirmations.pop(row.id, None)
+        if permit.is_valid_at(self.engine.now) and machine.disk.get(row.save.tag) == row.written:
+            self.on_prune(row)
+            del machine.disk[row.save.tag]
+            row.state = "pruned"
+
+    def on_prune(self, row: Row) -> None:
+        """The judge's."""
+
+    def _retire(self, action: act.Retire) -> None:
+        order = Retire(
+            tag=action.commit.tag,
+            generation=action.commit.generation,
+            form=action.commit.form,
+            reason=action.reason,
+            commit_sha256=action.commit.sha256,
+        )
+        self.is_stale = True
+        self.tag_views.pop(action.commit.tag, None)
+        retire.retire(self.ground, order, lambda: None)
+        for row in self.machine.rows:
+            if row.record.commit_sha256 == action.commit.sha256:
+                row.record = row.record.model_copy(update={"state": ShipState.RETIRED})
+
+    def _finish(self, seen: Observation) -> bool:
+        """A removal that somebody began and did not end."""
+        if self.is_first_scan or not seen.retiring:
+            return False
+        tag, generation, form = where = seen.retiring[0]
+        since = self.retiring_since.setdefault(where, self.engine.now)
+        stone = next((t for t in seen.retired if (t.tag, t.generation, t.form) == where), None)
+        if stone is None or self.engine.now - since < patience_seconds(seen, self.machine.name):
+            return False
+        order = Retire(
+            tag=tag, generation=generation, form=form, reason=stone.reason, commit_sha256=stone.commit_sha256
+        )
+        self.is_stale = True
+        retire.retire(self.ground, order, lambda: None)
+        return True
+
+    def _ship(self, action: act.Ship) -> None:
+        row = self.machine.rows[action.save_id - 1]
+        if row.record.generation not in (None, action.generation):
+            row.shipped.clear()
+        row.record = row.record.model_copy(update={"generation": action.generation})
+        order = self._order(row, action.generation)
+        control = Control(
+            pacer=_PACER,
+            check=lambda: None,
+            on_moving=lambda *_: None,
+            on_done=lambda done: row.shipped.update({done.key: done}),
+        )
+        self.is_stale = True
+        with self._asking():
+            try:
+                result = commit.ship(self.ground, order, control, self._origin)
+            except SourceChanged:
+                row.shipped.clear()
+                row.record = self._again(row.record)
+                return
+            except CkptdError:
+                row.record = self._again(row.record)
+                raise
+        self.tag_views.pop(row.save.tag, None)
+        self.generations.pop((row.id, NAS, ZERO), None)
+        if result.outcome == "committed" and result.commit is not None:
+            update = {
+                "state": ShipState.COMMITTED,
+                "generation": result.commit.commit.generation,
+                "commit_key": result.commit.key,
+                "commit_sha256": result.commit.sha256,
+                "tries": 0,
+            }
+            row.record = row.record.model_copy(update=update)
+        elif result.outcome == "waiting":
+            update = {"state": ShipState.WAITING, "retry_at_seconds": self.engine.now + 60.0}
+            row.record = row.record.model_copy(update=update)
+        else:
+            row.shipped.clear()
+            row.record = self._again(row.record)
+
+    def _again(self, record: ShipRecord) -> ShipRecord:
+        tries = record.tries + 1
+        wait_seconds = min(backoff_seconds(min(tries, 6)), 120.0)
+        return record.model_copy(
+            update={
+                "state": ShipState.FAILED,
+                "tries": tries,
+                "retry_at_seconds": self.engine.now + wait_seconds,
+            }
+        )
+
+    def _order(self, row: Row, generation: int) -> ShipOrder:
+        save, machine = row.save, self.machine
+        folder = folder_name(save.tag, generation, ZERO)
+        head = NodeManifest(
+            job_id=JOB_ID,
+            tag=save.tag,
+            generation=generation,
+            form=ZERO,
+            folder=folder,
+            node=machine.name,
+            node_id=machine.node_id,
+            run_id=save.run_id,
+            ckptd_version="0",
+            config_digest=machine.job.digest,
+            branch=save.branch,
+            step=save.step,
+            save_seq=save.save_seq,
+            save_window=save.window,
+            grid=save.grid,
+            files=(),
+        )
+        rows = tuple(
+            ShipFile(
+                path=file.path,
+                key=f"{folder}/{file.path}",
+                source=f"{save.tag}/{file.path}",
+                identity=file.identity,
+                bytes=file.identity.size_bytes,
+                role=file.role,
+                shard=file.shard,
+                fingerprint=file.fingerprint,
+                tensor_fingerprint=file.tensor_fingerprint,
+            )
+            for file in save.files
+        )
+        return ShipOrder(root="", manifest=head, files=rows, shipped=tuple(row.shipped.values()))
+
+    # --- the disk, as shipping sees it -----------------------------------------------------------------
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        CURRENT[self.program.name] = self
+        yield
+
+    @contextmanager
+    def _origin(self, order: ShipOrder, _root: int, _control: Control) -> Iterator[Origin]:
+        yield Origin(order, self)
+
+    def why_changed(self, file: ShipFile) -> str | None:
+        """As `origin.changed`."""
+        assert file.identity is not None
+        found = self.machine.disk.get(file.source.partition("/")[0])
+        if found is None:
+            return f"{file.path} vanished"
+        return None if found.number == file.identity.ctime_ns else f"{file.path} is another save's"
+
+
+class Origin:
+    """The node's disk."""
+
+    most_lanes = 1
+
+    def __init__(self, order: ShipOrder, daemon: Daemon) -> None:
+        self.order = order
+        self._daemon = daemon
+
+    @contextmanager
+    def opened(self, file: ShipFile) -> Iterator[LocalFile]:
+        """A shard as it lies there now."""
+        found = self._daemon.machine.disk.get(file.source.partition("/")[0])
+        if found is None:
+            raise SourceChanged(f"{file.path} vanished")
+        yield LocalFile(self._daemon.machine.content(found, file.path))
+
+    def why_changed(self, file: ShipFile) -> str | None:
+        return self._daemon.why_changed(file)
+
+    def recheck(self) -> None:
+        """Raises: SourceChanged."""
+        for file in self.order.files:
+            reason = self.why_changed(file)
+            if reason is not None:
+                raise SourceChanged(reason)
+
+
+class LocalFile:
+    """A line of text."""
+
+    mode, folder_mode, gid = 0o644, 0o755, None
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        part = self._data[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def drop(self, offset: int, length: int) -> None:
+        """No page cache here."""
+
+
+CURRENT: dict[str, Daemon] = {}
+"""By thread: `commit` asks for files by descriptor, which is none here."""
+_OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
+_REFUSED = DerivedRecord(state=DerivedState.REFUSED)
+_PACER = Pacer()
+NODE_IDS = itertools.count()
+__all__ = ["Daemon", "Job", "Machine", "Written", "replace"]

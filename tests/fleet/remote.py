@@ -1,0 +1,193 @@
+"""The one remote of a fleet: objects without bytes, strongly consistent; each request counts and takes time.
+
+What is stored of a shard is a line that says which save wrote it. Answers may get lost after the deed, and
+the last request of a process that dies may still arrive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
+from ckptd.remote.checksums import crc64
+from ckptd.remote.store import ObjectInfo
+from tests.fleet.engine import Killed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from random import Random
+
+    from tests.fleet.engine import Program
+
+PAGE = 1000
+"""Keys that one request of a listing gives."""
+LATE_SECONDS = 30.0
+"""How long after its sender's death a request may arrive."""
+
+
+@dataclass
+class Remote:
+    """What lies there, by folder; `on_change(verb, key, before, after)` hears of each change after it."""
+
+    folders: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    on_change: Callable[[str, str, bytes | None, bytes | None], None] = lambda *_: None
+    changes: int = 0
+    _listed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
+    _below: dict[str, tuple[int, list[ObjectInfo]]] = field(default_factory=dict)
+    _times: dict[str, int] = field(default_factory=dict)
+
+    def get(self, key: str) -> bytes | None:
+        """The object, or None."""
+        return self.folders.get(key.rpartition("/")[0], {}).get(key)
+
+    def put(self, verb: str, key: str, data: bytes | None) -> None:
+        """Create, replace or (None) remove an object."""
+        name = key.rpartition("/")[0]
+        folder = self.folders.setdefault(name, {})
+        before = folder.pop(key, None)
+        if data is not None:
+            folder[key] = data
+            self._times[key] = self.changes + 1
+        elif not folder:
+            del self.folders[name]
+        self.changes += 1
+        self._listed.pop(name, None)
+        self.on_change(verb, key, before, data)
+
+    def listing(self, prefix: str) -> list[ObjectInfo]:
+        """Everything below a folder."""
+        name = prefix.rstrip("/")
+        if name not in ("_ckptd/nodes", "_ckptd/leases"):
+            return self._of(name)
+        known = self._below.get(name)
+        if known is None or known[0] != self.changes:
+            below = sorted(folder for folder in self.folders if folder.startswith(prefix))
+            known = self._below[name] = (self.changes, [info for one in below for info in self._of(one)])
+        return known[1]
+
+    def _of(self, name: str) -> list[ObjectInfo]:
+        found = self._listed.get(name)
+        if found is None:
+            rows = sorted(self.folders.get(name, {}).items())
+            found = [ObjectInfo(key=k, bytes=len(v), mtime_ns=self._times[k]) for k, v in rows]
+            self._listed[name] = found
+        return found
+
+
+@dataclass
+class Network:
+    """How requests fare; chances are per request."""
+
+    latency_seconds: float = 0.02
+    jitter: float = 0.0
+    lost: float = 0.0
+    """The deed is done, its answer does not come."""
+    refused: float = 0.0
+    late: float = 0.5
+    """Of a process that dies while it waits: its request was under way."""
+
+
+class FleetStore:
+    """The store verbs as one node's process has them."""
+
+    url = "memory:"
+    lanes = 1
+
+    def __init__(self, remote: Remote, network: Network, chance: Random, counts: Counter[str]) -> None:
+        self.program: Program | None = None
+        self._remote = remote
+        self._network = network
+        self._chance = chance
+        self._counts = counts
+
+    def _ask(self, verb: str, deed: Callable[[], None] | None = None, requests: int = 1) -> None:
+        """Wait for the answer of a request, whose deed is done meanwhile."""
+        network, chance = self._network, self._chance
+        self._counts[verb] += requests
+        seconds = network.latency_seconds * requests
+        if network.jitter:
+            seconds *= 1 + network.jitter * chance.random()
+        assert self.program is not None
+        try:
+            self.program.wait(seconds)
+        except Killed:
+            # a removal that comes late may hit what a successor sent: no order survives that (adr/0098)
+            if deed is not None and verb in ("create", "upload") and chance.random() < network.late:
+                engine = self.program.engine
+                engine.at(engine.now + chance.random() * LATE_SECONDS, deed)
+            raise
+        if network.refused and chance.random() < network.refused:
+            raise RemoteUnreachable("no answer")
+        if deed is not None:
+            deed()
+            if network.lost and chance.random() < network.lost:
+                raise RemoteUnreachable("the answer was lost")
+
+    def get(self, key: str) -> bytes | None:
+        self._ask("get")
+        return self._remote.get(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._ask("put", lambda: self._remote.put("put", key, data))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        made: list[bool] = []
+
+        def deed() -> None:
+            made.append(self._remote.get(key) is None)
+            if made[-1]:
+                self._remote.put("create", key, data)
+
+        self._ask("create", deed)
+        return made[-1]
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._ask("list", requests=max(1, -(-len(self._remote.listing(prefix)) // PAGE)))
+        return iter(self._remote.listing(prefix))
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        self._ask("stat")
+        data = self._remote.get(key)
+        return None if data is None else ObjectInfo(key=key, bytes=len(data))
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        yield (self.get(key) or b"")[offset : offset + length]
+
+    def delete(self, key: str) -> None:
+        def deed() -> None:
+            if self._remote.get(key) is not None:
+                self._remote.put("delete", key, None)
+
+        self._ask("delete", deed)
+
+    def discard(self, key: str, token: str = "") -> None:
+        """Nothing is left half done here."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def upload(self, key: str, source: object, **_: object) -> int:
+        """What the source holds when it is read, in one request."""
+        size = source.size_bytes  # type: ignore[attr-defined]
+        buffer = memoryview(bytearray(size))
+        data = bytes(buffer[: source.read_into(0, buffer)])  # type: ignore[attr-defined]
+        taken: list[bool] = []
+
+        def deed() -> None:
+            taken.append(self._remote.get(key) is not None)
+            if not taken[-1]:
+                self._remote.put("upload", key, data)
+
+        self._ask("upload", deed)
+        if taken[-1]:
+            raise TargetExists(f"{key} appeared")
+        return crc64(data)
+
+    def verify(self, key: str, size_bytes: int, crc: int, _: object) -> str:
+        self._ask("stat")
+        data = self._remote.get(key) or b""
+        if (len(data), crc64(data)) != (size_bytes, crc):
+            raise VerifyError(f"{key} differs")
+        return "store-checksum"

@@ -1,0 +1,75 @@
+"""Histories of many nodes: one COMMIT per whole save, none mixed, nothing deleted early, all agree (H1, H12).
+
+`python -m tests.fleet` tells many more; a seed that breaks a promise is replayed with its timeline.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.__main__ import shape_of
+from tests.fleet.cost import measure
+from tests.fleet.defects import DEFECTS, planted
+from tests.fleet.story import staged, tell
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = bool(os.environ.get("CKPTD_FULL"))
+SEEDS = range(600 if FULL else 25)
+FOUND_WITHIN = 60
+"""The seeds among which each planted defect shows itself."""
+
+
+def test_no_history_breaks_a_promise() -> None:
+    sums: Counter[str] = Counter()
+    with staged():
+        for seed in SEEDS:
+            told = tell(seed, shape_of(seed, None, None))
+            assert told.broken is None, f"{told.broken}: python -m tests.fleet {seed}"
+            sums.update(saves=told.saves, commits=told.commits, deaths=told.deaths, replaced=told.replaced)
+            sums.update(deletions=told.deletions)
+    # histories in which nothing happens show nothing
+    assert sums["commits"] > len(SEEDS)
+    assert all(sums[name] >= 5 for name in ("deaths", "replaced", "deletions"))
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_noticed(name: str) -> None:
+    words = DEFECTS[name][1]
+    with staged(), planted(name):
+        told = (tell(seed, shape_of(seed, None, None)) for seed in FOUND_BY.get(name, range(FOUND_WITHIN)))
+        reasons = [one.broken for one in told if one.broken is not None]
+    assert any(words in reason for reason in reasons), reasons
+
+
+FOUND_BY: dict[str, tuple[int, ...]] = {}
+"""Seeds that are enough."""
+
+
+def test_a_history_follows_from_its_seed() -> None:
+    """In another process too: nothing of the machine enters it."""
+    lines = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.fleet", "12"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert lines[0] == lines[1]
+    assert lines[0].count("\n") > 20
+
+
+def test_what_a_node_asks_does_not_grow_with_their_number() -> None:
+    """But for pages of listings, and for the documents that one node reads for the COMMIT (ADR 0105)."""
+    few, many = measure(12), measure(48 if not FULL else 256)
+    assert many.gets_mean < 2 * few.gets_mean + 5
+    assert many.requests_mean < 2 * few.requests_mean + 10
