@@ -46,12 +46,9 @@ class Hints:
 
     def start(self) -> None:
         """Begin to listen; where that cannot be, file events and rescans do the work."""
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            made.bind(address_of(self._save_dir))
+            made = _bound(address_of(self._save_dir))
         except OSError as error:
-            made.close()
             log.info("no hints from the trainer of %s (%s)", self._save_dir, error.strerror)
             return
         self._socket = made
@@ -79,6 +76,18 @@ class Hints:
                 log.debug("a hint from the trainer of %s", self._save_dir)
                 self._on_hint()
                 self._is_over.wait(PAUSE_SECONDS)
+
+
+def _bound(address: bytes) -> socket.socket:
+    """A socket of that name which says who sends to it."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _sender(ancillary: list[tuple[int, int, bytes]]) -> int | None:

@@ -147,7 +147,7 @@ def story() -> str:
 
 
 def wait(what: str, done: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + (280 if FULL else 120)
+    end = time.monotonic() + 240
     while time.monotonic() < end and process.poll() is None:
         if done():
             return
