@@ -64,7 +64,7 @@ def register(app: typer.Typer) -> None:
                     init_remote=init_remote,
                 )
             )
-            console.print(_table(f"{job.name}: {job.file}", findings))
+            console.print(_table(f"{job.name}: {job.file or job.save_dir}", findings))
             for finding in findings:
                 if finding.rows:
                     console.print(_rows(finding))
