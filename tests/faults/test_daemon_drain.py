@@ -277,7 +277,6 @@ def test_a_pause_holds_within_a_second_and_over_a_restart(here: Node) -> None:
     assert here.ckptd("reload", here.job_file).returncode == 0
     here.wait_committed("global_step1~g1", 60)
     here.wait_committed("global_step2~g1", 60)
-    here.wait("well", lambda: here.status()["state"] == "ok")
 
 
 @FULL
