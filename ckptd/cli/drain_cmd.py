@@ -82,6 +82,9 @@ class Draining:
                 if not self._follow(live):
                     return max(code, self._result(live))
             except LockHeld:
+                if self._has_nothing_yet():
+                    print("nothing is complete here yet, so nothing is missing elsewhere")
+                    return 0
                 # a daemon that starts just now publishes within a moment, and finds what was asked
                 if time.monotonic() >= self._end:
                     raise
@@ -99,6 +102,22 @@ class Draining:
             return asked_jobs(self._job, self._state_dir, self._config_dir)
         except NotFoundError:
             return []
+
+    def _has_nothing_yet(self) -> bool:
+        """Its daemon waits for the first checkpoint."""
+        import time
+
+        from ckptd.cli.status_cmd import find_status, is_meant
+        from ckptd.cli.status_words import life_of
+        from ckptd.errors import NotFoundError
+
+        try:
+            document = find_status(self._job, self._state_dir, self._config_dir)
+        except NotFoundError:
+            return False
+        jobs = [one for one in document["jobs"] if self._job is None or is_meant(one, self._job)]
+        is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
+        return is_waiting and life_of(document, time.time()).is_well
 
     def _ask(self, one: Asked) -> None:
         from ckptd.cli.asking import ask

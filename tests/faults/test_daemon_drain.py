@@ -5,7 +5,7 @@ The windows of real preemptions (30 s, 2 min) run with CKPTD_FULL=1; a few secon
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import signal
 import subprocess
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults, pytest.mark.timeout(600)]
 
 FULL = pytest.mark.full
-WINDOWS = (30, 120) if os.environ.get("CKPTD_FULL") else (8,)
+WINDOWS = (8, 30, 120)
 ZERO_ONLY = 'forms = ["zero"]'
 
 
@@ -79,6 +79,36 @@ def sealed(here: Node) -> list[dict[str, object]]:
 # --- drain ---------------------------------------------------------------------------------------------
 
 
+def test_the_newest_that_fits_is_committed_and_what_does_not_is_said_at_once(here: Node) -> None:
+    """A big one is on its way and needs minutes: it makes way, and is named."""
+    prepare([BIG_RUN])
+    throttle(here, 3.0)
+    here.start()
+    here.save(2, BIG_RUN)
+    here.wait("on its way", lambda: _shipping(here))
+    here.save(3)
+    here.wait("both sealed", lambda: len(sealed(here)) == 2)
+    with asking(here, "60s") as process:
+        here.wait_committed("global_step3~g1", 60)
+        assert process.stderr is not None
+        said = process.stderr.readline()
+    assert "run: global_step2 will not make it at the speed of the link" in said
+    assert list(here.commits()) == ["global_step3~g1"]
+
+
+@contextlib.contextmanager
+def asking(here: Node, deadline: str) -> Iterator[subprocess.Popen[str]]:
+    """`ckptd drain`, while it waits."""
+    command = [sys.executable, "-m", "ckptd", "drain", str(here.job_file), "--deadline", deadline]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+@FULL
 @pytest.mark.parametrize("window", WINDOWS)
 def test_what_fits_is_committed_and_what_will_not_make_it_is_said_at_once(here: Node, window: int) -> None:
     """Three saves of half a window each: the newest is committed, the oldest is named early; 3."""
@@ -160,7 +190,7 @@ def test_without_a_daemon_it_works_by_itself(here: Node) -> None:
 def test_after_a_kill_it_goes_on(here: Node) -> None:
     here.save(1)
     assert here.once() == 0
-    throttle(here, 2.0)
+    throttle(here, 6.0)
     here.start()
     here.save(2)
     here.wait("on its way", lambda: _shipping(here))
@@ -171,21 +201,16 @@ def test_after_a_kill_it_goes_on(here: Node) -> None:
 
 @FULL
 def test_a_daemon_that_goes_meanwhile_is_replaced(here: Node) -> None:
-    throttle(here, 4.0)
+    throttle(here, 10.0)
     process = here.start()
     here.save(1)
     here.wait("on its way", lambda: _shipping(here))
-    asking = subprocess.Popen(
-        [sys.executable, "-m", "ckptd", "drain", str(here.job_file), "--deadline", "60s"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    here.wait("it drains", lambda: here.status().get("drain"))
-    process.kill()
-    process.wait(10)
-    out, said = asking.communicate(timeout=90)
-    assert (asking.returncode, "its daemon has gone" in said) == (0, True), out + said
+    with asking(here, "60s") as command:
+        here.wait("it drains", lambda: here.status().get("drain"))
+        process.kill()
+        process.wait(10)
+        out, said = command.communicate(timeout=90)
+    assert (command.returncode, "its daemon has gone" in said) == (0, True), out + said
     assert list(here.commits()) == ["global_step1~g1"]
 
 
@@ -193,7 +218,7 @@ def test_sigterm_drains(here: Node) -> None:
     throttle(here, 2.0)
     process = here.start("--drain", "60s")
     here.save(1)
-    here.wait("on its way", lambda: _shipping(here))
+    here.wait("on its way", lambda: _shipping(here) or here.commits())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, here.log.read_text()[-2000:]
     assert list(here.commits()) == ["global_step1~g1"]
@@ -227,7 +252,7 @@ def test_a_drain_that_came_too_late_says_what_is_missing(here: Node) -> None:
 
 
 def test_a_pause_holds_within_a_second_and_over_a_restart(here: Node) -> None:
-    throttle(here, 6.0)
+    throttle(here, 30.0)
     here.start()
     here.save(1)
     here.wait("on its way", lambda: arrived(here) > 0)
@@ -252,7 +277,6 @@ def test_a_pause_holds_within_a_second_and_over_a_restart(here: Node) -> None:
     assert here.ckptd("reload", here.job_file).returncode == 0
     here.wait_committed("global_step1~g1", 60)
     here.wait_committed("global_step2~g1", 60)
-    here.wait("well", lambda: here.status()["state"] == "ok")
 
 
 @FULL

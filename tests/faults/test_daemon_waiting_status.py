@@ -32,6 +32,8 @@ def test_before_the_first_checkpoint_status_says_that_it_waits(tmp_path: Path) -
         done = here.ckptd("status", here.save_dir)
         assert (done.returncode, "WAITING: no checkpoint yet" in done.stdout) == (0, True), done.stdout
         assert here.ckptd("status", here.save_dir, "--live").returncode == 0
+        done = here.ckptd("drain", here.job_file, "--deadline", "60s")
+        assert (done.returncode, "nothing is complete here yet" in done.stdout) == (0, True), done.stderr
         assert list(here.save_dir.iterdir()) == []
         here.save(1)
         here.wait_committed("global_step1~g1")

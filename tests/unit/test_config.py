@@ -267,6 +267,9 @@ def test_state_dir_inside_a_save_dir(tmp_path: Path, base: dict[str, Any]) -> No
         ('notify = "mail"', "write [notify]"),
         ('[notify]\nbandwidth = "1GB/s"', "ckptd.toml"),
         ("max_uploads = 0", "max_uploads"),
+        ('metrics = "9310"', "HOST:PORT"),
+        ('metrics = "localhost:0"', "HOST:PORT"),
+        ('metrics = "/var/lib/node_exporter/ckptd"', ".prom"),
     ],
 )
 def test_daemon_file(tmp_path: Path, text: str, part: str) -> None:
@@ -275,6 +278,13 @@ def test_daemon_file(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_daemon(path, {})
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:9310", "[::1]:9310", "/var/lib/node_exporter/ckptd.prom"])
+def test_places_of_metrics(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "ckptd.toml"
+    path.write_text(f'metrics = "{place}"\n')
+    assert load_daemon(path, {}).metrics == place
 
 
 def test_daemon_defaults_and_environment(tmp_path: Path) -> None:

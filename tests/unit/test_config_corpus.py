@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptd.config_explain import toml_keys
-from ckptd.config_model import JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
 from ckptd.config_words import LATER
 from tests.unit.config_files import DATE, base, refusal, write
 
@@ -203,14 +203,14 @@ def mutants() -> list[tuple[str, str, Any, str]]:
     for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
         valid = set(toml_keys(model))
         for key in sorted(valid - {"local", "remote"}):
-            made += [
-                (section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in valid | set(LATER)
-            ]
+            known = valid | set(LATER) | set(toml_keys(DaemonConfig))
+            made += [(section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in known]
     for section, keys in LATER_KEYS.items():
         made += [(section, key, value, "not in this version") for key in keys for value in ("x", 2)]
     for section, words in NEIGHBOURS.items():
         pairs = [word.split(">") for word in words.split()]
         made += [(section, word, "x", f'"{key}"') for word, key in pairs]
+    made += [("", key, "x", "belongs in ckptd.toml") for key in ("metrics", "max_uploads")]
     made += [(section, key, "hunter2", "secret") for section in ("", "local", "remote") for key in SECRETS]
     return made
 

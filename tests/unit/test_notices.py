@@ -16,7 +16,14 @@ from ckptd.config_notify import NotifyConfig
 from ckptd.daemon.notifier import Notifier
 from ckptd.observe.events import Event, events_between
 from ckptd.observe.notices import MOST_IN_AN_HOUR, Desk, Rules
-from ckptd.observe.status import CheckpointStatus, FormStatus, JobStatus, LocalStatus, ProblemStatus
+from ckptd.observe.status import (
+    CheckpointStatus,
+    FormStatus,
+    JobStatus,
+    LocalStatus,
+    PauseStatus,
+    ProblemStatus,
+)
 
 RULES = Rules(severity="attention", repeat_seconds=3600.0, not_safe_after_seconds=600.0)
 
@@ -58,6 +65,13 @@ def problem(code: str = "no-rights", about: str = "", severity: Any = "attention
 
 def kinds(events: tuple[Event, ...]) -> list[str]:
     return [event.kind for event in events]
+
+
+def test_a_paused_job_is_not_safe_all_the_same() -> None:
+    """Whoever paused it may have forgotten (docs/adr/0108)."""
+    paused = PauseStatus(since="2026", by="alice")
+    told = Desk(RULES).see(replace(job(), state="paused", paused=paused, seconds_at_risk=601.0), 0.0)
+    assert [event.kind for event in told.messages] == ["not-safe"]
 
 
 def test_a_life_in_events() -> None:
