@@ -11,6 +11,7 @@ import http.client
 import os
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -58,6 +59,7 @@ class Direct:
         self._rests_until = 0.0
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
+        weakref.finalize(self, _close, self._idle)
         self._tls: ssl.SSLContext | None = None
         self._names: dict[str, str] = {}
         if credentials is not None and client.meta.config.signature_version == "s3v4":
@@ -223,9 +225,7 @@ class Direct:
         """The client has the word for a while; connections may all be of a server that is gone."""
         self._rests_until = time.monotonic() + _REST_SECONDS
         with self._lock:
-            dropped, self._idle = self._idle, []
-        for connection in dropped:
-            connection.close()
+            _close(self._idle)
 
     def give_back(self, connection: http.client.HTTPConnection) -> None:
         """Its answer was read to the end."""
@@ -301,6 +301,11 @@ class Flight:
     def _broke(self) -> None:
         self._connection.close()
         self._direct.failed()
+
+
+def _close(connections: list[http.client.HTTPConnection]) -> None:
+    while connections:
+        connections.pop().close()
 
 
 def framed_bytes(size_bytes: int) -> int:

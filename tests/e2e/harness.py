@@ -191,7 +191,7 @@ class Node:
         """Checkpoint folders in save_dir."""
         return {p.name for p in self.save_dir.iterdir() if p.is_dir() and p.name != "_ckptd"}
 
-    def wait(self, what: str, done: Callable[[], object], seconds: float = 30.0) -> None:
+    def wait(self, what: str, done: Callable[[], object], seconds: float = 100.0) -> None:
         """Until `done`; the log's end is in the failure."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -202,7 +202,7 @@ class Node:
         tail = self.log.read_text()[-3000:] if self.log.exists() else ""
         raise AssertionError(f"waited {seconds} s for {what}\n{json.dumps(self.status())[:1500]}\n{tail}")
 
-    def wait_committed(self, key: str, seconds: float = 30.0) -> None:
+    def wait_committed(self, key: str, seconds: float = 100.0) -> None:
         """Until `<tag>~g<n>` is committed."""
         self.wait(f"the COMMIT {key}", lambda: key in self.commits(), seconds)
 

@@ -96,7 +96,7 @@ def test_killed_in_mid_upload_sends_at_most_the_parts_in_flight_again(
             if who == "daemon":
                 daemon.wait()
                 daemon = here.start()
-        here.wait_committed("global_step1~g1", 90)
+        here.wait_committed("global_step1~g1", 200)
         assert here.holds("global_step1", BIG_RUN, 1)
         again = sent_twice(between)
         assert sum(again.values()) <= kills * PARTS_AT_ONCE, between.parts()
@@ -116,7 +116,7 @@ def test_the_answer_to_complete_is_lost(tmp_path: Path, moto: servers.Server) ->
         here.wait("a lost answer", lambda: between.count("POST", "uploadId="), 60)
         time.sleep(1)
         between.lose_answers_to = None
-        here.wait_committed("global_step1~g1", 90)
+        here.wait_committed("global_step1~g1", 200)
         assert here.holds("global_step1", BIG_RUN, 1)
         assert sum(sent_twice(between).values()) <= 1
 
@@ -131,7 +131,7 @@ def test_a_bit_that_flips_on_the_way_is_seen(tmp_path: Path, moto: servers.Serve
         between.flip_in = f"{key}?uploadId="
         here.start()
         here.save(1, BIG_RUN)
-        here.wait_committed("global_step1~g1", 90)
+        here.wait_committed("global_step1~g1", 200)
         assert not between.flip_in
         assert sum(sent_twice(between).values()) == 1
         assert here.holds("global_step1", BIG_RUN, 1)
