@@ -30,6 +30,8 @@ Code = Literal[
     "upload-failed",
     "source-damaged",
     "commit-waiting",
+    "commit-incomplete",
+    "config-differs",
     "torn-save",
     "shard-missing",
     "incomplete-save",
