@@ -178,7 +178,10 @@ class Nodes:
         return max(commits, key=lambda c: (c.branch, c.step, c.save_seq), default=None)
 
     def differing(self) -> tuple[str, ...]:
-        """Nodes whose job file says something else of what is kept: nothing is deleted meanwhile (H12)."""
+        """Nodes that said lately that their job file tells another thing of what is kept (H12).
+
+        What COMMITs tell of it is in core/blocking.py; this one is known before the next COMMIT.
+        """
         found = {
             seen.node
             for seen in self.others
@@ -187,7 +190,4 @@ class Nodes:
             and seen.seconds_ago < SPREAD_SECONDS
             and seen.heartbeat.config_digest != self._digest
         }
-        newest = self._newest_commit()
-        if newest is not None and len(newest.manifests) > 1 and newest.config_digest != self._digest:
-            found.add(newest.committed_by)
         return tuple(sorted(found))

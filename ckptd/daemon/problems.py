@@ -31,7 +31,6 @@ Code = Literal[
     "source-damaged",
     "commit-waiting",
     "commit-incomplete",
-    "config-differs",
     "torn-save",
     "shard-missing",
     "incomplete-save",
