@@ -19,6 +19,7 @@ from ckptd.config_env import remote_settings, settings_from_environment
 from ckptd.config_explain import explain
 from ckptd.config_globs import expand, is_glob, root_of
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
+from ckptd.config_places import fill_in
 from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
 from ckptd.config_section import Section
@@ -101,7 +102,7 @@ def load_job(path: Path, *, check_paths: bool = True) -> JobConfig:
         NotFoundError: no such file.
         ConfigError: with file, key, value and the nearest valid key (78).
     """
-    data = _read_toml(path)
+    data = _read_job(path)
     data.setdefault("name", path.stem)
     return _job_of(data, path, check_paths=check_paths)
 
@@ -112,7 +113,7 @@ def load_job_file(path: Path, *, check_paths: bool = True) -> list[JobConfig]:
     Raises:
         NotFoundError, ConfigError: as `load_job`.
     """
-    data = _read_toml(path)
+    data = _read_job(path)
     if not is_glob(data.get("save_dir")):
         return [load_job(path, check_paths=check_paths)]
     data.setdefault("name", path.stem)
@@ -185,7 +186,7 @@ def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str,
             problems.append((path, ConfigError(error.message, hint=error.hint)))
         else:
             good += jobs
-    patterns = [_read_toml(path).get("save_dir") for path in paths if path not in dict(problems)]
+    patterns = [_read_job(path).get("save_dir") for path in paths if path not in dict(problems)]
     globs = tuple(root_of(str(pattern)) for pattern in patterns if is_glob(pattern))
     return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems), glob_roots=globs)
 
@@ -247,6 +248,10 @@ def _absolute(path: str) -> str:
 
 def _optional_path(text: str | None) -> Path | None:
     return Path(text.split(":")[0]) if text else None
+
+
+def _read_job(path: Path) -> dict[str, Any]:
+    return fill_in(_read_toml(path), os.environ, str(path))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
         config = _job(job, url, environ, directory)
         options = ResumeOptions(
             world_size=world_size,
-            nodes=Nodes(count=nnodes, rank=node_rank),
+            nodes=Nodes(count=nnodes, rank=node_rank, world_size=world_size),
             dry_run=dry_run,
             remote=remote,
             state_dir=state_dir_hint(config, environ, directory),

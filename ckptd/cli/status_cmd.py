@@ -16,6 +16,7 @@ import typer
 
 from ckptd.cli import status_words as words
 from ckptd.cli.status_tables import checkpoints_table, remote_table
+from ckptd.cli.status_url import is_remote, show_url
 from ckptd.cli.text import ENV_JOB, printable_everywhere
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 
@@ -32,7 +33,9 @@ def register(app: typer.Typer) -> None:
     @app.command("status", help="Is my run safe? What is under way, what needs a person, and what to type.")
     def status(
         job: str | None = typer.Argument(
-            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+            None,
+            envvar=ENV_JOB,
+            help="SAVE_DIR, job file or job name; default: every job. URL: all its nodes.",
         ),
         tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
         as_json: bool = typer.Option(
@@ -46,6 +49,9 @@ def register(app: typer.Typer) -> None:
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
+
+        if job is not None and tag is None and is_remote(job):
+            raise typer.Exit(show_url(job, places[1], as_json=as_json))
 
         def look() -> dict[str, Any]:
             return find_status(job, *places)
@@ -182,7 +188,7 @@ def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None
     """The published document of the daemon that runs a job (None: the newest that is known).
 
     Raises:
-        UsageError: a URL: what a daemon publishes lies on its node.
+        UsageError: a URL with a TAG: what a daemon publishes lies on its node.
         NotFoundError: nothing is published where it would be.
     """
     if job is not None and "://" in job:
@@ -218,8 +224,6 @@ def published(
         msg = "there is no job in the configuration directory"
         raise NotFoundError(msg, hint="name a job file or a SAVE_DIR, or say where --state-dir is")
     msg = f"no daemon has published a status (looked at {', '.join(dict.fromkeys(looked))})"
-    if job is not None and os.path.exists(os.path.join(job, "_ckptd", "remote.json")):
-        raise NotFoundError(msg, hint=f"this is a remote: ckptd list {job}")
     raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
 
 

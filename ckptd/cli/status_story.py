@@ -61,6 +61,8 @@ def _title(here: dict[str, Any]) -> str:
     words = [step, size_of(here["bytes"]), here["state"]]
     if here.get("kind") == "model-only":
         words.append("only a model: nothing to resume from")
+    if here.get("complete_for") == "node":
+        words.append("complete for this node, not for the job")
     if here["pinned"]:
         words.append("pinned")
     reason = f": {here['reason']}" if here["reason"] else ""

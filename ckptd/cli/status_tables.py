@@ -57,6 +57,8 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
             note = f"{note}; {checkpoint['next_step']} removes it"
         if checkpoint.get("kind") == "model-only":
             note = f"only a model: nothing to resume from {note}".strip()
+        if checkpoint.get("complete_for") == "node":
+            note = f"complete for this node, not for the job {note}".strip()
         if checkpoint["pinned"] and not retention:
             note = f"pinned {note}".strip()
         step = f"{checkpoint['step']}" if checkpoint["step"] is not None else "?"

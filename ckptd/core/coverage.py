@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.layouts import Grid, NamedShard, Role, missing_shards
+from ckptd.core.layouts import Grid, NamedShard, Role, absent_ranks, missing_shards
 from ckptd.core.manifest import Commit, ManifestFile, ManifestRef, NodeManifest
 from ckptd.core.save import Order, differs, mark_of_manifest
 
@@ -99,15 +99,21 @@ def merged_grid(manifests: Sequence[KnownManifest]) -> Grid:
 
 def missing(manifests: Sequence[KnownManifest], form: str) -> tuple[str, ...]:
     """What the manifests lack of their proven grid; a derived form is whole in one manifest."""
-    if form != "zero":
-        return ()
-    present = frozenset(
+    return missing_shards(merged_grid(manifests), _present(manifests)) if form == "zero" else ()
+
+
+def absent(manifests: Sequence[KnownManifest]) -> tuple[NamedShard, ...]:
+    """The same for ranks' shards and model states, as data."""
+    return absent_ranks(merged_grid(manifests), _present(manifests))
+
+
+def _present(manifests: Sequence[KnownManifest]) -> frozenset[NamedShard]:
+    return frozenset(
         NamedShard(role=file.role, shard=file.shard)
         for known in manifests
         for file in known.manifest.files
         if file.role not in _BESIDE
     )
-    return missing_shards(merged_grid(manifests), present)
 
 
 def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) -> str:
@@ -125,10 +131,13 @@ def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
 def fingerprints_of(manifests: Iterable[NodeManifest]) -> tuple[tuple[str, str], ...]:
     """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16).
 
-    Where a node took another's replica for its own, that of the tensors too: its pickle may differ.
+    Where a node took another's replica for its own, or left it to it, that of the tensors too: its pickle may
+    differ.
     """
+    manifests = tuple(manifests)
     files = [file for manifest in manifests for file in manifest.files]
     taken = {(f.path, f.tensor_fingerprint) for f in files if f.replica_of and f.tensor_fingerprint}
+    taken |= {left for manifest in manifests for left in manifest.replicas}
     return tuple(sorted({(file.path, file.fingerprint) for file in files} | taken))
 
 

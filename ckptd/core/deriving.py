@@ -36,7 +36,7 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
     Those that were begun and can be gone on with come first: on a slow link none would be finished.
     """
     ready = sorted(
-        (s for s in view.saves if not s.is_model_only and _has_zero(view, s, remote)),
+        (s for s in view.saves if s.is_convertible and _has_zero(view, s, remote)),
         key=lambda s: s.save.order,
         reverse=True,
     )

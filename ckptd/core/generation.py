@@ -166,6 +166,13 @@ def _already(
         ]
         rows = {(file.path, file.bytes, file.fingerprint) for file in listed}
         taken = {(file.path, file.tensor_fingerprint) for file in listed if file.replica_of is not None}
+        # what our own committed manifest left to its owner: the COMMIT holds it, with those tensors
+        taken |= {
+            left
+            for seen in manifests
+            if seen.generation == commit.generation and seen.committed and seen.manifest.job_id == job_id
+            for left in seen.manifest.replicas
+        }
         absent = [
             file
             for file in save.files

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.layouts import Grid, NamedShard, Role, parse_shard_name
+from ckptd.core.parts import told_grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,8 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
     )
     optim = [(p, f) for p, f in read if named(p).role is Role.OPTIM]
     if not model:
-        return None, "no model states yet: the grid is not proven"
+        elsewhere = told_grid(context.spread, shards)
+        return elsewhere, None if elsewhere else "no model states yet: the grid is not proven"
     path, first = model[0]
     dp = _dp(model, optim)
     if dp is None:
@@ -116,3 +118,23 @@ def _grid_from_names(shards: Mapping[str, FileFacts], context: Context) -> tuple
         return None, f"{unread} cannot be read; waiting for ten times the settle time"
     proof = "names, a grid proven earlier" if seen else "names, quiet for ten times the settle time"
     return Grid(dp=dp, mm_count=mm, zero_stage=stage, proof=proof), None
+
+
+def two_saves(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
+    """A contradiction that two shards of one save cannot have."""
+    widest = {max(facts.partition_count) for _, facts in known(shards) if facts.partition_count}
+    # where nothing but experts is trained, no group is partitioned over all ranks
+    only_experts = len(widest) == 1 and any(grid.experts) and grid.dp == max(widest) * (grid.ep or 1)
+    for path, facts in known(shards):
+        if facts.partition_count and max(facts.partition_count) != grid.dp and not only_experts:
+            return f"{path} is one of {max(facts.partition_count)} ranks, {grid.proof}"
+    for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage", "run_id"):
+        seen: tuple[str, object] | None = None
+        for path, facts in known(shards):
+            value = getattr(facts, what)
+            if value is None:
+                continue
+            if seen is not None and seen[1] != value:
+                return f"{what} {seen[1]} in {seen[0]}, {value} in {path}"
+            seen = (path, value)
+    return None

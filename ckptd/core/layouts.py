@@ -103,6 +103,20 @@ class Grid(Model):
 MODEL_ONLY = Grid(dp=0, mm_count=0, zero_stage=0, proof="only a model (save_only_model)")
 
 
+def absent_ranks(grid: Grid, present: frozenset[NamedShard]) -> tuple[NamedShard, ...]:
+    """The optimizer shards, and those of model states, that `grid` demands and `present` lacks."""
+    of_ranks = [(Role.OPTIM, True)] + (
+        [(Role.MODEL, True)] if grid.zero_stage >= 3 else [(Role.MODEL, False)]
+    )
+    wanted = [
+        NamedShard(role=role, shard=ShardKey(d=d, mm=mm) if is_ranked else ShardKey(mm=mm))
+        for role, is_ranked in of_ranks
+        for mm in range(grid.mm_count)
+        for d in (range(grid.dp) if is_ranked else (0,))
+    ]
+    return tuple(shard for shard in wanted if shard not in present)
+
+
 def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...]:
     """Name the shards that `grid` demands and `present` lacks, in file-name words, sorted by rank."""
     missing = [

@@ -12,10 +12,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts
-from ckptd.core.grids import expert_notes, known, named, prove_grid
+from ckptd.core.grids import expert_notes, known, named, prove_grid, two_saves
 from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_name
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
 from ckptd.core.marks import judge_marks, out_of_order
+from ckptd.core.parts import Spread, may_be_elsewhere
 from ckptd.core.trainers import Trainer, missing_weights, step_of_folder
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Memory:
     """What is remembered of a tag: identities of its last sealed save's shards (path → identity)."""
 
     shards: Mapping[str, FileIdentity]
+    is_part: bool = False
+    """It was one node's part of a save, which may grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class Context:
     known_grids: frozenset[tuple[int, int, int]] = frozenset()
     """(dp, mm_count, stage) proven earlier in this job (H28)."""
     run_id: str | None = None
+    spread: Spread | None = None
+    """The job runs on several nodes; None: all of a save lies here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,7 @@ class Verdict:
     window: SaveWindow | None = None
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Shards that the proven grid demands and the folder lacks."""
+    """Shards that the proven grid demands and the folder lacks; of a complete one: other nodes' (a part)."""
 
 
 def judge(
@@ -113,19 +118,24 @@ def judge(
         return _only_a_model(listing, facts, memory, context)
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
+    elsewhere: tuple[str, ...] = ()
     for root in listing.roots:
         grid, inside, problem, missing = _root(root, shards, context)
         if grid is None:
             return replace(_not_yet(listing, memory, context, problem), missing=missing)
         grids.append(grid)
         current |= inside
-    marks = judge_marks(listing, facts, grids[0].dp * grids[0].mm_count, context.quiet_seconds)
-    if marks.waits_for is not None:
+        elsewhere += missing
+    ranks = 0 if elsewhere else grids[0].dp * grids[0].mm_count
+    marks = judge_marks(listing, facts, ranks, context.quiet_seconds)
+    # of a trainer's own marks other nodes may have none
+    if marks.waits_for is not None and (context.is_in_flight or not elsewhere):
         # the writer is at work or has gone quiet in mid-save: which of the two, its age tells
         if marks.is_patient:
             return Verdict(state=_moving(listing, memory), reason=marks.waits_for)
         return _not_yet(listing, memory, context, marks.waits_for)
-    return _whole(listing, current, grids[0], memory, context, marks.notes)
+    verdict = _whole(listing, current, grids[0], memory, context, marks.notes)
+    return replace(verdict, missing=elsewhere) if verdict.state is State.COMPLETE else verdict
 
 
 def _only_a_model(
@@ -160,12 +170,13 @@ def _root(
     if grid is None:
         return None, {}, problem or "the grid is not proven yet", ()
     inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
-    missing = missing_shards(grid, frozenset(named(path) for path in inside))
-    if missing:
+    present = frozenset(named(path) for path in inside)
+    missing = missing_shards(grid, present)
+    if missing and not may_be_elsewhere(context.spread, present, grid, is_in_flight=context.is_in_flight):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         where = f" in {root}" if root else ""
         return None, {}, f"missing{where}: {missing[0]}{more}", missing
-    return grid, inside, "", ()
+    return grid, inside, "", missing
 
 
 def _whole(
@@ -178,6 +189,8 @@ def _whole(
 ) -> Verdict:
     window = _window(listing, shards)
     step, optimizer_step = step_of(listing.tag, shards)
+    if context.spread is not None and context.spread.told is not None:
+        step = context.spread.told.step
     verdict = Verdict(
         state=State.COMPLETE,
         grid=grid,
@@ -195,7 +208,7 @@ def _whole(
     )
     if tuple(sorted((p, f.fingerprint) for p, f in shards.items())) in context.accepted:
         return verdict
-    mixed = next((m for root in listing.roots if (m := _mixed(_within(root, shards), grid))), None)
+    mixed = next((m for root in listing.roots if (m := two_saves(_within(root, shards), grid))), None)
     if mixed:
         return _with(verdict, State.TORN_RESAVE, f"shards of two saves: {mixed}")
     renewed, kept = _renewal(listing, memory, shards)
@@ -259,7 +272,7 @@ def _renewal(
         return [], []
     now = {f.path: f.identity for f in listing.shards if within is None or f.path in within}
     kept = [p for p, identity in now.items() if memory.shards.get(p) == identity]
-    renewed = [p for p in now if p not in kept]
+    renewed = [p for p in now if p not in kept and (p in memory.shards or not memory.is_part)]
     return renewed, kept
 
 
@@ -296,26 +309,6 @@ def _torn(shards: Mapping[str, FileFacts]) -> str | None:
             return f"{path} is {'empty' if fact.archive is Archive.EMPTY else 'cut off'}" + (
                 f" ({fact.reason})" if fact.reason else ""
             )
-    return None
-
-
-def _mixed(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
-    """A contradiction that two shards of one save cannot have."""
-    widest = {max(facts.partition_count) for _, facts in known(shards) if facts.partition_count}
-    # where nothing but experts is trained, no group is partitioned over all ranks
-    only_experts = len(widest) == 1 and any(grid.experts) and grid.dp == max(widest) * (grid.ep or 1)
-    for path, facts in known(shards):
-        if facts.partition_count and max(facts.partition_count) != grid.dp and not only_experts:
-            return f"{path} is one of {max(facts.partition_count)} ranks, {grid.proof}"
-    for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage", "run_id"):
-        seen: tuple[str, object] | None = None
-        for path, facts in known(shards):
-            value = getattr(facts, what)
-            if value is None:
-                continue
-            if seen is not None and seen[1] != value:
-                return f"{what} {seen[1]} in {seen[0]}, {value} in {path}"
-            seen = (path, value)
     return None
 
 

@@ -142,6 +142,9 @@ class NodeManifest(Document):
     grid: Grid
     best: Best | None = None
     source: DerivedSource | None = None
+    replicas: Many[tuple[str, str]] = ()
+    """(path, tensor fingerprint) of files that this node has too and leaves to their owner to send: they tell
+    its save from another as its own do."""
     files: Many[ManifestFile]
 
 

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
-from ckptd.core.layouts import Role
+from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.names import decode_name
 
 if TYPE_CHECKING:
@@ -106,3 +106,17 @@ def named_conflict(
         if apart > save_spread_seconds + _ROUNDING_SECONDS:
             return f"{name.node} shipped another save: written {apart} s apart"
     return None
+
+
+def absent_by_names(names: Iterable[ManifestName], ours: NodeManifest) -> tuple[NamedShard, ...]:
+    """Optimizer shards that no manifest lists, as far as names tell: a node's ranks follow each other."""
+    grid = ours.grid
+    held = {file.shard.d for file in ours.files if file.role is Role.OPTIM}
+    for name in names:
+        held |= set(range(name.low, min(grid.dp, name.low + name.have // max(1, grid.mm_count))))
+    return tuple(
+        NamedShard(role=Role.OPTIM, shard=ShardKey(d=d, mm=mm))
+        for mm in range(grid.mm_count)
+        for d in range(grid.dp)
+        if d not in held
+    )

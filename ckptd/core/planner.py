@@ -266,7 +266,7 @@ def _convert(view: JobView) -> list[Action]:
         return [StopConverting(reason=PRESSURE)]
     if view.is_converting or view.is_save_in_flight or UNIVERSAL not in view.local_forms:
         return []
-    whole = (s for s in view.saves if s.is_intact and not s.is_model_only)
+    whole = (s for s in view.saves if s.is_intact and s.is_convertible)
     candidates = sorted(whole, key=lambda s: s.save.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     for save in candidates if view.disk.can_clone else candidates[:1]:

@@ -55,6 +55,8 @@ class SealedSave(Model):
     roots: tuple[str, ...] = ("",)
     """Folders below the checkpoint's that hold its shards (core/trainers.py)."""
     best: Best | None = None
+    is_part: bool = False
+    """What this node holds of a save over several: other nodes' shards are not here (core/parts.py)."""
     best_checkpoint: str | None = None
     """The tag that this save's trainer calls the best so far (H37)."""
     beside: tuple[str, ...] = ()
@@ -116,7 +118,16 @@ def mark_of_manifest(manifest: NodeManifest) -> SaveMark:
         grid=(manifest.grid.dp, manifest.grid.mm_count, manifest.grid.zero_stage),
         ds_version=manifest.writer.ds_version,
         window=manifest.save_window,
-        tensors=_tensors((f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in manifest.files),
+        tensors=tuple(
+            sorted(
+                {
+                    *_tensors(
+                        (f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in manifest.files
+                    ),
+                    *manifest.replicas,
+                }
+            )
+        ),
     )
 
 

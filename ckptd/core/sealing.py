@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def same_files(save: SealedSave, folder: FolderListing) -> bool:
-    """Every sealed file is there with its identity (others may have appeared: H8)."""
+    """Every sealed file is there with its identity (others may have appeared: H8); a part has not grown."""
     now = {f.path: f.identity for f in folder.files}
+    if save.is_part and not {f.path for f in folder.shards} <= {f.path for f in save.files}:
+        return False
     return save.folder == folder.folder and all(now.get(f.path) == f.identity for f in save.files)
 
 
@@ -43,7 +45,7 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
                 _is_put_back(file, current) and known is not None and known.fingerprint == file.fingerprint
             )
             memory[file.path] = current.identity if is_same else file.identity
-    return Memory(shards=memory)
+    return Memory(shards=memory, is_part=row.save.is_part)
 
 
 def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:

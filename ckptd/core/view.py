@@ -119,6 +119,11 @@ class SaveView:
         """Weights alone: kept apart from what can be resumed from."""
         return self.save.grid.is_model_only
 
+    @property
+    def is_convertible(self) -> bool:
+        """All of its shards belong here, and they are more than weights."""
+        return not self.save.grid.is_model_only and not self.save.is_part
+
     def derived(self, form: str) -> DerivedRecord:
         """Where a derived form stands here."""
         return self.universal if form == UNIVERSAL else self.weights.get(form) or DerivedRecord()

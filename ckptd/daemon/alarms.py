@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
 
 LEAST_QUIET_SECONDS = 10.0
+_NOT_LATE = (State.LEFTOVER, State.COMPLETE)
 _NAME = re.compile(r"\((\S+\.pt)\)")
 
 
@@ -56,7 +57,7 @@ def _patience_left_seconds(job: Job, state: JobState, tag: str, verdict: Verdict
     """
     folder = next((f for f in state.listing.folders if f.tag == tag), None) if state.listing else None
     quiet = state.quiet.get(tag)
-    if not verdict.missing or folder is None or quiet is None or verdict.state is State.LEFTOVER:
+    if not verdict.missing or folder is None or quiet is None or verdict.state in _NOT_LATE:
         return None
     written_ns = max((f.identity.mtime_ns for f in folder.shards), default=0)
     if any(row.save.window.last > written_ns for row in state.rows.values()):

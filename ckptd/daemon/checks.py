@@ -20,6 +20,7 @@ from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
 from ckptd.daemon.unfinished import bytes_of, removal, unfinished
+from ckptd.daemon.waiting import see_nodes, see_waiting
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
@@ -125,6 +126,8 @@ def see_problems(job: Job, state: JobState) -> None:
     _see_failures(see, state)
     see_outlook(job, state)
     see_alarms(job, state)
+    see_waiting(job, state)
+    see_nodes(job)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()

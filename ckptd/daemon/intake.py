@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.convert import supervise
 from ckptd.core.lifecycle import Context, State, Verdict, judge
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import (
@@ -25,20 +23,20 @@ from ckptd.core.sealing import (
 )
 from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.ordering import Ordering, written_ns
+from ckptd.daemon.reading import Reading
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
-from ckptd.errors import CkptdError
-from ckptd.local import fs
-from ckptd.local.scan import has_open_writer, scan_folder
+from ckptd.local.scan import has_open_writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.facts import FileFacts
     from ckptd.core.layouts import Grid
     from ckptd.core.listing import FolderListing, SaveDirListing
     from ckptd.core.manifest import SaveWindow
+    from ckptd.core.parts import Spread
+    from ckptd.core.rows import SaveRow
     from ckptd.daemon.workers import OneJobs
 
 log = logging.getLogger("ckptd.intake")
@@ -59,12 +57,10 @@ class Intake:
     ) -> None:
         self._config = config
         self._state = state
-        self._workers = workers
         self._recogniser = recogniser
-        self._wake = wake
-        self._inspecting: set[str] = set()
-        self._flushing: dict[str, str] = {}
-        self._flushed: dict[str, str] = {}
+        self._reading = Reading(config, state, workers, wake)
+        self.spread: Callable[[str], Spread | None] = lambda _: None
+        """What is known of other nodes' parts of a tag."""
         self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
@@ -88,12 +84,12 @@ class Intake:
             verdict = self._judge(folder, now_seconds)
             state.verdicts[folder.tag] = verdict
             if verdict.needs:
-                self._inspect(folder, verdict.needs)
+                self._reading.inspect(folder, verdict.needs)
             if verdict.state is State.COMPLETE and not self._is_sealed(folder):
-                if self._flushed.get(folder.tag) == folder.digest:
+                if self._reading.flushed.get(folder.tag) == folder.digest:
                     ready.append((folder, verdict))
                 else:
-                    self._flush(folder, save_dir_fd)
+                    self._reading.flush(folder, save_dir_fd)
         self.metrics.look(save_dir_fd)
         self._seal(ready)
         state.in_flight = frozenset(
@@ -101,7 +97,7 @@ class Intake:
             for folder in listing.folders
             if not self._is_sealed(folder)
             and state.verdicts[folder.tag].state is not State.LEFTOVER
-            and self._flushed.get(folder.tag) != folder.digest
+            and self._reading.flushed.get(folder.tag) != folder.digest
             and self._recently_changed(folder, now_seconds)
         )
 
@@ -121,7 +117,7 @@ class Intake:
         quiet = self._state.quiet.get(folder.tag)
         if quiet is None or quiet.digest != folder.digest:
             first = quiet.first_seen_unix if quiet else time.time()
-            if quiet is not None and self._flushed.get(folder.tag) == quiet.digest:
+            if quiet is not None and self._reading.flushed.get(folder.tag) == quiet.digest:
                 first = time.time()
             quiet = Quiet(digest=folder.digest, since_seconds=now_seconds, first_seen_unix=first)
             self._state.quiet[folder.tag] = quiet
@@ -139,7 +135,7 @@ class Intake:
             )
         facts = self._state.facts.get(folder.tag)
         if facts is None:
-            facts = self._state.facts[folder.tag] = self._known_facts(folder)
+            facts = self._state.facts[folder.tag] = self._reading.known_facts(folder)
         context = Context(
             settle_seconds=self._config.settle_seconds,
             quiet_seconds=now_seconds - quiet.since_seconds,
@@ -151,6 +147,7 @@ class Intake:
                 (r.save.grid.dp, r.save.grid.mm_count, r.save.grid.zero_stage)
                 for r in self._state.rows.values()
             ),
+            spread=self.spread(folder.tag),
         )
         return judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
 
@@ -169,77 +166,6 @@ class Intake:
         if known is None or known[0] is not folder or known[1] is not row.save:
             known = self._compared[folder.tag] = (folder, row.save, same_files(row.save, folder))
         return known[2]
-
-    # --- inspection and flushing -----------------------------------------------------------------------
-
-    def _known_facts(self, folder: FolderListing) -> dict[str, FileFacts]:
-        known = {}
-        for file in folder.files:
-            facts = self._state.journal.facts(file.path, file.identity)
-            if facts is not None:
-                known[file.path] = facts
-        return known
-
-    def _inspect(self, folder: FolderListing, paths: Sequence[str]) -> None:
-        if folder.tag in self._inspecting:
-            return
-        self._inspecting.add(folder.tag)
-        root = self._config.save_dir / folder.tag
-        identities = {f.path: f.identity for f in folder.files}
-
-        def then(rows: list[FileFacts]) -> None:
-            self._inspecting.discard(folder.tag)
-            self._state.failures.pop(f"inspecting {folder.tag}", None)
-            quiet = self._state.quiet.get(folder.tag)
-            if quiet is None or quiet.digest != folder.digest:
-                return
-            self._state.facts.setdefault(folder.tag, {}).update({r.path: r for r in rows})
-            self._wake()
-
-        def failed(error: CkptdError) -> None:
-            self._inspecting.discard(folder.tag)
-            self._state.note_failure(f"inspecting {folder.tag}", error)
-            log.warning("inspecting %s: %s", folder.tag, error)
-
-        self._workers.submit(
-            f"inspecting {folder.tag}",
-            lambda: supervise.inspect_files(root, paths, identities=identities),
-            then,
-            failed,
-        )
-
-    def _flush(self, folder: FolderListing, save_dir_fd: int) -> None:
-        if self._flushing.get(folder.tag) == folder.digest:
-            return
-        self._flushing[folder.tag] = folder.digest
-        paths = [f.path for f in folder.files]
-        fd = os.dup(save_dir_fd)
-
-        def work() -> str | None:
-            try:
-                fs.flush(fd, folder.tag, paths)
-                again = scan_folder(fd, folder.tag)
-            finally:
-                os.close(fd)
-            return again.digest if again else None
-
-        def then(digest: str | None) -> None:
-            self._flushing.pop(folder.tag, None)
-            self._state.failures.pop(f"flushing {folder.tag}", None)
-            if digest == folder.digest:
-                self._flushed[folder.tag] = digest
-                # not before: a power cut may leave other bytes under the same identity
-                facts = self._state.facts.get(folder.tag, {})
-                durable = [(f.identity, facts[f.path]) for f in folder.files if f.path in facts]
-                self._state.journal.put_facts(durable)
-                self._wake()
-
-        def failed(error: CkptdError) -> None:
-            self._flushing.pop(folder.tag, None)
-            self._state.note_failure(f"flushing {folder.tag}", error)
-            log.warning("flushing %s: %s", folder.tag, error)
-
-        self._workers.submit(f"flushing {folder.tag}", work, then, failed)
 
     # --- sealing ---------------------------------------------------------------------------------------
 
@@ -265,6 +191,8 @@ class Intake:
                 self._state.load()
                 continue
             assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
+            if row is not None and row.save.is_part and self._grows(row, folder, verdict):
+                continue
             self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
@@ -315,6 +243,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
+            is_part=bool(verdict.missing),
             best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
             beside=self._ordering.beside(folder.tag),
@@ -333,8 +262,20 @@ class Intake:
             order.step,
             order.branch,
             save.total_bytes / 1e6,
-            grid.proof,
+            grid.proof
+            + (f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""),
         )
+
+    def _grows(self, row: SaveRow, folder: FolderListing, verdict: Verdict) -> bool:
+        """A part of which more shards came: the same save, whose manifest gets another revision (H27)."""
+        now = {f.path: f.identity for f in folder.own}
+        if any(now.get(f.path) != f.identity for f in row.save.files) or verdict.window is None:
+            return False
+        sealed = tuple(sealed_file(f, self._state.facts[folder.tag][f.path], folder) for f in folder.own)
+        update = {"files": sealed, "window": verdict.window, "is_part": bool(verdict.missing)}
+        self._state.grow(row.id, row.save.model_copy(update=update))
+        log.info("%s grew to %d files", folder.tag, len(sealed))
+        return True
 
     def _is_extra(self, name: str) -> bool:
         patterns = self._config.extra

@@ -9,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import socket
 import time
 from typing import TYPE_CHECKING
 
 from ckptd.config import config_digest
+from ckptd.config_places import this_node
 from ckptd.core.planner import plan
 from ckptd.daemon.acting import Actor
+from ckptd.daemon.beating import nodes_of
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.control import Control
@@ -82,7 +83,7 @@ class Job:
         self.links: dict[str, RemoteLink] = {}
         self.view: JobView | None = None
         self.job_id: str | None = None
-        self._daemon = daemon
+        self.node = config.node_name or daemon.node_name or this_node(os.environ)
         self._totals = totals
         self._pool = workers
         self.control = Control()
@@ -110,11 +111,6 @@ class Job:
         if self._fd is None:
             return "waiting"
         return "watching" if self.state is None else "active"
-
-    @property
-    def node(self) -> str:
-        """Name of this node."""
-        return self.config.node_name or self._daemon.node_name or socket.gethostname()
 
     def open(self) -> None:
         """Take the lock when save_dir exists.
@@ -179,6 +175,8 @@ class Job:
             self.config, state, self.workers, self._audit, self._totals.conversion_bytes, self.wake
         )
         scrubber = Scrubber(self.config, state, self.links)
+        self.nodes = nodes_of(self, state, node_id)
+        self.intake.spread = self.nodes.spread
         self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
         return state
 
@@ -267,6 +265,7 @@ class Job:
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
                 link.turn(now_seconds, is_at_rest=self.rest.is_now)
+        self.nodes.turn(now_seconds)
         has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
         has_news |= self.control.refresh(self.state_dir) | self.actor.scrub(is_wanted=not self.control.rests)
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
@@ -298,7 +297,7 @@ class Job:
             self.links,
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
-            may_delete=self._may_delete,
+            may_delete=self._may_delete and not self.nodes.differing(),
             is_paused=self.control.pause is not None,
             drain=self.control.drain_view(self, state),
         )

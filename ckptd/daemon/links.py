@@ -63,6 +63,7 @@ class RemoteLink:
         """It was cancelled for a ZeRO form that waits."""
         self.scrub_order: int | None = None
         """A slow reading that is under way; anything else comes first."""
+        self.beat_order: int | None = None
         self._problems = problems
         self._post = post
         self._on_attached = on_attached
@@ -107,7 +108,7 @@ class RemoteLink:
         """Orders without an answer yet, but for the regular look and the slow reading."""
         is_look = self._is_asking and self.attached is not None and self._is_regular_look
         is_in_vain = is_look and self._asked_at_seconds >= self._changed_at_seconds
-        return len(self._open) - is_in_vain - (self.scrub_order is not None)
+        return len(self._open) - is_in_vain - sum(x is not None for x in (self.scrub_order, self.beat_order))
 
     def seconds_to_retry(self) -> float:
         """How long the backoff lasts; 0 when there is none."""
@@ -237,8 +238,8 @@ class RemoteLink:
         else:
             del self._open[order_id]
             self._client.ended()
-            if self.scrub_order == order_id:
-                self.scrub_order = None
+            self.scrub_order = None if self.scrub_order == order_id else self.scrub_order
+            self.beat_order = None if self.beat_order == order_id else self.beat_order
             if self.ship_order == order_id:
                 self.ship_order = None
                 self.changed()

@@ -7,12 +7,13 @@ A job that cannot run is reported and the others go on (P16); the exit code says
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
-import socket
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import this_node
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.control import is_drained, missing_after, refused_here
 from ckptd.daemon.exporter import Exporter
@@ -62,7 +63,7 @@ class Daemon:
         self._deadline: float | None = None
         self._service = Service(environ)
         self._reloaded = Reloaded()
-        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or socket.gethostname())
+        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or this_node(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)
         self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd import __version__
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
+from ckptd.core.parts import replicas
 from ckptd.core.view import UNIVERSAL, ZERO
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
@@ -40,11 +41,13 @@ def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipF
         if held is None:
             return None
         identities = {f.path: f.identity for f in held.files}
+    elsewhere = replicas(row.save)
     shards = tuple(
         m.ShipFile(
             path=f.path,
             key=f"{folder}/{f.path}",
             source=f"{source}/{f.path}",
+            is_replica=f.path in elsewhere,
             identity=identities.get(f.path, f.identity),
             bytes=f.identity.size_bytes,
             role=f.role,
@@ -165,6 +168,7 @@ def ship_order(
     config_digest: str,
     objects: Sequence[ObjectRow],
     save_spread_seconds: float,
+    steps_in: bool,
 ) -> m.ShipOrder:
     """The whole order; `objects` is what the journal knows of an earlier attempt."""
     save = row.save
@@ -207,6 +211,7 @@ def ship_order(
             if o.proof is None and (o.flushed_bytes or o.token)
         ),
         save_spread_seconds=save_spread_seconds,
+        steps_in=steps_in,
     )
 
 

@@ -30,6 +30,7 @@ Code = Literal[
     "upload-failed",
     "source-damaged",
     "commit-waiting",
+    "commit-incomplete",
     "torn-save",
     "shard-missing",
     "incomplete-save",

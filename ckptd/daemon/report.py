@@ -20,6 +20,8 @@ from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckptd.core.forecast import Forecast
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
@@ -261,7 +263,14 @@ def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
         goes=fate.goes if fate is not None and not fate.keeps else None,
         pinned=save.tag in job.knowledge.pins,
         kind="model-only" if save.grid.is_model_only else "resumable",
+        complete_for=_complete_for(row, records),
     )
+
+
+def _complete_for(row: SaveRow, records: Mapping[tuple[str, str], ShipRecord]) -> str:
+    """A part is complete for the job once a COMMIT covers it."""
+    is_done = any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records.values())
+    return "node" if row.save.is_part and not is_done else "job"
 
 
 def _state(row: SaveRow, zero: list[ShipRecord]) -> str:

@@ -18,6 +18,7 @@ from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
+from ckptd.daemon.waiting import Waiting
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
 from ckptd.local import fs
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.ship")
+
+STEP_IN_SECONDS = 60.0
+"""Until a part that waits is looked at again, and replicas are sent that their owner did not send (H29)."""
 
 
 class Shipping:
@@ -90,6 +94,7 @@ class Shipping:
             config_digest=self._config_digest,
             objects=state.journal.objects(*key),
             save_spread_seconds=self._config.save_spread_seconds,
+            steps_in=old.state is ShipState.WAITING,
         )
         total = sum(f.bytes for f in files)
         state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
@@ -230,12 +235,15 @@ class Shipping:
                 update={
                     "state": ShipState.WAITING,
                     "reason": answer.reason,
-                    "retry_at_seconds": time.monotonic() + 60.0,
+                    "retry_at_seconds": time.monotonic() + STEP_IN_SECONDS,
                 }
             )
-            state.problems.put(
-                "commit-waiting", about, f"{about}: {answer.reason}", answer.hint or "see the other nodes"
+            waiting = Waiting(
+                reason=answer.reason or "",
+                hint=answer.hint or "see the other nodes",
+                missing=answer.missing,
             )
+            state.waiting[action.save_id, action.remote, action.form] = waiting
         elif answer.outcome == "refused":
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
@@ -247,8 +255,6 @@ class Shipping:
             if action.form != ZERO:
                 record = record.model_copy(update={"attempt": record.attempt + 1})
             state.journal.forget_objects(action.save_id, action.remote, action.form)
-        if answer.outcome != "waiting":
-            state.problems.clear("commit-waiting", about)
         state.put_ship(action.save_id, record)
 
     def _again(self, record: ShipRecord, reason: str) -> ShipRecord:

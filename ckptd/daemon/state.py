@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ckptd.core.facts import FileFacts
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import SaveDirListing
+    from ckptd.core.save import SealedSave
     from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
+    from ckptd.daemon.waiting import Waiting
     from ckptd.errors import CkptdError
     from ckptd.journal import Journal, SaveRow
     from ckptd.remote.documents import Stem
@@ -107,6 +109,8 @@ class JobState:
     retire_refused_at: dict[str, float] = field(default_factory=dict)
     """Digest of a COMMIT that a remote would not let go → when; it is asked again an hour later."""
     completed_at: deque[float] = field(default_factory=deque)
+    waiting: dict[ShipKey, Waiting] = field(default_factory=dict)
+    """Parts that wait for other nodes' shards."""
     problems: Problems = field(default_factory=Problems)
     failures: dict[str, LocalFailure] = field(default_factory=dict)
     """What was tried on this node → why it failed, until it works or for a while."""
@@ -171,6 +175,16 @@ class JobState:
         """Journal and remember."""
         self.journal.put_ship(save_id, record)
         self.ships.setdefault(save_id, {})[record.remote, record.form] = record
+
+    def grow(self, save_id: int, save: SealedSave) -> None:
+        """More shards of a part came: it is shipped again, as another revision of its manifest."""
+        self.journal.replace_sealed(save_id, save)
+        for (remote, form), record in list(self.ships.get(save_id, {}).items()):
+            if record.state in (ShipState.WAITING, ShipState.FAILED):
+                update = {"state": ShipState.NEW, "retry_at_seconds": 0.0}
+                self.put_ship(save_id, record.model_copy(update=update))
+                self.generations.pop((save_id, remote, form), None)
+        self.load()
 
     def lose_commit(self, save_id: int, remote: str, reason: str) -> None:
         """The remote no longer vouches for a save: it counts as not committed there, and is shipped again."""

@@ -123,6 +123,9 @@ class CheckpointStatus:
     """The command that removes a save that was cut short."""
     kind: str = "resumable"
     """Or "model-only": weights alone, nothing to resume from."""
+    complete_for: str | None = None
+    """node: this node's ranks have all written, others' shards are on other nodes; job: all of it is here or
+    committed; None: not even this node's part is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

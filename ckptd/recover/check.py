@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import errors
+from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote, url_path
 from ckptd.convert.supervise import probe_restrictions
@@ -100,7 +100,7 @@ def _remote(
         verify=remote.verify,
         access=access,
         bytes_per_second=remote.bandwidth.at(time.time()),
-        node=job.node_name or socket.gethostname(),
+        node=job.node_name or this_node(os.environ),
         node_id=_CHECK_NODE_ID,
     )
     answer = attach_once(settings, REMOTE_SECONDS)

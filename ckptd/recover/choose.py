@@ -113,11 +113,22 @@ class Nodes:
 
     count: int = 1
     rank: int = 0
+    world_size: int | None = None
+    """Ranks of the coming run; None: as many as saved it."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.rank < self.count:
             msg = f"--node-rank {self.rank} is not one of --nnodes {self.count}"
             raise UsageError(msg, hint="ranks count from 0")
+
+    def ranks_of(self, dp: int, mm_count: int) -> frozenset[int] | None:
+        """Data-parallel ranks that run on this node; None: all files are wanted (another world size wants the
+        universal form), or which does not follow from the grid."""
+        is_same = self.world_size in (None, dp * mm_count)
+        if self.count == 1 or not is_same or mm_count != 1 or dp % self.count:
+            return None
+        each = dp // self.count
+        return frozenset(range(self.rank * each, (self.rank + 1) * each))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +262,7 @@ def of_node(copy: Copy, nodes: Nodes) -> Copy:
     """What of a copy one node wants."""
     files: dict[str, ManifestFile] = {}
     extras: dict[str, ManifestFile] = {}
-    for wanted in _wanted(copy.manifests, nodes):
+    for wanted in _wanted(copy, nodes):
         for file in wanted:
             (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
     return replace(copy, files=tuple(files.values()), extras=tuple(extras.values()))
@@ -271,9 +282,17 @@ def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
     return replace(copy, files=tuple(f for f in copy.files if f.shard.d is None or f.shard.d in ranks))
 
 
-def _wanted(manifests: Sequence[NodeManifest], nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
-    """All files; where as many nodes resume as saved, this node's and those that every rank reads (H58)."""
-    if nodes.count == 1 or len(manifests) != nodes.count:
+def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
+    """All files; where as many ranks resume as saved, those of this node's, and what every rank reads (H58).
+
+    By ranks, not by who shipped what: a node that was replaced shipped under two names.
+    """
+    manifests, grid = copy.manifests, copy.view.commit.grid
+    ranks = nodes.ranks_of(grid.dp, grid.mm_count) if copy.view.commit.form == ZERO else None
+    if ranks is not None:
+        return [tuple(f for f in m.files if f.shard.d is None or f.shard.d in ranks) for m in manifests]
+    is_same = nodes.world_size in (None, grid.dp * grid.mm_count)
+    if nodes.count == 1 or not is_same or len(manifests) != nodes.count:
         return [manifest.files for manifest in manifests]
     ordered = sorted(manifests, key=lowest_rank)
     shared = [tuple(f for f in m.files if f.shard.d is None) for m in ordered]
@@ -295,10 +314,17 @@ def _is_here(here: LocalSight, candidate: Candidate) -> bool:
 
 def _holds(here: LocalSight, copy: Copy) -> bool:
     """Whether the folder holds every wanted file of that save, whole."""
-    ours = here.fingerprints
+    ours, tensors = here.fingerprints, here.tensor_fingerprints
     return bool(copy.files) and all(
-        ours.get(f.path) == f.fingerprint and (f.fingerprint or f.bytes == 0) for f in copy.files
+        (ours.get(f.path) == f.fingerprint and bool(f.fingerprint or f.bytes == 0))
+        or (_is_replica(f) and tensors.get(f.path) == f.tensor_fingerprint is not None)
+        for f in copy.files
     )
+
+
+def _is_replica(file: ManifestFile) -> bool:
+    """Model states that every node has, with pickles of its own."""
+    return file.role is Role.MODEL and file.shard.d is None
 
 
 def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:

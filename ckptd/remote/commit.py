@@ -26,7 +26,7 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
-from ckptd.core.manifest_names import named_conflict
+from ckptd.core.manifest_names import absent_by_names, named_conflict
 from ckptd.core.save import mark_of_manifest
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.remote.documents import DocumentCache, read_commit, stem_of
@@ -35,6 +35,8 @@ from ckptd.remote.look import ManifestCache, Seen, look
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
+from ckptd.remote.outcome import waiting
+from ckptd.remote.replicas import leave_to_owner, tensors, tensors_of
 from ckptd.remote.store import settled
 from ckptd.remote.transfer import Transfer
 
@@ -109,6 +111,7 @@ class _Shipping:
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, seen.read)
+        self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
         try:
             with open_origin(self._order, self._root, self._control) as origin:
                 return self._carry(origin, seen)
@@ -169,13 +172,8 @@ class _Shipping:
         self, commit: CommitView, listed: tuple[KnownManifest, ...], refs: set[str]
     ) -> ShipResult:
         """Committed by others: our files are listed all the same (replicas), or are not needed for it."""
-        held = {
-            (file.path, file.tensor_fingerprint or file.fingerprint)
-            for known in listed
-            if known.sha256 in refs
-            for file in known.manifest.files
-        }
-        absent = [f for f in self._order.files if (f.path, f.tensor_fingerprint or f.fingerprint) not in held]
+        held = tensors_of(known for known in listed if known.sha256 in refs)
+        absent = [f for f in self._order.files if tensors(f) not in held]
         words = f"committed by other nodes without {', '.join(f.path for f in absent[:3])}"
         is_conflict = any(file.role not in (Role.SIDE, Role.EXTRA) for file in absent)
         return ShipResult(
@@ -231,6 +229,7 @@ class _Shipping:
             return known.manifest.source.fingerprints == self._order.manifest.source.fingerprints
         rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
         taken = {(f.path, f.tensor_fingerprint) for f in known.manifest.files if f.replica_of is not None}
+        taken |= set(known.manifest.replicas)
         return all(
             (file.path, file.bytes, file.fingerprint) in rows
             or (file.path, file.tensor_fingerprint or "") in taken
@@ -264,7 +263,9 @@ class _Shipping:
         seen = self._look(ours)
         if seen.named:
             commit = read_commit(self._store, self._where)
-            return self._ended(commit, ours, carried) if commit else _waiting((seen.words, ""), ours, carried)
+            if commit is not None:
+                return self._ended(commit, ours, carried)
+            return waiting((seen.words, ""), ours, carried, absent_by_names(seen.named, ours.manifest))
         listed = seen.read
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
@@ -281,7 +282,7 @@ class _Shipping:
             else in_the_way(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
-            return _waiting(waits, ours, carried)
+            return waiting(waits, ours, carried, coverage.absent(members) if missing else ())
         if existing is None:
             # two that began at once saw nobody: what the other listed since must not join ours
             _one_writer(self._ground, self._order)
@@ -332,18 +333,6 @@ def _one_writer(ground: Ground, order: ShipOrder) -> None:
         if other != node:
             msg = f"{ground.store.url} enforces no create-only write and node {other} writes there too"
             raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
-
-
-def _waiting(why: tuple[str, str], ours: KnownManifest, carried: Carried) -> ShipResult:
-    return ShipResult(
-        outcome="waiting",
-        reason=why[0],
-        hint=why[1],
-        manifest_key=ours.key,
-        manifest_sha256=ours.sha256,
-        bytes_sent=carried.bytes_sent,
-        bytes_skipped=carried.bytes_skipped,
-    )
 
 
 def _now() -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from ckptd.core.identity import FileIdentity, Model
-from ckptd.core.layouts import Role, ShardKey
+from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.manifest import (
     Commit,
     Decision,
@@ -21,6 +21,8 @@ from ckptd.core.manifest import (
     Tombstone,
 )
 from ckptd.core.manifest_names import ManifestName
+from ckptd.remote.beat_messages import Beat as Beat
+from ckptd.remote.beat_messages import Beats as Beats
 from ckptd.remote.events import Alive as Alive
 from ckptd.remote.events import Moving as Moving
 from ckptd.remote.making_messages import Making as Making
@@ -72,6 +74,8 @@ class ShipFile(Model):
     check_zip_crc: bool = True
     inline: str | None = None
     """The whole content, for a small file that no disk holds; `source` is not read then."""
+    is_replica: bool = False
+    """The node of data-parallel rank 0 has it too and sends it; others do when it does not come (H29)."""
     is_made: bool = False
     """An output of a plan: its bytes are made while they are sent."""
 
@@ -113,6 +117,8 @@ class ShipOrder(Model):
     shipped: tuple[Shipped, ...] = ()
     partly: tuple[PartlyShipped, ...] = ()
     save_spread_seconds: float = 60.0
+    steps_in: bool = False
+    """Replicas that nobody listed are sent too: their owner had its time."""
 
 
 class Confirm(Model):
@@ -172,7 +178,7 @@ class Cancel(Model):
     order_id: int
 
 
-_Work = Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Scrub
+_Work = Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Scrub | Beat
 Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 
 
@@ -279,6 +285,8 @@ class ShipResult(Model):
     refused: the save has no such form."""
     reason: str | None = None
     hint: str = ""
+    missing: tuple[NamedShard, ...] = ()
+    """waiting: what no manifest lists yet."""
     commit: CommitView | None = None
     manifest_key: str | None = None
     manifest_sha256: str | None = None
@@ -316,7 +324,9 @@ class ObjectDone(Model):
     object: Shipped
 
 
-_End = Attached | Observation | Unchanged | TagView | ShipResult | Confirmed | Scrubbed | Done | Failed
+_End = (
+    Attached | Observation | Unchanged | TagView | ShipResult | Confirmed | Scrubbed | Beats | Done | Failed
+)
 EVENTS = (Moving, ObjectDone, Planned, Alive)
 """All else ends the order."""
 Answer = Annotated[_End | Moving | ObjectDone | Planned | Alive, Field(discriminator="kind")]

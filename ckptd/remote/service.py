@@ -16,10 +16,13 @@ from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
 from ckptd.remote.documents import DocumentCache
+from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.messages import (
     Alive,
     Attach,
     Attached,
+    Beat,
+    Beats,
     Cancel,
     Confirm,
     Describe,
@@ -81,6 +84,7 @@ class Service:
         self._cancelled: set[int] = set()
         self._documents = DocumentCache()
         self._observed: Observation | None = None
+        self._beats: Heartbeats | None = None
 
     def expect(self, settings: RemoteSettings) -> None:
         """An order to attach was read: what is read after it means that remote, whichever thread is first."""
@@ -117,32 +121,40 @@ class Service:
         found = self._attached()
         ground = replace(found, store=watched(found.store, reporter.heard))
         if isinstance(order, Observe):
-            seen = observe(ground.store, ground.identity, self._documents)
-            bare = seen.model_copy(update={"free_bytes": None})
-            is_same = order.only_changed and bare == self._observed
-            self._observed = bare
-            return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
+            return self._observe(ground, order)
         if isinstance(order, Describe):
             node = self._settings.node if self._settings else None
             return describe(ground.store, order.tag, ground.identity, node=node, manifests=ground.manifests)
         if isinstance(order, Confirm):
             return confirm(ground.store, order.commits, ground.identity)
+        if isinstance(order, Beat):
+            return self._beat(found, order)
         if isinstance(order, ShipOrder):
             return ship(ground, order, reporter.control(self._pacer), self._open_origin)
         if isinstance(order, Scrub):
             return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
         if isinstance(order, Retire):
             retire(ground, order, reporter.check)
-        elif isinstance(order, Record):
-            record(ground.store, order.decision, ground.identity)
-        elif isinstance(order, Discard):
-            still_ours(ground.store, ground.identity)
-            for key, token in order.uploads:
-                ground.store.discard(key, token)
-        elif isinstance(order, Point):
-            still_ours(ground.store, ground.identity)
-            point(ground.store)
+        else:
+            _note(ground, order)
         return Done()
+
+    def _observe(self, ground: Ground, order: Observe) -> Observation | Unchanged:
+        """What the remote holds, or that it is as it was."""
+        seen = observe(ground.store, ground.identity, self._documents)
+        bare = seen.model_copy(update={"free_bytes": None})
+        is_same = order.only_changed and bare == self._observed
+        self._observed = bare
+        return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
+
+    def _beat(self, ground: Ground, order: Beat) -> Beats:
+        """Write ours and look at the others'."""
+        still_ours(ground.store, ground.identity)
+        if self._beats is None or self._beats.store is not ground.store:
+            self._beats = Heartbeats(ground.store)
+        if order.heartbeat is not None:
+            self._beats.put(order.heartbeat)
+        return Beats(nodes=self._beats.others(order.node, reads_all=order.reads_all))
 
     def _attach(self, settings: RemoteSettings) -> Attached:
         """Prove the remote and remember it; the lock is held."""
@@ -239,6 +251,19 @@ class _Reporter:
     def _send(self, event: Moving | ObjectDone | Planned | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
+
+
+def _note(ground: Ground, order: Order) -> None:
+    """Small changes: a person's word, the pointers, uploads that nobody goes on with."""
+    if isinstance(order, Record):
+        record(ground.store, order.decision, ground.identity)
+    elif isinstance(order, Discard):
+        still_ours(ground.store, ground.identity)
+        for key, token in order.uploads:
+            ground.store.discard(key, token)
+    elif isinstance(order, Point):
+        still_ours(ground.store, ground.identity)
+        point(ground.store)
 
 
 def _failed(error: CkptdError) -> Failed:

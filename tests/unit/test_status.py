@@ -96,13 +96,9 @@ def test_a_job_is_found_by_name_by_save_dir_and_by_file(house: Path, word: str) 
     assert [job["name"] for job in found["jobs"]] == ["b"]
 
 
-def test_a_remote_is_no_job_and_says_what_shows_it(house: Path) -> None:
-    done = status(house, "s3://bucket/run")
+def test_a_url_with_a_tag_says_what_shows_it(house: Path) -> None:
+    done = status(house, "s3://bucket/run", "global_step5")
     assert (done.returncode, "ckptd list s3://bucket/run" in done.stderr) == (2, True), done.stderr
-    (house / "nas" / "_ckptd").mkdir(parents=True)
-    (house / "nas" / "_ckptd" / "remote.json").write_text("{}")
-    done = status(house, str(house / "nas"))
-    assert (done.returncode, f"ckptd list {house / 'nas'}" in done.stderr) == (66, True), done.stderr
 
 
 def test_no_job_at_all_is_said(tmp_path: Path) -> None:

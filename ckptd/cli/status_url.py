@@ -1,0 +1,95 @@
+"""`ckptd status URL`: is the whole job safe, which nodes are alive? From the remote alone, from anywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from ckptd.recover.jobwide import JobwideStatus
+
+
+def is_remote(job: str) -> bool:
+    """A URL, or the directory of a remote."""
+    import os
+
+    return "://" in job or os.path.exists(os.path.join(job, "_ckptd", "remote.json"))
+
+
+def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
+    """Look once and print; the exit code.
+
+    Raises:
+        RemoteError: it does not answer, or is no remote of ckptd (69).
+    """
+    import os
+
+    from ckptd.recover.jobwide import Jobwide
+    from ckptd.recover.sight import look_at_remote
+    from ckptd.recover.sources import where_of
+    from ckptd.remote.access import access_of
+
+    remote = where_of(url, dict(os.environ), config_dir=config_dir).remotes[0]
+    found = Jobwide(look_at_remote(remote.name, remote.url, None, access_of(remote))).look()
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _print(found)
+    return found.exit_code
+
+
+def _print(found: JobwideStatus) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from ckptd.cli.text import printable
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    first = Text(f"{printable(found.job)}  ", style="bold")
+    first.append(found.headline, style={0: "green", 3: "yellow"}.get(found.exit_code, "red"))
+    console.print(first)
+    for problem in found.problems:
+        console.print(Text(f"  ! {printable(problem)}", style="red"))
+    for row in found.uncommitted:
+        said = (
+            f"{row.tag} (generation {row.generation}): {', '.join(row.nodes)} shipped their parts; {row.text}"
+        )
+        console.print(Text(f"  ~ {printable(said)}", style="yellow"))
+    if found.clock == "reader":
+        console.print(Text("  ages: the store's times, by this machine's clock", style="dim"))
+    if found.clock == "nodes":
+        console.print(Text("  ages: by the nodes' own clocks; this store keeps no times", style="dim"))
+    console.print(_table(found))
+
+
+def _table(found: JobwideStatus) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ckptd.cli.text import printable
+    from ckptd.core.parts import ago
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("node", "ranks", "newest", "state", "heard of", "version", ""):
+        table.add_column(column)
+    for row in found.nodes:
+        heard = "never" if row.heard_seconds_ago is None else f"{ago(row.heard_seconds_ago)} ago"
+        cells = (
+            row.node,
+            row.ranks or "-",
+            "-" if row.newest_step is None else f"step {row.newest_step}",
+            "dead?" if row.is_dead else row.state,
+            heard,
+            row.ckptd_version or "-",
+            "in the safe COMMIT" if row.is_in_safe else "",
+        )
+        table.add_row(*(escape(printable(cell)) for cell in cells))
+    return table

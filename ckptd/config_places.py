@@ -1,0 +1,78 @@
+"""One job file for every node: what `{hostname}` and `{SLURM_JOB_ID}` stand for in it, and a node's name.
+
+Filled in before the file is judged, in save_dir, node_name and the remotes' URLs alone; a name that means
+nothing here is refused with what does. `{dir}` is a glob's and left alone (config_globs.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import socket
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HOSTNAME = "hostname"
+_SLURM = ("SLURM_", "SLURMD_")
+_KEPT = {"dir"}
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def this_node(environ: Mapping[str, str]) -> str:
+    """What this node is called where nobody says it: as Slurm calls it, else its host name."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The table of a job file with its placeholders filled in.
+
+    Raises:
+        ConfigError: a placeholder that means nothing here (78).
+    """
+    made = {
+        key: _filled(value, environ, f"{where}: {key}") if key in ("save_dir", "node_name") else value
+        for key, value in data.items()
+    }
+    remotes = data.get("remote")
+    if isinstance(remotes, list):
+        made["remote"] = [
+            remote | {"url": _filled(remote["url"], environ, f"{where}: remote[{index}].url")}
+            if isinstance(remote, dict) and "url" in remote
+            else remote
+            for index, remote in enumerate(remotes)
+        ]
+    return made
+
+
+def _filled(value: Any, environ: Mapping[str, str], where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+
+    def meaning(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in _KEPT:
+            return match[0]
+        if name == HOSTNAME:
+            return socket.gethostname()
+        if name == "node_name":
+            return this_node(environ)
+        if name.startswith(_SLURM) and environ.get(name):
+            return environ[name]
+        raise _unknown(value, name, environ, where)
+
+    return _PLACEHOLDER.sub(meaning, value)
+
+
+def _unknown(value: str, name: str, environ: Mapping[str, str], where: str) -> ConfigError:
+    if name.startswith(_SLURM):
+        msg = f'{where} = "{value}": {name} is not set here'
+        return ConfigError(msg, hint="it is set in a step of a Slurm job (srun); start ckptd in one")
+    known = [HOSTNAME, "node_name", *sorted(n for n in environ if n.startswith(_SLURM))]
+    near = difflib.get_close_matches(name, known, 1)
+    msg = f'{where} = "{value}": {{{name}}} means nothing'
+    told = f"did you mean {{{near[0]}}}? " if near else ""
+    return ConfigError(msg, hint=f"{told}{{hostname}}, {{node_name}} and {{SLURM_…}} are filled in")

@@ -1,0 +1,82 @@
+"""`_ckptd/heartbeats/<node>.json`: what a node says of itself, at most once a minute (docs/contract.md).
+
+Economy and words alone: who is missing, since when, what is at risk. Nothing is committed or deleted on the
+strength of one. Durations are by the node's own clock, so that a clock which is wrong changes none of them.
+"""
+
+from __future__ import annotations
+
+from ckptd.core.identity import Model
+from ckptd.core.manifest import ROOT, Document
+from ckptd.core.names import decode_name, encode_name
+
+HEARTBEATS = f"{ROOT}/heartbeats/"
+BEAT_SECONDS = 60.0
+DEAD_SECONDS = 300.0
+"""A node that has not been heard of for so long is named."""
+
+
+class NewestSave(Model):
+    """The newest save that is complete for that node."""
+
+    tag: str
+    branch: int
+    step: int
+    written_seconds_ago: float
+    """Since its last shard was written here."""
+
+
+class SafeSave(Model):
+    """The newest committed save, as that node last saw its required remotes."""
+
+    tag: str
+    branch: int
+    step: int
+    seconds_at_risk: float
+    """Training since that save was written."""
+
+
+class Heartbeat(Document):
+    """One node of one job."""
+
+    job_id: str
+    job: str
+    node: str
+    node_id: str
+    config_digest: str
+    ckptd_version: str
+    as_of: str
+    """RFC 3339, UTC, by the node's clock; shown where a store has no times of its own."""
+    state: str
+    """ok, behind, attention, waiting or paused."""
+    ranks: tuple[int, ...] = ()
+    """Data-parallel ranks whose shards it holds of its newest save."""
+    newest: NewestSave | None = None
+    safe: SafeSave | None = None
+
+
+class SeenNode(Model):
+    """A heartbeat as it was found; `seconds_ago` None: its age cannot be told."""
+
+    node: str
+    seconds_ago: float | None
+    is_store_time: bool = True
+    """The age is by the store's own times; else by two nodes' clocks."""
+    heartbeat: Heartbeat | None = None
+    """None: it was not read, or cannot be."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Not heard of for a while."""
+        return self.seconds_ago is not None and self.seconds_ago > DEAD_SECONDS
+
+
+def heartbeat_key(node: str) -> str:
+    """Key of a node's heartbeat."""
+    return f"{HEARTBEATS}{encode_name(node)}.json"
+
+
+def node_of_key(key: str) -> str | None:
+    """The node that a key speaks of; None: it is no heartbeat's."""
+    name = key.removeprefix(HEARTBEATS)
+    return decode_name(name.removesuffix(".json")) if name.endswith(".json") and "/" not in name else None

@@ -1,0 +1,63 @@
+"""What this node says of itself in its heartbeat: its status, in durations of its own clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import __version__
+from ckptd.config import config_digest
+from ckptd.core.heartbeat import Heartbeat, NewestSave, SafeSave
+from ckptd.core.keeping import newest as newest_save
+from ckptd.core.parts import ranks_of
+from ckptd.daemon.nodes import Nodes
+from ckptd.daemon.report import job_status
+from ckptd.observe.status import rfc3339
+
+if TYPE_CHECKING:
+    from ckptd.core.save import SealedSave
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+
+
+def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
+    """The other nodes of a job."""
+    digest = config_digest(job.config)
+    return Nodes(state, job.links, lambda: heartbeat_of(job, node_id), digest, os.environ, job.wake)
+
+
+def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
+    """As of now; `job_id` is the remote's and filled in by whoever sends it."""
+    status = job_status(job)
+    newest = newest_save(job.view) if job.view is not None else None
+    safe = status.safe
+    return Heartbeat(
+        job_id=job.job_id or "",
+        job=job.config.name,
+        node=job.node,
+        node_id=node_id,
+        config_digest=config_digest(job.config),
+        ckptd_version=__version__,
+        as_of=rfc3339(time.time()),
+        state=status.state,
+        ranks=tuple(sorted(ranks_of(newest.save.files))) if newest is not None else (),
+        newest=_newest(newest.save) if newest is not None else None,
+        safe=None
+        if safe is None
+        else SafeSave(
+            tag=safe.tag,
+            branch=safe.branch,
+            step=safe.step,
+            seconds_at_risk=status.seconds_at_risk or 0.0,
+        ),
+    )
+
+
+def _newest(save: SealedSave) -> NewestSave:
+    return NewestSave(
+        tag=save.tag,
+        branch=save.branch,
+        step=save.step,
+        written_seconds_ago=round(max(0.0, time.time() - save.window.last / 1e9), 1),
+    )

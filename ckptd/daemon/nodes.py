@@ -1,0 +1,193 @@
+"""The job's other nodes, as far as one knows: heartbeats, and whether a save is spread over several (§5).
+
+Words and economy. What is committed follows from manifests alone, what is deleted from COMMITs alone; a node
+that is thought to be there, or dead, changes when a part is sent and what status says, never what is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptd.core.heartbeat import BEAT_SECONDS, SeenNode
+from ckptd.core.layouts import Role
+from ckptd.core.parts import Spread, Told, ranks_of, role_of
+from ckptd.core.view import ZERO
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ckptd.core.heartbeat import Heartbeat
+    from ckptd.core.manifest import Commit
+    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.state import JobState
+
+log = logging.getLogger("ckptd.nodes")
+
+LOOK_SECONDS = 5.0
+"""Between looks for other nodes while a save here cannot be explained without them."""
+SPREAD_SECONDS = 600.0
+"""A node that was heard of within this is one that trains with us."""
+NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+NO_BEAT = ("hf://",)
+"""Remotes that keep every version of every object for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heard:
+    nodes: tuple[SeenNode, ...] = ()
+    at_seconds: float = 0.0
+
+
+class Nodes:
+    """One job's; every method is called in the deciding thread."""
+
+    def __init__(
+        self,
+        state: JobState,
+        links: Mapping[str, RemoteLink],
+        heartbeat: Callable[[], Heartbeat],
+        config_digest: str,
+        environ: Mapping[str, str],
+        wake: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._links = links
+        self._heartbeat = heartbeat
+        self._digest = config_digest
+        self._wake = wake
+        self._is_told = any(
+            environ.get(name, "1").isdigit() and int(environ.get(name, "1")) > 1 for name in NODE_COUNTS
+        )
+        self._heard: dict[str, _Heard] = {}
+        self._beat_at: dict[str, float] = {}
+        self._looked_at: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
+
+    # --- heartbeats ------------------------------------------------------------------------------------
+
+    def turn(self, now_seconds: float) -> None:
+        """Beat where it is due; look where a save cannot be explained."""
+        for name, link in self._links.items():
+            job_id = link.settings.job_id
+            if link.attached is None or link.beat_order is not None or job_id is None:
+                continue
+            is_kept_for_ever = link.settings.url.startswith(NO_BEAT)
+            if not is_kept_for_ever and now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= BEAT_SECONDS:
+                self._beat_at[name] = now_seconds
+                heartbeat = self._heartbeat().model_copy(update={"job_id": job_id})
+                self._send(name, link, heartbeat)
+            elif self._is_in_doubt and now_seconds - self._looked_at.get(name, 0.0) >= LOOK_SECONDS:
+                self._send(name, link, None)
+
+    def _send(self, name: str, link: RemoteLink, heartbeat: Heartbeat | None) -> None:
+        self._looked_at[name] = time.monotonic()
+        waits = bool(self._state.waiting)
+
+        def heard(answer: m.Answer) -> None:
+            if isinstance(answer, m.Beats):
+                before = self.is_spread
+                self._heard[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
+                if self.is_spread != before:
+                    self._wake()
+            else:
+                log.debug("heartbeat on %s: %s", name, answer)
+
+        beat = m.Beat(heartbeat=heartbeat, node=link.settings.node, reads_all=waits)
+        link.beat_order = link.order(beat, heard)
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        """Shards lack, and nobody but us is known."""
+        is_lacking = any(v.missing for v in self._state.verdicts.values()) or bool(self._without_model())
+        return is_lacking and not self.is_spread
+
+    @property
+    def others(self) -> tuple[SeenNode, ...]:
+        """Other nodes by name, each as it was heard of last, ages as of now."""
+        found: dict[str, SeenNode] = {}
+        for heard in self._heard.values():
+            since = time.monotonic() - heard.at_seconds
+            for seen in heard.nodes:
+                age = None if seen.seconds_ago is None else seen.seconds_ago + since
+                known = found.get(seen.node)
+                if known is None or (age or 0.0) < (known.seconds_ago or 0.0):
+                    found[seen.node] = seen.model_copy(update={"seconds_ago": age})
+        return tuple(found[name] for name in sorted(found))
+
+    # --- what follows ----------------------------------------------------------------------------------
+
+    @property
+    def is_spread(self) -> bool:
+        """The job runs on several nodes: by Slurm's word, those heard of lately, or its newest COMMIT."""
+        if self._is_told or any(
+            seen.seconds_ago is not None and seen.seconds_ago < SPREAD_SECONDS for seen in self.others
+        ):
+            return True
+        newest = self._newest_commit()
+        return newest is not None and len(newest.manifests) > 1
+
+    def spread(self, tag: str) -> Spread | None:
+        """For the verdict on one folder; None: all of it should lie here."""
+        if not self.is_spread:
+            return None
+        parts = [row for row in self._state.rows.values() if row.save.is_part]
+        newest = max(parts, key=lambda row: row.save.order, default=None)
+        spread = Spread(usual=ranks_of(newest.save.files) if newest is not None else frozenset())
+        return replace(spread, told=self._told(tag)) if tag in self._without_model() else spread
+
+    def _without_model(self) -> frozenset[str]:
+        """Folders with optimizer shards and no model states, as nodes without rank 0 have them."""
+        listing = self._state.listing
+        return frozenset(
+            folder.tag
+            for folder in (listing.folders if listing else ())
+            if (roles := {role_of(file.path) for file in folder.shards}) and roles == {Role.OPTIM}
+        )
+
+    def _told(self, tag: str) -> Told | None:
+        """What another node's manifest of the tag proves; asked for again while there is none."""
+        now = time.monotonic()
+        for link in self._links.values():
+            view = link.tag_views.get(tag)
+            newest = max(
+                (v.manifest for v in view.manifests if v.manifest.form == ZERO) if view else (),
+                key=lambda manifest: manifest.generation,
+                default=None,
+            )
+            if newest is not None:
+                return Told(grid=newest.grid, step=newest.step, node=newest.node)
+        if now - self._asked_at.get(tag, 0.0) >= LOOK_SECONDS:
+            self._asked_at[tag] = now
+            for link in self._links.values():
+                if link.attached is not None:
+                    link.describe(tag, self._wake)
+        return None
+
+    def _newest_commit(self) -> Commit | None:
+        commits = [
+            view.commit
+            for link in self._links.values()
+            if link.observation
+            for view in link.observation.commits
+            if view.commit.form == ZERO and not view.disputed
+        ]
+        return max(commits, key=lambda c: (c.branch, c.step, c.save_seq), default=None)
+
+    def differing(self) -> tuple[str, ...]:
+        """Nodes that said lately that their job file tells another thing of what is kept (H12).
+
+        What COMMITs tell of it is in core/blocking.py; this one is known before the next COMMIT.
+        """
+        found = {
+            seen.node
+            for seen in self.others
+            if seen.heartbeat is not None
+            and seen.seconds_ago is not None
+            and seen.seconds_ago < SPREAD_SECONDS
+            and seen.heartbeat.config_digest != self._digest
+        }
+        return tuple(sorted(found))

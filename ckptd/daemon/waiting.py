@@ -1,0 +1,75 @@
+"""Why a part of a save is not committed yet: which ranks are missing, and where they were last (P17)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.missing import late
+from ckptd.core.view import ShipState
+
+if TYPE_CHECKING:
+    from ckptd.core.layouts import NamedShard
+    from ckptd.core.rows import SaveRow
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What the last attempt to commit lacked; `reason`: the same in words."""
+
+    reason: str
+    hint: str = "see the other nodes"
+    missing: tuple[NamedShard, ...] = ()
+
+
+def see_waiting(job: Job, state: JobState) -> None:
+    """Raise `commit-waiting`, or `commit-incomplete` once the other nodes had their time."""
+    for key, waiting in list(state.waiting.items()):
+        row = state.rows.get(key[0])
+        if row is None or state.ship(*key).state is not ShipState.WAITING:
+            del state.waiting[key]
+            continue
+        about = f"{row.save.tag} → {key[1]}"
+        age = time.time() - row.sealed_at
+        lost = late(waiting.missing, job.nodes.others, row.save.step, age)
+        if lost is None:
+            job.problems.see("commit-waiting", about, f"{about}: {waiting.reason}", waiting.hint)
+        else:
+            text = f"{about}: {lost}{_other_save(job, row, key[1])}"
+            job.problems.see("commit-incomplete", about, text, _cure(job))
+
+
+def _other_save(job: Job, row: SaveRow, remote: str) -> str:
+    """Others that shipped their parts of the tag as another generation: of another save than ours."""
+    view = job.links[remote].tag_views.get(row.save.tag) if remote in job.links else None
+    ours = job.state.ship(row.id, remote, "zero").generation if job.state else None
+    found = sorted(
+        {
+            (v.manifest.generation, v.manifest.node)
+            for v in (view.manifests if view else ())
+            if v.manifest.form == "zero"
+            and v.manifest.generation != ours
+            and not v.committed
+            and v.manifest.node != job.node
+        }
+    )
+    return "".join(
+        f"; node {node} shipped another save of this tag, as generation {g}" for g, node in found[-2:]
+    )
+
+
+def _cure(job: Job) -> str:
+    back = "bring that node's daemon back, or train on: the next save is not concerned"
+    return f"{back}; what is committed: ckptd list {job.config.name}"
+
+
+def see_nodes(job: Job) -> None:
+    """Nodes that were told something else of what is kept."""
+    differing = job.nodes.differing()
+    if differing:
+        text = f"the configuration of {', '.join(differing)} is another than this node's: nothing is deleted"
+        cure = "give every node the same job file (retention, forms, remotes), then: ckptd reload"
+        job.problems.see("config-differs", "nodes", text, cure)

@@ -1,0 +1,337 @@
+"""A whole job as its remote knows it: what is safe, which nodes are alive, which saves lack whose shards.
+
+The data of `ckptd status URL`: from COMMITs, node manifests and heartbeats, from anywhere. Ages are by the
+store's own times; what is by other clocks says so (`clock`). Safe is what a COMMIT proves, heartbeats tell.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.core import coverage
+from ckptd.core.coverage import order_of
+from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
+from ckptd.core.manifest import decode_name
+from ckptd.core.missing import late
+from ckptd.core.parts import ago, ranks_in_words
+from ckptd.core.view import ZERO
+from ckptd.remote.clock import store_now_seconds
+from ckptd.remote.documents import read_generation
+from ckptd.remote.heartbeats import Heartbeats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.manifest import Commit
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.remote.messages import CommitView
+    from ckptd.remote.store import Store
+
+SCHEMA_VERSION = 1
+MOST_OPEN = 3
+"""Uncommitted saves that are looked into, the newest by the numbers in their tags."""
+SKEW_SECONDS = 5.0
+
+Verdict = Literal["safe", "behind", "not-safe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafeRow:
+    """The newest committed save that a run can go on from. Ages in seconds."""
+
+    tag: str
+    generation: int
+    branch: int
+    step: int
+    committed_at: str
+    age_seconds: float
+    commit_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One node; `heard_seconds_ago` None: only its manifests are known."""
+
+    node: str
+    node_id: str | None
+    heard_seconds_ago: float | None
+    is_store_time: bool
+    is_dead: bool
+    state: str
+    """What its daemon last said: ok, behind, attention, waiting, paused; unknown."""
+    newest_step: int | None
+    newest_tag: str | None
+    ranks: str
+    ckptd_version: str | None
+    config_digest: str | None
+    is_in_safe: bool
+    """The safe COMMIT rests on a manifest of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRow:
+    """A save that some nodes shipped their parts of and that is not committed."""
+
+    tag: str
+    generation: int
+    step: int
+    nodes: tuple[str, ...]
+    missing: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobwideStatus:
+    """Everything that is shown; `seconds_at_risk`: training since the safe save was written."""
+
+    url: str
+    job: str
+    job_id: str
+    verdict: Verdict
+    headline: str
+    safe: SafeRow | None
+    nodes_alive: int
+    nodes_expected: int
+    seconds_at_risk: float | None
+    newest_step: int | None
+    nodes: tuple[NodeRow, ...] = ()
+    uncommitted: tuple[OpenRow, ...] = ()
+    problems: tuple[str, ...] = ()
+    clock: Literal["store", "reader", "nodes"] = "store"
+    """By whose time ages are: the store's; this machine's, compared with the store's times; the nodes'."""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def exit_code(self) -> int:
+        """0 safe · 1 a person is needed · 3 behind (docs/contract.md)."""
+        if self.verdict == "not-safe" or self.problems:
+            return 1
+        return 3 if self.verdict == "behind" else 0
+
+
+class Jobwide:
+    """One look at one remote."""
+
+    def __init__(self, sight: RemoteSight) -> None:
+        self._sight = sight
+        self._store: Store = sight.store
+        self._problems: list[str] = []
+        self._clock: Literal["store", "reader", "nodes"] = "store"
+
+    def look(self) -> JobwideStatus:
+        """Read what there is; the remote was seen a moment ago (`sight`).
+
+        Raises:
+            RemoteError: it stopped answering.
+        """
+        seen = self._nodes()
+        commits = [
+            view
+            for view in self._sight.commits
+            if view.commit.form == ZERO and not view.commit.grid.is_model_only
+        ]
+        safe = commits[-1] if commits else None
+        age = self._age_of(safe) if safe is not None else None
+        opened = self._open(safe, seen)
+        rows = self._rows(seen, safe)
+        steps = [row.newest_step for row in rows if row.newest_step is not None]
+        newest = max([*steps, *(row.step for row in opened)], default=None)
+        self._see_nodes(rows)
+        identity = self._sight.observation.identity
+        shown = _safe(safe, age or 0.0) if safe is not None else None
+        verdict: Verdict = (
+            "not-safe" if shown is None else "behind" if _is_behind(shown, seen, opened) else "safe"
+        )
+        alive = sum(not row.is_dead and row.heard_seconds_ago is not None for row in rows)
+        risk = _at_risk(shown, seen)
+        return JobwideStatus(
+            url=self._sight.url,
+            job=identity.job,
+            job_id=identity.job_id,
+            verdict=verdict,
+            headline=_headline(verdict, shown, alive, len(rows), risk, newest),
+            safe=shown,
+            nodes_alive=alive,
+            nodes_expected=len(rows),
+            seconds_at_risk=None if risk is None else round(risk, 1),
+            newest_step=newest,
+            nodes=rows,
+            uncommitted=opened,
+            problems=tuple(self._problems),
+            clock=self._clock,
+        )
+
+    # --- nodes -----------------------------------------------------------------------------------------
+
+    def _nodes(self) -> tuple[SeenNode, ...]:
+        """Every heartbeat; ages by the store's present where it tells it, else by this machine's clock."""
+        now = store_now_seconds(self._store)
+        if now is None:
+            self._clock, now = "reader", time.time()
+        beats = Heartbeats(self._store)
+        found = beats.others("", reads_all=True, now_seconds=now)
+        if any(not seen.is_store_time for seen in found):
+            self._clock = "nodes"
+        ahead = beats.newest_seconds - now
+        if ahead > SKEW_SECONDS:
+            self._problems.append(
+                f"this machine's clock is {ago(ahead)} behind the store's: ages are from its newest object on"
+            )
+        self._now_seconds = max(now, beats.newest_seconds)
+        return found
+
+    def _rows(self, seen: Sequence[SeenNode], safe: CommitView | None) -> tuple[NodeRow, ...]:
+        """Nodes of the safe COMMIT and those that are alive; who left before it is nobody's loss."""
+        shipped = _nodes_of(safe.commit) if safe is not None else set()
+        known = {one.node: one for one in seen}
+        names = shipped | {one.node for one in seen if not one.is_dead}
+        if safe is None:
+            names |= set(known)
+        return tuple(_row(name, known.get(name), is_in_safe=name in shipped) for name in sorted(names))
+
+    def _see_nodes(self, rows: Sequence[NodeRow]) -> None:
+        for row in rows:
+            if row.is_dead and row.heard_seconds_ago is not None:
+                clock = "" if row.is_store_time else " (by the nodes' own clocks)"
+                self._problems.append(
+                    f"node {row.node} has not been heard of for {ago(row.heard_seconds_ago)}{clock}"
+                )
+        digests: dict[str, list[str]] = {}
+        for row in rows:
+            if row.config_digest is not None and not row.is_dead:
+                digests.setdefault(row.config_digest, []).append(row.node)
+        if len(digests) > 1:
+            fewest = min(digests.values(), key=lambda nodes: (len(nodes), nodes))
+            names = ", ".join(fewest[:5])
+            self._problems.append(
+                f"{names} has another configuration than the other nodes: nothing is deleted"
+            )
+
+    # --- saves -----------------------------------------------------------------------------------------
+
+    def _age_of(self, view: CommitView) -> float:
+        """Of a COMMIT, by the store's time of the object."""
+        info = self._store.stat(view.key)
+        if info is not None and info.mtime_ns:
+            return max(0.0, self._now_seconds - info.mtime_ns / 1e9)
+        self._clock = "nodes"
+        at = view.commit.committed_at_seconds
+        return max(0.0, self._now_seconds - at) if at is not None else 0.0
+
+    def _open(self, safe: CommitView | None, seen: Sequence[SeenNode]) -> tuple[OpenRow, ...]:
+        """Uncommitted saves beyond the safe one, and what each lacks."""
+        stems = [where for where in self._sight.observation.uncommitted if where[2] == ZERO]
+        stems.sort(key=lambda where: (_number(where[0]), where[1]), reverse=True)
+        rows = []
+        for where in stems[:MOST_OPEN]:
+            members = coverage.newest_revisions(read_generation(self._store, where))
+            if not members:
+                continue
+            lead = max((known.manifest for known in members), key=lambda m: (m.branch, m.step, m.save_seq))
+            order = (lead.branch, lead.step, lead.save_seq)
+            if safe is not None and order <= order_of(safe.commit):
+                continue
+            missing = coverage.absent(members)
+            age = self._age_of_manifests(tuple(known.key for known in members))
+            lost = late(missing, seen, lead.step, age)
+            nodes = tuple(sorted({known.manifest.node for known in members}))
+            text = lost or f"{len(missing)} shards are on their way"
+            if lost is not None:
+                self._problems.append(f"{lead.tag} is not committed: {lost}")
+            rows.append(
+                OpenRow(
+                    tag=lead.tag,
+                    generation=lead.generation,
+                    step=lead.step,
+                    nodes=nodes,
+                    missing=len(missing),
+                    text=text,
+                )
+            )
+        return tuple(rows)
+
+    def _age_of_manifests(self, keys: tuple[str, ...]) -> float:
+        """Since the first part was shipped."""
+        infos = [info for info in map(self._store.stat, keys) if info is not None and info.mtime_ns]
+        return max((self._now_seconds - info.mtime_ns / 1e9 for info in infos), default=0.0)
+
+
+def _number(tag: str) -> int:
+    found = re.search(r"(\d{1,18})(?!.*\d)", tag)
+    return int(found[1]) if found else 0
+
+
+def _nodes_of(commit: Commit) -> set[str]:
+    """Names of the nodes whose manifests a COMMIT rests on: they stand in the keys."""
+    names = (ref.key.rsplit("/", 1)[-1].partition("~")[0] for ref in commit.manifests)
+    return {decode_name(name) for name in names if name}
+
+
+def _row(name: str, seen: SeenNode | None, *, is_in_safe: bool) -> NodeRow:
+    beat = seen.heartbeat if seen is not None else None
+    age = seen.seconds_ago if seen is not None else None
+    return NodeRow(
+        node=name,
+        node_id=beat.node_id if beat else None,
+        heard_seconds_ago=None if age is None else round(age, 1),
+        is_store_time=seen is None or seen.is_store_time,
+        is_dead=age is not None and age > DEAD_SECONDS,
+        state=beat.state if beat else "unknown",
+        newest_step=beat.newest.step if beat and beat.newest else None,
+        newest_tag=beat.newest.tag if beat and beat.newest else None,
+        ranks=ranks_in_words(beat.ranks) if beat else "",
+        ckptd_version=beat.ckptd_version if beat else None,
+        config_digest=beat.config_digest if beat else None,
+        is_in_safe=is_in_safe,
+    )
+
+
+def _safe(view: CommitView, age_seconds: float) -> SafeRow:
+    commit = view.commit
+    return SafeRow(
+        tag=commit.tag,
+        generation=commit.generation,
+        branch=commit.branch,
+        step=commit.step,
+        committed_at=commit.committed_at,
+        age_seconds=round(age_seconds, 1),
+        commit_sha256=view.sha256,
+    )
+
+
+def _is_behind(safe: SafeRow, seen: Sequence[SeenNode], opened: Sequence[OpenRow]) -> bool:
+    """A node has, or some shipped, a newer save than the safe one."""
+    newer = [
+        one.heartbeat.newest
+        for one in seen
+        if one.heartbeat is not None and one.heartbeat.newest is not None and not one.is_dead
+    ]
+    return bool(opened) or any((n.branch, n.step) > (safe.branch, safe.step) for n in newer)
+
+
+def _at_risk(safe: SafeRow | None, seen: Sequence[SeenNode]) -> float | None:
+    """Since the safe save was written, by the nodes that said so of that very save; else since its COMMIT."""
+    if safe is None:
+        return None
+    told = [
+        one.heartbeat.safe.seconds_at_risk + (one.seconds_ago or 0.0)
+        for one in seen
+        if one.heartbeat is not None
+        and one.heartbeat.safe is not None
+        and (one.heartbeat.safe.tag, one.heartbeat.safe.step) == (safe.tag, safe.step)
+    ]
+    return max([*told, safe.age_seconds])
+
+
+def _headline(
+    verdict: Verdict, safe: SafeRow | None, alive: int, expected: int, risk: float | None, newest: int | None
+) -> str:
+    nodes = f"{alive}/{expected} nodes"
+    if safe is None:
+        return f"NOT SAFE: nothing is committed yet; {nodes}"
+    text = f"{verdict.upper()}: step {safe.step} committed {ago(safe.age_seconds)} ago, {nodes}"
+    behind = f", step {newest} is not committed yet" if verdict == "behind" and newest is not None else ""
+    return f"{text}{behind}, {ago(risk or 0.0)} of training at risk"

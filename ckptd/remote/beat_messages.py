@@ -1,0 +1,26 @@
+"""The order to write this node's heartbeat and to look at the others', and its answer (docs/contract.md)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ckptd.core.heartbeat import Heartbeat, SeenNode
+from ckptd.core.identity import Model
+
+
+class Beat(Model):
+    """Write the heartbeat, where one is given; say which other nodes were heard of, and when."""
+
+    op: Literal["beat"] = "beat"
+    heartbeat: Heartbeat | None = None
+    node: str
+    """Whose is not told."""
+    reads_all: bool = False
+    """Read every heartbeat afresh; else those that are not known, or were read long ago."""
+
+
+class Beats(Model):
+    """The other nodes."""
+
+    kind: Literal["beats"] = "beats"
+    nodes: tuple[SeenNode, ...] = ()

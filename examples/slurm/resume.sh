@@ -1,0 +1,13 @@
+#!/bin/sh
+# One node: make its save_dir resumable, say in one line from what. Run once per node, before any daemon is started,
+# so that no node commits while another chooses. Exit code 0: "resume TAG" or "fresh"; anything else: do not train.
+set -u
+path=$(ckptd resume "$CKPTD_JOB" --nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" \
+    --world-size "$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))")
+code=$?
+case $code in
+    0) echo "resume $(basename "$path")" ;;
+    4) echo "fresh" ;;
+    *) echo "${SLURMD_NODENAME:-node}: ckptd resume ended with $code: not training" >&2
+       exit "$code" ;;
+esac

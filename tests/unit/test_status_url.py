@@ -1,0 +1,189 @@
+"""`ckptd status URL`: the whole job from its remote, in words, in JSON and as an exit code (P17)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptd.core.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
+from ckptd.core.manifest import to_bytes
+from ckptd.remote.directory import DirectoryStore
+from tests.stores.scene import Node
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NODES = 4
+
+
+def beat(node: int, *, step: int = 5, seconds_at_risk: float = 660, digest: str = "c") -> Heartbeat:
+    name = f"n{node}"
+    return Heartbeat(
+        job_id="j" * 32,
+        job="job",
+        node=name,
+        node_id=f"id-{name}",
+        config_digest=digest,
+        ckptd_version="1",
+        as_of="2020-01-01T00:00:00Z",
+        state="ok",
+        ranks=(node,),
+        newest=NewestSave(tag=f"global_step{step}", branch=0, step=step, written_seconds_ago=1),
+        safe=SafeSave(tag="global_step5", branch=0, step=5, seconds_at_risk=seconds_at_risk),
+    )
+
+
+@pytest.fixture
+def nas(tmp_path: Path) -> Path:
+    """A job of four nodes with one rank each: global_step5 is committed by all of them."""
+    root = tmp_path / "nas"
+    root.mkdir()
+    store = DirectoryStore(str(root), owner="t")
+    for number in range(NODES):
+        ship(store, tmp_path, number)
+        store.put(heartbeat_key(f"n{number}"), to_bytes(beat(number)))
+    return root
+
+
+def ship(
+    store: DirectoryStore, tmp_path: Path, number: int, tag: str = "global_step5", step: int = 5
+) -> None:
+    """Node `number` ships its shard of a save of four ranks; node 0 the model states too."""
+    node = Node(tmp_path / f"save{number}", name=f"n{number}", dp=NODES, tag=tag)
+    node.write_all()
+    for path in (node.save_dir / tag).iterdir():
+        if f"rank_{number}_" not in path.name and not (number == 0 and path.name.startswith("mp_rank")):
+            path.unlink()
+    node.ship(node.attached(store), node.order(node.sealed(step=step)))
+
+
+def put(nas: Path, heartbeat: Heartbeat, seconds_ago: float = 0.0) -> None:
+    """A heartbeat as the store has it since so long."""
+    key = heartbeat_key(heartbeat.node)
+    DirectoryStore(str(nas), owner="t").put(key, to_bytes(heartbeat))
+    at = time.time() - seconds_ago
+    os.utime(nas / key, (at, at))
+
+
+def status(nas: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckptd", "status", str(nas), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def document(nas: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(status(nas, "--json").stdout)
+    return found
+
+
+def test_a_safe_job_is_said_in_one_line(nas: Path) -> None:
+    done = status(nas)
+    first = done.stdout.splitlines()[0]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert first.startswith("job  SAFE: step 5 committed ")
+    assert ", 4/4 nodes, 11 min of training at risk" in first
+    assert all(f"n{number} " in done.stdout for number in range(NODES))
+
+
+def test_ages_are_durations_whatever_the_nodes_clocks_say(nas: Path) -> None:
+    """Heartbeats of nodes whose clocks stand years back (`as_of`): nobody is dead."""
+    found = document(nas)
+    assert all(not node["is_dead"] and node["heard_seconds_ago"] < 300 for node in found["nodes"])
+    assert 660 <= found["seconds_at_risk"] < 960
+
+
+def test_a_dead_node_is_named(nas: Path) -> None:
+    put(nas, beat(3), seconds_ago=14 * 60)
+    done = status(nas)
+    assert done.returncode == 1
+    assert "node n3 has not been heard of for 14 min" in done.stdout
+    assert "3/4 nodes" in done.stdout.splitlines()[0]
+
+
+def test_a_save_that_lacks_a_nodes_part_is_behind_and_says_whose(nas: Path, tmp_path: Path) -> None:
+    store = DirectoryStore(str(nas), owner="t")
+    for number in range(3):
+        ship(store, tmp_path, number, tag="global_step9", step=9)
+        put(nas, beat(number, step=9))
+    found = document(nas)
+    assert (found["verdict"], found["newest_step"]) == ("behind", 9)
+    (row,) = found["uncommitted"]
+    assert (row["tag"], row["missing"], row["nodes"]) == ("global_step9", 1, ["n0", "n1", "n2"])
+    assert status(nas).returncode == 3
+    put(nas, beat(3), seconds_ago=14 * 60)
+    for path in (nas / "_ckptd" / "nodes").rglob("*.json"):
+        os.utime(path, (time.time() - 600, time.time() - 600))
+    done = status(nas)
+    assert done.returncode == 1
+    assert "global_step9 is not committed: missing rank 3 (last seen on n3, 14 min ago)" in done.stdout
+
+
+def test_a_node_that_was_replaced_is_missed_until_the_next_commit(nas: Path) -> None:
+    put(nas, beat(3), seconds_ago=3600)
+    put(nas, beat(3).model_copy(update={"node": "spare", "node_id": "id-spare"}))
+    found = document(nas)
+    assert (found["nodes_alive"], found["nodes_expected"]) == (4, 5)
+
+
+def test_another_configuration_is_named(nas: Path) -> None:
+    put(nas, beat(2, digest="other"))
+    done = status(nas)
+    assert done.returncode == 1
+    assert "n2 has another configuration than the other nodes" in done.stdout
+
+
+def test_a_reader_whose_clock_is_behind_says_so(nas: Path) -> None:
+    for number in range(NODES):
+        put(nas, beat(number), seconds_ago=-7200)
+    found = document(nas)
+    assert all(not node["is_dead"] for node in found["nodes"])
+    assert "this machine's clock is 2.0 h behind the store's" in found["problems"][0]
+
+
+def test_nothing_committed_is_not_safe(tmp_path: Path) -> None:
+    root = tmp_path / "nas"
+    root.mkdir()
+    ship(DirectoryStore(str(root), owner="t"), tmp_path, 0)
+    done = status(root)
+    assert done.returncode == 1
+    assert done.stdout.startswith("job  NOT SAFE: nothing is committed yet")
+
+
+def test_no_remote_there_is_said(tmp_path: Path) -> None:
+    done = status(f"file://{tmp_path}/none")  # type: ignore[arg-type]
+    assert done.returncode in (69, 78), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_document_keeps_its_shape(nas: Path) -> None:
+    """docs/contract.md names these."""
+    found = document(nas)
+    assert found["schema_version"] == 1
+    assert set(found) == {
+        *(
+            "schema_version",
+            "url",
+            "job",
+            "job_id",
+            "verdict",
+            "headline",
+            "safe",
+            "nodes_alive",
+            "nodes_expected",
+        ),
+        *("seconds_at_risk", "newest_step", "nodes", "uncommitted", "problems", "clock"),
+    }
+    assert set(found["nodes"][0]) == {
+        *("node", "node_id", "heard_seconds_ago", "is_store_time", "is_dead", "state", "newest_step"),
+        *("newest_tag", "ranks", "ckptd_version", "config_digest", "is_in_safe"),
+    }
