@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "faults.md"
 FIGURES = ROOT / ".build" / "figures"
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 HEAD = "| fault | run | runs | deaths | violations | command | date |\n|---|---|---|---|---|---|---|"
-WITHOUT_NUMBER = {"sim": "F3", "commits": "F1", "generations": "F19"}
+WITHOUT_NUMBER = {"sim": "F3", "commits": "F1", "generations": "F19", "fleet": "F19"}
 """Runs that name no fault."""
 
 FAULTS = {

@@ -168,14 +168,10 @@ def _supplements(store: Store, where: Stem) -> list[str]:
 
 
 def _listed_elsewhere(store: Store, where: Stem) -> set[str]:
-    """Keys that any other manifest of the tag lists, committed or not: they stay (H17).
-
-    No manifest lists an object below another tag's folder, so those of other tags need not be read.
-    """
+    """Keys that any other manifest lists, committed or not: they stay (H17)."""
     needed: set[str] = set()
     for other in generations_with_manifests(store) - {where}:
-        if other[0] == where[0]:
-            needed |= objects_of(_readable(store, other)).keys()
+        needed |= objects_of(_readable(store, other)).keys()
     return needed
 
 

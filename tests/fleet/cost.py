@@ -111,19 +111,23 @@ def main(arguments: list[str]) -> int:
     """Measure, print the table, plot."""
     parser = argparse.ArgumentParser(prog="python -m tests.fleet.cost", description=__doc__)
     parser.add_argument("--most", type=int, default=1024)
+    parser.add_argument("--least", type=int, default=1, help="those below are taken from the last run")
     parser.add_argument("--plot", type=Path)
     chosen = parser.parse_args(arguments)
-    costs = []
+    kept = ROOT / ".build" / "fleet-cost.json"
+    known = json.loads(kept.read_text()) if kept.is_file() else []
+    costs = [cost for cost in (Cost(**one) for one in known) if cost.nodes < chosen.least]
     print("| nodes | requests, mean node | busiest node | documents read | listing pages | to COMMIT |")
     print("|---|---|---|---|---|---|")
-    for nodes in (size for size in SIZES if size <= chosen.most):
+    for cost in costs:
+        print(row(cost))
+    for nodes in (size for size in SIZES if chosen.least <= size <= chosen.most):
         costs.append(measure(nodes))
         print(row(costs[-1]), flush=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps([{name: getattr(c, name) for name in Cost.__slots__} for c in costs]))
     if chosen.plot is not None:
         plot(costs, chosen.plot)
-    figures = ROOT / ".build" / "fleet-cost.json"
-    figures.parent.mkdir(parents=True, exist_ok=True)
-    figures.write_text(json.dumps([{name: getattr(c, name) for name in c.__slots__} for c in costs]))
     return 0
 
 
