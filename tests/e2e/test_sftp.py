@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -89,8 +89,12 @@ def test_an_unknown_host_is_said_with_the_next_step(node: Node, server: Sshd) ->
         assert "Traceback" not in words
     node.start()
     node.save(1)
-    node.wait("the problem", lambda: node.problems(), 30)
-    (problem,) = [p for p in node.status()["problems"] if p["code"].startswith("remote")]
+
+    def of_the_remote() -> list[dict[str, Any]]:
+        return [p for p in node.status()["problems"] if p["code"].startswith("remote")]
+
+    node.wait("the problem", of_the_remote)
+    (problem,) = of_the_remote()
     assert "known_hosts" in problem["text"]
     assert "ssh -p" in problem["next_step"]
     assert not node.nas.exists()

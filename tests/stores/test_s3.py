@@ -183,7 +183,8 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
             {part: n for (key, part), n in (between.parts() - before).items() if key.endswith("t/x")}
         )
         assert sent == Counter(set(range(1, parts + 1)) - held)
-        assert tries - len(held) <= PARTS_AT_ONCE
+        # the part that was refused was tried both ways
+        assert tries - len(held) <= PARTS_AT_ONCE + 1
         assert again.get("t/x") == data
 
 
