@@ -191,9 +191,9 @@ def _verify(place: Place) -> list[str]:
 
 def every(calls: Calls, seed: int) -> list[Point]:
     """Every call of every scenario, before and after it, and half of a write; in an order of the seed's."""
-    rng = random.Random(seed)
     points: list[Point] = []
     for name, parts in calls.items():
+        rng = random.Random(f"{seed} {name}")  # another way of living that changes changes no names here
         columns = [_fates(made, save) for save, made in enumerate(parts)]
         lives = max(map(len, columns))
         for column in columns:
@@ -203,7 +203,7 @@ def every(calls: Calls, seed: int) -> list[Point]:
             fates = tuple(fate for fate in drawn if fate.at)
             several = [fates] if number % ALONE else [(fate,) for fate in fates]
             points += [Point(name, some, verifies=number % VERIFIED == 0) for some in several if some]
-    rng.shuffle(points)
+    random.Random(seed).shuffle(points)
     return points
 
 
