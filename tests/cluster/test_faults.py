@@ -131,6 +131,7 @@ def test_a_part_grows_and_ranks_that_saved_here_before_are_waited_for(tmp_path: 
         assert here.manifests("global_step4")["b"]["revision"] == 1
 
 
+@pytest.mark.full
 def test_another_configuration_deletes_nothing_and_says_so(tmp_path: Path) -> None:
     """A node that was told to keep less than the others is an alarm on every node (H12)."""
     with cluster(tmp_path) as here:
