@@ -33,6 +33,7 @@ def test_ships_converts_commits_and_keeps_the_limit(tmp_path: Path) -> None:
         here.wait("two on the node", lambda: here.local_tags() == {"global_step4", "global_step5"})
         here.wait("three in the NAS", lambda: len(here.commits()) == 3)
         here.wait("its universal form", lambda: "global_step5~g1" in here.commits("universal"))
+        here.wait("the pointer that follows its COMMIT", (here.nas / "latest_universal").exists)
 
         assert all(same_bytes(here, f"global_step{n}", RUN, n) for n in (3, 4, 5))
         assert (here.nas / "latest").read_text() == "global_step5"
