@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
     from ckptd.core.save import SealedSave
     from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
-<<<<<<< HEAD
-    from ckptd.daemon.waiting import Waiting
-=======
     from ckptd.daemon.sharing import Sharer
->>>>>>> 1e4c12f (Another host over the same directory: one of the two stands by, both say so)
+    from ckptd.daemon.waiting import Waiting
     from ckptd.errors import CkptdError
     from ckptd.journal import Journal, SaveRow
     from ckptd.remote.documents import Stem
