@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.blocking import blocked
 from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.lifecycle import State
+from ckptd.daemon.sharing import see_sharer
 
 if TYPE_CHECKING:
     from ckptd.core.lifecycle import Verdict
@@ -32,6 +33,7 @@ def see_alarms(job: Job, state: JobState) -> None:
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
     _see_blocked(job, state)
+    see_sharer(job, state)
     if job.view is not None:
         _see_other_configurations(job, job.view)
 

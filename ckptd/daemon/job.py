@@ -298,7 +298,7 @@ class Job:
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self._may_delete and not self.nodes.differing(),
-            is_paused=self.control.pause is not None,
+            is_paused=self.control.pause is not None or bool(state.sharer and state.sharer.stands_by),
             drain=self.control.drain_view(self, state),
         )
         state.plan = plan(self.view)

@@ -27,7 +27,8 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_orders, named_in
+from ckptd.daemon.seen import named_in
+from ckptd.daemon.sharing import learn
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 from ckptd.remote import messages as m
@@ -180,7 +181,6 @@ class Knowledge(Recogniser):
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
         """The order in a committed manifest that lists exactly these shards, or that they had here before."""
-        # what a trainer removed comes back as it was when the power goes before that is on disk
         for row in self._state.rows.values():
             if row.save.tag == tag and row.save.fingerprints == fingerprints:
                 return row.save.order
@@ -268,7 +268,7 @@ class Knowledge(Recogniser):
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
-            adopt_orders(self._state, name, ZERO, link.observation)
+            learn(self._state, link, self.tags_at_start)
         self._notice_lost()
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:

@@ -48,6 +48,7 @@ Code = Literal[
     "retire-blocked",
     "retention-blocked",
     "config-differs",
+    "save-dir-shared",
     "hold-released",
     "vanished-uncommitted",
     "vanished-kept",

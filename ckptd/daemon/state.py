@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
     from ckptd.core.save import SealedSave
     from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
+    from ckptd.daemon.sharing import Sharer
     from ckptd.daemon.waiting import Waiting
     from ckptd.errors import CkptdError
     from ckptd.journal import Journal, SaveRow
@@ -82,6 +83,8 @@ class JobState:
     journal: Journal
     config_digest: str = ""
     """Of what all nodes of the job must agree on."""
+    sharer: Sharer | None = None
+    """Another host over the same directory."""
     due_since_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     """(remote, COMMIT key) → since when nothing has kept it there; monotonic."""
     retiring_since_seconds: dict[tuple[str, Stem], float] = field(default_factory=dict)

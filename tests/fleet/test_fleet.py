@@ -50,19 +50,18 @@ def test_a_planted_defect_is_noticed(name: str) -> None:
 
 def test_a_history_follows_from_its_seed() -> None:
     """In another process too: nothing of the machine enters it."""
-    lines = [
-        subprocess.run(
-            [sys.executable, "-m", "tests.fleet", "12"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        ).stdout
-        for _ in range(2)
-    ]
-    assert lines[0] == lines[1]
-    assert lines[0].count("\n") > 20
+    with staged():
+        here = tell(12, shape_of(12, None, None), is_loud=True).lines
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.fleet", "12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert told.stdout.splitlines()[:-1] == here
+    assert len(here) > 20
 
 
 def test_what_a_node_asks_does_not_grow_with_their_number() -> None:

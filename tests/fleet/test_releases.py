@@ -114,7 +114,11 @@ def everything(nas: Path) -> dict[str, bytes]:
     return {str(p.relative_to(nas)): p.read_bytes() for p in sorted(nas.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("is_ours_first", [True, False], ids=["ours-first", "theirs-first"])
+@pytest.mark.parametrize(
+    "is_ours_first",
+    [True, pytest.param(False, marks=pytest.mark.full)],
+    ids=["ours-first", "theirs-first"],
+)
 def test_two_releases_commit_together(tmp_path: Path, scene: Scene, *, is_ours_first: bool) -> None:
     """Whoever comes last commits both parts, and what it makes of the remote both can read."""
     other = release(tmp_path, format_="1.7")
