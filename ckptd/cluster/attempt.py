@@ -6,18 +6,14 @@ What remains of it after a kill is the note and the outputs themselves; the next
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import IO, TYPE_CHECKING
 
 from ckptd import errors
-from ckptd.cluster.grouping import Wanted, parts_of, tasks_of
-from ckptd.cluster.messages import Extent, Join, Piece, Proof, Result, Task, TaskSource
+from ckptd.cluster.messages import Extent, Join, Result, Task, TaskSource
 from ckptd.cluster.sending import part_bytes, shares_uploads
+from ckptd.cluster.tasking import Tasking
 from ckptd.convert.options import ConvertProgress
-from ckptd.convert.parts import ranges_of
-from ckptd.remote.s3_upload import part_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,15 +24,10 @@ if TYPE_CHECKING:
     from ckptd.cluster.note import Note
     from ckptd.remote.store import Store
 
-MIB = 1 << 20
-LEAST_TASK_BYTES = 16 * MIB
-MOST_TASK_BYTES = 256 * MIB
-TASKS_PER_THREAD = 16
 QUEUED_PER_THREAD = 2
 TRIES = 3
 """Of one task, when what went wrong may pass."""
 POLL_SECONDS = 0.05
-_PROOFS = 64
 
 
 @dataclass(slots=True)
@@ -74,9 +65,8 @@ class Attempt:
         self._job = job
         self._store = store
         self._note = note
-        self._stream = stream
         self._index = index
-        self._known = known
+        self._tasking = Tasking(job, store, note, stream, index, known)
         self._verify = verify
         self._tell = tell
         self._should_stop = should_stop
@@ -84,7 +74,6 @@ class Attempt:
         self._links = {name for item in index.items for name in item.names[1:]}
         """Whose bytes count with their first name."""
         self._there: dict[str, int] = {}
-        self._serial = 0
         self._asked: dict[str, tuple[Task, int, object]] = {}
         self._ready_joins: list[Join] = []
         self.tally = Tally()
@@ -98,10 +87,13 @@ class Attempt:
         """
         missing = self._take_over()
         try:
-            self._drain(self._making(missing))
+            threads = self._crew.threads
+            making = self._tasking.making(missing, self._there, threads=threads, verify=self._verify)
+            self._drain(making)
             self._check_coverage()
             if self._verify:
-                self._drain(self._proving())
+                self._tell_phase("verifying")
+                self._drain(self._tasking.proving(self._sizes))
         except BaseException:
             self._crew.end(self._job.attempt, [future for _, _, future in self._asked.values()])
             raise
@@ -146,107 +138,6 @@ class Attempt:
         self._join_if_whole(path)
         return [number for number in range(1, held.parts + 1) if number not in noted]
 
-    # --- tasks -------------------------------------------------------------------------------------------
-
-    def _making(self, missing: dict[str, list[int]]) -> Iterator[list[Task]]:
-        """Tasks in handfuls; an upload is begun, and noted, before the first task that sends parts of it."""
-        if self._verify and self._job.source_root:
-            yield [
-                self._task(sources=(source,), crc32s=(source.number,), nbytes=source.bytes)
-                for source in self._known.values()
-            ]
-        known = self._note.progress
-        room = max(1, self._crew.threads)
-        task_bytes = self._index.trailer.bytes // (TASKS_PER_THREAD * room)
-        store = shares_uploads(self._store)
-        wanted = None if store is None else store.access.part_size_bytes
-        batches = tasks_of(
-            self._index,
-            set(known.done),
-            task_bytes=max(LEAST_TASK_BYTES, min(MOST_TASK_BYTES, task_bytes)),
-            part_bytes=None if store is None else lambda nbytes: part_size(nbytes, wanted),
-            missing=missing,
-        )
-        while some := list(islice(batches, room)):
-            self._begin_uploads({w.name: w.item.nbytes for batch in some for w in batch if w.parts})
-            yield [self._task_of(batch) for batch in some]
-
-    def _begin_uploads(self, wanted: dict[str, int]) -> None:
-        store, known = shares_uploads(self._store), self._note.progress.uploads
-        new = {name: nbytes for name, nbytes in wanted.items() if name not in known}
-        if store is None or not new:
-            return
-
-        def begin(name: str) -> str:
-            key = f"{self._job.target_name}/{name}"
-            try:
-                return store.uploads.begin(key, new[name]).token
-            except errors.TargetExists:
-                # a joined upload that was killed before it was noted
-                store.delete(key)
-                return store.uploads.begin(key, new[name]).token
-
-        with ThreadPoolExecutor(8, thread_name_prefix="begin") as pool:
-            known.update(zip(new, pool.map(begin, new), strict=True))
-        self._note.write(force=True)
-
-    def _task_of(self, batch: list[Wanted]) -> Task:
-        checks, pieces, used = [], [], set()
-        for one in batch:
-            self._stream.seek(one.item.offset)
-            line = self._stream.read(one.item.line_bytes).decode()
-            used |= {r.source for part in parts_of(line) for r in ranges_of(part)}
-            if not one.name:
-                checks.append(line)
-                continue
-            token = self._note.progress.uploads[one.name] if one.parts else ""
-            numbers = tuple(range(one.parts[0], one.parts[0] + one.parts[1])) if one.parts else ()
-            is_there = self._there.get(one.name) == one.item.nbytes
-            pieces.append(
-                Piece(
-                    path=one.name,
-                    nbytes=one.item.nbytes,
-                    line=line,
-                    token=token,
-                    parts=numbers,
-                    is_there=is_there,
-                )
-            )
-        sources = tuple(self._known[number] for number in sorted(used))
-        nbytes = sum(one.item.nbytes for one in batch)
-        return self._task(sources=sources, checks=tuple(checks), pieces=tuple(pieces), nbytes=nbytes)
-
-    def _task(
-        self,
-        *,
-        sources: tuple[TaskSource, ...] = (),
-        checks: tuple[str, ...] = (),
-        pieces: tuple[Piece, ...] = (),
-        joins: tuple[Join, ...] = (),
-        proofs: tuple[Proof, ...] = (),
-        crc32s: tuple[int, ...] = (),
-        nbytes: int = 0,
-    ) -> Task:
-        self._serial += 1
-        return Task(
-            number=self._serial,
-            sources=sources,
-            checks=checks,
-            pieces=pieces,
-            joins=joins,
-            proofs=proofs,
-            crc32s=crc32s,
-            nbytes=nbytes,
-        )
-
-    def _proving(self) -> Iterator[list[Task]]:
-        """Every output is read back from where it is."""
-        self._tell_phase("verifying")
-        done = self._note.progress.done
-        proofs = [Proof(path=p, nbytes=n, crc64=done[p]) for p, n in self._sizes.items()]
-        for first in range(0, len(proofs), _PROOFS):
-            yield [self._task(proofs=tuple(proofs[first : first + _PROOFS]))]
-
     # --- results -----------------------------------------------------------------------------------------
 
     def _drain(self, handfuls: Iterator[list[Task]]) -> None:
@@ -256,7 +147,7 @@ class Attempt:
         while True:
             most = QUEUED_PER_THREAD * max(1, self._crew.threads) + 2
             while self._ready_joins:
-                waiting.insert(0, self._task(joins=(self._ready_joins.pop(),)))
+                waiting.insert(0, self._tasking.task(joins=(self._ready_joins.pop(),)))
             while not is_over and len(waiting) + len(self._asked) < most:
                 handful = next(handfuls, None)
                 is_over = handful is None

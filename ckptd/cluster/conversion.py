@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ import ckptd
 from ckptd import errors, files
 from ckptd.cluster.attempt import Attempt, Tally
 from ckptd.cluster.crew import Address, gathered
+from ckptd.cluster.ends import End, give_up
 from ckptd.cluster.folder import publish_folder
 from ckptd.cluster.grouping import index_of, without_links
 from ckptd.cluster.messages import Ability, Job, TaskSource
@@ -44,25 +43,12 @@ if TYPE_CHECKING:
     from ckptd.convert.supervise import Conversion
     from ckptd.convert.workplace import Workplace
     from ckptd.recover.ranged_source import RemoteFile
-    from ckptd.remote.store import Store
 
 FOLDER = "cluster"
 """Where outputs for a folder are gathered, in the partial folder beside it."""
 _KEPT = (errors.LockHeld, errors.BehindError, errors.RemoteUnreachable)
 """What an attempt ends with that the next one goes on from."""
 _CACHE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """Where outputs go: the folder `name` of a store; `note_key`: the attempt's note."""
-
-    store: Store
-    url: str
-    access: Access
-    name: str
-    note_key: str
-    gid: int | None
 
 
 class Clustered(Ranged):
@@ -141,7 +127,7 @@ class Clustered(Ranged):
             if self._remote is None:
                 check_destination(conversion.folder, Path(self._destination))
             store = open_store(place.path)
-            end = _End(
+            end = End(
                 store=store,
                 url=place.path,
                 access=Access(),
@@ -162,7 +148,7 @@ class Clustered(Ranged):
         target = self._target
         if isinstance(target.store, S3Store):
             target.store.probe()
-        end = _End(
+        end = End(
             store=target.store,
             url=target.url,
             access=target.access,
@@ -192,7 +178,7 @@ class Clustered(Ranged):
         self,
         place: Workplace,
         conversion: Conversion,
-        end: _End,
+        end: End,
         publish: Callable[[Index, Note], None],
         started: float,
     ) -> ConvertReport:
@@ -221,7 +207,7 @@ class Clustered(Ranged):
                 raise
             except (errors.CkptdError, OSError):
                 if self._target is not None:
-                    _give_up(end, note)
+                    give_up(end, note)
                 raise
             note.check_ours()
             publish(index, note)
@@ -231,7 +217,7 @@ class Clustered(Ranged):
         report = conversion.report(shown, index.header, index.trailer, time.monotonic() - started)
         return replace(report, cluster=_report_of(tally, self._crew))
 
-    def _begun(self, place: Workplace, end: _End, plan_sha256: str) -> Note:
+    def _begun(self, place: Workplace, end: End, plan_sha256: str) -> Note:
         """The destination is free, or holds an attempt at this very plan.
 
         Raises:
@@ -247,7 +233,7 @@ class Clustered(Ranged):
             raise target_exists(str(self._target), is_whole=False)
         return note
 
-    def _job(self, conversion: Conversion, end: _End, note: Note) -> Job:
+    def _job(self, conversion: Conversion, end: End, note: Note) -> Job:
         folder, options, remote = conversion.folder, self._options, self._remote
         can = end.store.abilities if isinstance(end.store, S3Store) else None
         return Job(
@@ -319,26 +305,6 @@ class Clustered(Ranged):
         ranges.recheck()
         ranges.prove(everything=self._options.verify)
         tally.bytes_read += ranges.fetched_bytes
-
-
-def _give_up(end: _End, note: Note) -> None:
-    """Remove what was made; what cannot be removed stays without ckptd.json."""
-    head = f"{end.name}/"
-
-    def remove(key: str) -> None:
-        with suppress(errors.CkptdError):
-            end.store.delete(key)
-
-    with suppress(errors.CkptdError):
-        note.check_ours()
-        for path, token in note.progress.uploads.items():
-            with suppress(errors.CkptdError):
-                end.store.discard(head + path, token)
-        keys = [info.key for info in end.store.list(head) if info.key != end.note_key]
-        with ThreadPoolExecutor(8, thread_name_prefix="give-up") as pool:
-            list(pool.map(remove, keys))
-        note.progress.done.clear()
-        end.store.delete(end.note_key)
 
 
 def _report_of(tally: Tally, crew: Crew) -> ClusterReport:
