@@ -119,7 +119,7 @@ class Attempt:
                 known.parts.pop(path, None)
             else:
                 missing[path] = left
-        self._note.write(force=True)
+        self._note.claim()
         return missing
 
     def _continued(self, path: str, token: str) -> list[int] | None:
@@ -241,7 +241,6 @@ class Attempt:
 
     def _noted_at_last(self) -> None:
         try:
-            self._note.check_ours()
             self._note.write(force=True)
         except errors.CkptdError:
             return  # what an attempt ended with is said, not that its note could not be written

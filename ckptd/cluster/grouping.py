@@ -156,17 +156,25 @@ def tasks_of(
     batch: list[Wanted] = []
     batch_bytes = line_bytes = 0
     for group in _groups(index):
+        alone: list[Wanted] = []
         for one in (w for item in group for w in _wanted(item, done)):
             size = part_bytes(one.item.nbytes) if one.name and part_bytes is not None else one.item.nbytes
             if one.item.nbytes > size:
-                if len(group) == 1 or one.name in missing:
-                    yield from _by_parts(one, size, task_bytes, missing.get(one.name))
+                if one.name in missing:
+                    yield from _by_parts([one], size, task_bytes, missing[one.name])
+                    continue
+                if len(group) == 1:
+                    alone.append(one)
                     continue
                 all_parts = 1, -(-one.item.nbytes // size)
-                one = Wanted(item=one.item, name=one.name, parts=all_parts)  # noqa: PLW2901
+                one = replace(one, parts=all_parts)  # noqa: PLW2901
             batch.append(one)
             batch_bytes += one.item.nbytes
             line_bytes += one.item.line_bytes
+        if alone and part_bytes is not None:
+            size = part_bytes(alone[0].item.nbytes)
+            numbers = list(range(1, -(-alone[0].item.nbytes // size) + 1))
+            yield from _by_parts(alone, size, task_bytes, numbers)
         if batch_bytes >= task_bytes or len(batch) >= MOST_FILES or line_bytes >= MOST_LINE_BYTES:
             yield batch
             batch, batch_bytes, line_bytes = [], 0, 0
@@ -181,16 +189,15 @@ def _wanted(item: Item, done: set[str]) -> list[Wanted]:
 
 
 def _by_parts(
-    one: Wanted, part_bytes: int, task_bytes: int, missing: list[int] | None
+    ones: list[Wanted], part_bytes: int, task_bytes: int, numbers: list[int]
 ) -> Iterator[list[Wanted]]:
-    count = -(-one.item.nbytes // part_bytes)
+    """Runs of parts of one item, under all its names together: they read the same."""
     each = max(1, task_bytes // part_bytes)
-    numbers = list(range(1, count + 1)) if missing is None else missing
     while numbers:
         first, run = numbers[0], 1
         while run < each and run < len(numbers) and numbers[run] == first + run:
             run += 1
-        yield [Wanted(item=one.item, name=one.name, parts=(first, run))]
+        yield [replace(one, parts=(first, run)) for one in ones]
         numbers = numbers[run:]
 
 

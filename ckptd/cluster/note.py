@@ -65,11 +65,25 @@ class Note:
             self.progress = Progress()
         return True
 
+    def claim(self) -> None:
+        """From now on the destination is this attempt's."""
+        self._put()
+
     def write(self, *, force: bool) -> None:
-        """Write it when that is due: seldom enough that writing costs a tenth of the time at most."""
+        """Write it when that is due: seldom enough that writing costs a tenth of the time at most.
+
+        Raises:
+            LockHeld: another command took the destination over.
+        """
         now = time.monotonic()
         if not force and now < self._due_at:
             return
+        self.check_ours()
+        self._put()
+        ended = time.monotonic()
+        self._due_at = ended + max(LEAST_SECONDS, _SHARE * (ended - now))
+
+    def _put(self) -> None:
         known = self.progress
         text = {
             "plan_sha256": self.plan_sha256,
@@ -82,8 +96,6 @@ class Note:
             },
         }
         self._store.put(self._key, json.dumps(text, separators=(",", ":")).encode())
-        ended = time.monotonic()
-        self._due_at = ended + max(LEAST_SECONDS, _SHARE * (ended - now))
 
     def check_ours(self) -> None:
         """Nobody took the destination over.

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from ckptd.cluster.grouping import clipped, parts_of
 from ckptd.cluster.messages import Done, Parts, Piece, SentPart
-from ckptd.errors import BehindError, RemoteUnreachable, StorageError, TargetExists, VerifyError
+from ckptd.errors import (
+    BehindError,
+    RemoteUnreachable,
+    SourceChanged,
+    StorageError,
+    TargetExists,
+    VerifyError,
+)
 from ckptd.recover.ranged_upload import PartsSource
 from ckptd.remote.again import briefly
 from ckptd.remote.checksums import crc64, crc64_combined, from_hex, to_hex
@@ -94,7 +101,12 @@ class _Slice:
             begin = offset - self._begin
             buffer[:count] = self._data[begin : begin + count]
             return count
-        return self._made.read_into(offset - self._shift, buffer[:count]) if count > 0 else 0
+        if count <= 0:
+            return 0
+        made = self._made.read_into(offset - self._shift, buffer[:count])
+        if made == 0:
+            raise SourceChanged("the plan makes fewer bytes than its output has", hint="convert again")
+        return made
 
     def drop(self, offset: int, length: int) -> None:
         """Nothing is cached here."""

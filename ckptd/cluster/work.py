@@ -205,6 +205,7 @@ class _Work:
         if job.rounds:
             _use_numpy()
         units = [unit for piece in task.pieces for unit in sending.units_of(piece)]
+        units.sort(key=lambda unit: unit.begin)  # an output's second name reads what its first one just read
         spans = spans_of(self._ranges(units))
         with ExitStack() as stack:
             place = self._place(ends.source, stack)
