@@ -276,6 +276,25 @@ def test_cloud_libraries_only_where_a_store_asks_for_them() -> None:
     assert not wrong
 
 
+def test_dask_is_imported_by_the_calls_that_use_it() -> None:
+    """It comes with an extra: no module of ckptd needs it to be loaded (docs/adr/0106)."""
+    places: dict[str, list[bool]] = {}
+    for path in MODULES:
+        inside = {
+            id(node)
+            for top in ast.walk(tree_of(path))
+            if isinstance(top, ast.FunctionDef)
+            for node in ast.walk(top)
+        }
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+                if any(name.split(".")[0] in ("dask", "distributed", "dask_jobqueue") for name in names):
+                    places.setdefault(name_of(path), []).append(id(node) in inside)
+    assert list(places) == ["cluster/crew.py"]
+    assert all(places["cluster/crew.py"])
+
+
 def loaded_by(program: str) -> set[str]:
     """Top-level packages in sys.modules after a program ran in a fresh interpreter."""
     code = f"import sys\n{program}\nprint('\\n'.join(sorted({{m.split('.')[0] for m in sys.modules}})))"

@@ -217,7 +217,7 @@ class Sender:
             if part.md5:
                 upload.md5s[part.number] = bytes.fromhex(part.md5)
         try:
-            store.uploads.join(key, upload)
+            store.uploads.join_shared(key, upload)
         except TargetExists:
             if not self._is_there(key, join.nbytes, upload.crc):
                 raise

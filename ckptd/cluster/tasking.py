@@ -85,11 +85,11 @@ class Tasking:
         def begin(name: str) -> str:
             key = f"{self._job.target_name}/{name}"
             try:
-                return store.uploads.begin(key, new[name]).token
+                return store.uploads.begin_shared(key, new[name]).token
             except TargetExists:
                 # a joined upload that was killed before it was noted
                 store.delete(key)
-                return store.uploads.begin(key, new[name]).token
+                return store.uploads.begin_shared(key, new[name]).token
 
         with ThreadPoolExecutor(8, thread_name_prefix="begin") as pool:
             known.update(zip(new, pool.map(begin, new), strict=True))

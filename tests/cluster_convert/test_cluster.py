@@ -167,7 +167,7 @@ def test_a_worker_killed_in_its_task(
     """SIGKILL while a part is on its way: another worker does it again, nothing is left behind."""
     with proxy(server.port) as line, pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPTD_REMOTE_ENDPOINT_URL", line.endpoint)
-        fault = Fault("deaf", "^PUT .*partNumber")
+        fault = Fault("deaf", "^PUT .*killed/out/.*partNumber")
         line.faults.append(fault)
         run = InBackground(lambda: clustered(cluster, save, url("killed/out")))
         until(lambda: fault.hits, "a part that is not answered")
@@ -194,7 +194,7 @@ def test_the_command_killed_and_run_again(
     client, address = server.client(), cluster.scheduler_address
     with proxy(server.port) as line, pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPTD_REMOTE_ENDPOINT_URL", line.endpoint)
-        line.faults.append(Fault("stall", "^PUT .*partNumber=2", times=2, after_bytes=1000))
+        line.faults.append(Fault("stall", "^PUT .*again/out/.*partNumber=2", times=2, after_bytes=1000))
         with scene.begun(save, url("again/out"), "--cluster", address) as process:
             until(lambda: len(_noted(client, "again/out").get("done", ())) > 20, "files that are noted")
             process.kill()
