@@ -1,4 +1,4 @@
-"""`python -m bench.cluster`: one conversion from bucket to bucket by 1, 2 and 4 workers; writes docs/performance.md.
+"""`python -m bench.cluster`: a conversion from bucket to bucket by 1, 2, 4 workers; for docs/performance.md.
 
 The server (rclone) stands behind a proxy that gives each connection the same share: more workers are more
 connections, as on machines of their own. `--small` tries the benchmark itself and writes nothing.
@@ -97,7 +97,7 @@ def render(runs: list[Run]) -> str:
     lines = [
         f"Machine: {machine()}; all processes on it, {RATE / 1e6:.0f} MB/s per connection.",
         "",
-        "| workers | wall s | MB/s | speed-up | read, bytes per parameter | sent, bytes per parameter | RSS, MiB |",
+        "| workers | wall s | MB/s | speed-up | read, B per parameter | sent, B per parameter | RSS, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for run in runs:
@@ -112,12 +112,11 @@ def render(runs: list[Run]) -> str:
     speed = one.wall_seconds / most.wall_seconds
     share = max(run.down_bytes for run in runs if run.workers) / min(run.down_bytes for run in runs)
     budget = max(run.peak_rss_bytes for run in runs) / 2**20
+    wanted = 0.8 * most.workers
+    words = f"* {most.workers} workers against one, at least {wanted:.1f} times as fast: {speed:.2f}"
     lines += [
         "",
-        (
-            f"* {most.workers} workers against one, at least {0.8 * most.workers:.1f} times as fast: {speed:.2f} "
-            f"({_reached(speed >= 0.8 * most.workers)})"
-        ),
+        f"{words} ({_reached(speed >= wanted)})",
         f"* more workers read no more, at most 1.02 times the least: {share:.3f} ({_reached(share <= 1.02)})",
         f"* a worker stays below --memory-budget {BUDGET}: {budget:.0f} MiB ({_reached(budget <= 512)})",
     ]

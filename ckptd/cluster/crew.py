@@ -29,6 +29,7 @@ WORKER_SECONDS = 120.0
 ALONE_SECONDS = 300.0
 """Without any worker in the middle of a conversion."""
 STOP_SECONDS = 20.0
+PROFILER = "distributed.worker.profile.enabled"
 _PIP = "pip install 'ckptd[cluster]'"
 
 
@@ -78,10 +79,13 @@ def gathered(address: Address, budget_bytes: int, should_stop: Callable[[], bool
         RemoteUnreachable: no scheduler, or no worker. ConfigError: another ckptd there; dask's own settings.
         BehindError: `should_stop` said so while it waited.
     """
+    import dask.config
     import distributed
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
+        # see `ckptd.cluster.work.calm`; workers that are started here take these settings over
+        stack.enter_context(dask.config.set({PROFILER: False}))
         place = _place(address, budget_bytes, stack)
         try:
             client = distributed.Client(place, timeout=CONNECT_SECONDS, set_as_default=False)

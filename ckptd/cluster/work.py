@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ckptd
 from ckptd import files
@@ -101,9 +101,20 @@ class _Attempts:
 _attempts = _Attempts()
 
 
-def hello() -> str:
-    """The version of ckptd in this worker."""
+def hello(dask_worker: Any = None) -> str:
+    """The version of ckptd in this worker, whose profiler is stopped."""
+    calm(dask_worker)
     return ckptd.__version__
+
+
+def calm(dask_worker: Any) -> None:
+    """Stop dask's profiler: before Python 3.11.8 it can halt a worker for ever.
+
+    It asks for all frames under a lock that a collection of garbage takes as well (CPython gh-106883).
+    """
+    callback = dask_worker.periodic_callbacks.pop("profile", None) if dask_worker is not None else None
+    if callback is not None:
+        dask_worker.loop.add_callback(callback.stop)
 
 
 def stop(attempt: str) -> None:
@@ -124,6 +135,7 @@ def at_once(budget_bytes: int) -> int:
 def run(job_text: str, task_text: str) -> str:
     """Carry out a task; a `Result` as JSON, also where it failed."""
     job, task = Job.model_validate_json(job_text), Task.model_validate_json(task_text)
+    _calm_here()
     with _attempts.slot(job.attempt, at_once(job.memory_budget_bytes)):
         try:
             result = _Work(job, task).run()
@@ -295,6 +307,14 @@ class _Work:
 def _common(job: Job) -> str:
     """The job's text as the key of what a process keeps open."""
     return job.model_dump_json()
+
+
+@cache
+def _calm_here() -> None:
+    """A worker that joined after the command looked."""
+    from distributed import get_worker
+
+    calm(get_worker())
 
 
 @cache

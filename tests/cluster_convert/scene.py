@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import sparse
 from ckptd.cluster.conversion import Clustered
-from ckptd.cluster.crew import Address
+from ckptd.cluster.crew import PROFILER, Address
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from tests.real import REPOSITORY
 from tests.stores import servers
@@ -68,19 +68,21 @@ def url(path: str) -> str:
 
 
 @contextlib.contextmanager
-def workers(count: int = 2) -> Iterator[Any]:
+def workers(count: int = 2, *, profiler: bool = False) -> Iterator[Any]:
     """A dask cluster of processes on this machine, with the environment of this moment."""
+    import dask.config
     from distributed import LocalCluster
 
-    cluster = LocalCluster(
-        n_workers=count,
-        threads_per_worker=1,
-        processes=True,
-        host="127.0.0.1",
-        memory_limit=0,
-        dashboard_address=None,
-        silence_logs=logging.CRITICAL,
-    )
+    with dask.config.set({PROFILER: profiler}):
+        cluster = LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            memory_limit=0,
+            dashboard_address=None,
+            silence_logs=logging.CRITICAL,
+        )
     try:
         yield cluster
     finally:

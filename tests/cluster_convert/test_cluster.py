@@ -273,7 +273,8 @@ class _scheduler:  # noqa: N801 - used as a function
         ):
             log = (self.folder / f"{words[0]}.log").open("ab")
             command = [sys.executable, "-m", f"distributed.cli.{words[0]}", *words[1:]]
-            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+            quiet = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
+            environment = {**os.environ, **quiet, "PYTHONPATH": str(REPOSITORY)}
             self.processes.append(
                 subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment)
             )
@@ -284,6 +285,22 @@ class _scheduler:  # noqa: N801 - used as a function
         for process in self.processes:
             process.kill()
             process.wait()
+
+
+def test_no_profiler_runs_beside_tasks() -> None:
+    """dask's own can halt a worker for ever (Python 3.11.7): off in workers that we start, or find."""
+    seen: list[Any] = []
+    with crew.gathered(crew.parse("local:1"), 512 * MIB, None) as found:
+        seen += found._client.run(_profiler).values()
+    with scene.workers(1, profiler=True) as cluster:
+        address = crew.parse(cluster.scheduler_address)
+        with crew.gathered(address, 512 * MIB, None) as found:
+            seen += found._client.run(_profiler).values()
+    assert seen == [False, False]
+
+
+def _profiler(dask_worker: Any) -> bool:
+    return "profile" in dask_worker.periodic_callbacks
 
 
 def test_a_stop_leaves_what_is_done(cluster: Any, save: Path, tmp_path: Path) -> None:
