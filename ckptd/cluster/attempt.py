@@ -126,7 +126,11 @@ class Attempt:
         """Parts that lack of an upload that was begun; None: it is over, and is begun anew."""
         store, key = shares_uploads(self._store), f"{self._job.target_name}/{path}"
         nbytes = self._sizes.get(path)
-        held = store.uploads.held_shared(key, nbytes, token) if store is not None and nbytes is not None else None
+        held = (
+            store.uploads.held_shared(key, nbytes, token)
+            if store is not None and nbytes is not None
+            else None
+        )
         if held is None or nbytes is None:
             self._store.discard(key, token)
             return None

@@ -180,11 +180,13 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_for_slurm() -> None:
     """dask-jobqueue reads it, and asks Slurm for what it says."""
     import dask.config
+    import dask_jobqueue
     from dask_jobqueue.slurm import SLURMJob
 
     found = dask.config.collect(paths=[str(REPOSITORY / "config" / "jobqueue.yaml")], env={})
     assert set(found["jobqueue"]) == {"slurm"}
-    defaults = {"jobqueue": dask.config.get("jobqueue")}
+    own = Path(dask_jobqueue.__file__).with_name("jobqueue.yaml")
+    defaults = dask.config.collect(paths=[str(own)], env={})
     with dask.config.set(dask.config.merge(defaults, found)):
         job = SLURMJob(scheduler="tcp://10.0.0.1:8786", name="ckptd")
     script = job.job_script()
