@@ -44,6 +44,8 @@ class Run:
     bytes: int
     parameters: int
     """Elements, not tensors."""
+    source_bytes: int
+    """Read of the checkpoint by workers, as they count; the rest of `down_bytes` is outputs read back."""
     up_bytes: int
     down_bytes: int
     peak_rss_bytes: int
@@ -82,6 +84,7 @@ def _run(workers: int, line: Limited, bucket: Path) -> Run:
         wall_seconds=report["seconds"],
         bytes=report["bytes"],
         parameters=sum(path.stat().st_size for path in made.glob("zero/*/fp32.pt")) // 4,
+        source_bytes=(report["cluster"] or {}).get("bytes_read", 0),
         up_bytes=line.up_bytes,
         down_bytes=line.down_bytes,
         peak_rss_bytes=report["peak_rss_bytes"],
@@ -97,7 +100,7 @@ def render(runs: list[Run]) -> str:
     lines = [
         f"Machine: {machine()}; all processes on it, {RATE / 1e6:.0f} MB/s per connection.",
         "",
-        "| workers | wall s | MB/s | speed-up | read, B per parameter | sent, B per parameter | RSS, MiB |",
+        "| workers | wall s | MB/s | speed-up | read, of it sources | sent | RSS, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for run in runs:
@@ -105,7 +108,7 @@ def render(runs: list[Run]) -> str:
         down, up = run.down_bytes / run.parameters, run.up_bytes / run.parameters
         rate, faster = run.bytes / 1e6 / run.wall_seconds, one.wall_seconds / run.wall_seconds
         lines.append(
-            f"| {name} | {run.wall_seconds:.1f} | {rate:.0f} | {faster:.2f} | {down:.2f} | {up:.2f} "
+            f"| {name} | {run.wall_seconds:.1f} | {rate:.0f} | {faster:.2f} | {down:.2f}, {run.source_bytes / run.parameters:.2f} | {up:.2f} "
             f"| {run.peak_rss_bytes / 2**20:.0f} |"
         )
     most = runs[-1]

@@ -179,12 +179,16 @@ def test_a_worker_killed_in_its_task(
 
 
 def _busy(cluster: Any) -> int:
-    """The process of a worker that holds a task which waits for an answer."""
+    """The process of the worker whose task waits for an answer: the other one has nothing left to do."""
     from distributed import Client
 
     with Client(cluster.scheduler_address, set_as_default=False) as client:
-        busy = next(address for address, keys in client.processing().items() if keys)
-        return int(client.run(os.getpid, workers=[busy])[busy])
+
+        def busy() -> list[str]:
+            return [address for address, keys in client.processing().items() if keys]
+
+        until(lambda: len(busy()) == 1, "one worker alone has a task")
+        return int(client.run(os.getpid, workers=busy())[busy()[0]])
 
 
 def test_the_command_killed_and_run_again(
