@@ -29,7 +29,7 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures docs \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -106,6 +106,9 @@ bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, 
 
 bench-interference: setup ## step and save times of a real training with and without ckptd (writes docs/performance.md)
 	$(PY) -m bench.interference $(ARGS)
+
+bench-cluster: setup ## a conversion from bucket to bucket by 1, 2 and 4 workers (writes docs/performance.md, docs/cluster.png)
+	$(PY) -m bench.cluster $(ARGS)
 
 $(AUDIT): bench/audit.txt | $(PY)
 	"$(PYTHON)" -m venv .build/audit

@@ -38,6 +38,7 @@ RANK = {
     "journal_db": 5,
     "journal": 6,
     "recover": 7,
+    "cluster": 8,
     "daemon": 8,
     "cli": 9,
     "__main__": 10,
@@ -78,6 +79,8 @@ MAY_REMOVE = {
     "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
     "recover/mend.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
     "recover/removal.py": "empty folders of ours; journal and status of a job that a person took back",
+    "cluster/folder.py": "what is not planned, in its own partial folder",
+    "cluster/conversion.py": "another plan's files in its own partial folder",
     "recover/lock.py": "its own empty folders, where there is nothing to resume from",
     "recover/fetch.py": "its own files in staging",
     "install/service.py": "units that bear its mark",
@@ -271,6 +274,25 @@ def test_cloud_libraries_only_where_a_store_asks_for_them() -> None:
                 ):
                     wrong.append(f"{name_of(path)}:{node.lineno} imports {names}")
     assert not wrong
+
+
+def test_dask_is_imported_by_the_calls_that_use_it() -> None:
+    """It comes with an extra: no module of ckptd needs it to be loaded (docs/adr/0106)."""
+    places: dict[str, list[bool]] = {}
+    for path in MODULES:
+        inside = {
+            id(node)
+            for top in ast.walk(tree_of(path))
+            if isinstance(top, ast.FunctionDef)
+            for node in ast.walk(top)
+        }
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+                if any(name.split(".")[0] in ("dask", "distributed", "dask_jobqueue") for name in names):
+                    places.setdefault(name_of(path), []).append(id(node) in inside)
+    assert sorted(places) == ["cluster/crew.py", "cluster/work.py"]
+    assert all(all(found) for found in places.values())
 
 
 def loaded_by(program: str) -> set[str]:

@@ -11,6 +11,7 @@ from ckptd.cli.text import cell
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckptd.cluster.crew import Address
     from ckptd.convert.forecast import Forecast
     from ckptd.convert.options import Compat, ConvertOptions, ConvertReport, Dtype, Form
 
@@ -51,6 +52,9 @@ def register(app: typer.Typer) -> None:
             "--inject_missing_state",
             help="Accepted for the stock converter's sake; ckptd never needs that state.",
         ),
+        cluster: str = typer.Option(
+            "", help="Dask workers: tcp://HOST:PORT, local:N, slurm[:N].", show_default=False
+        ),
         dry_run: bool = typer.Option(
             False, "--dry-run", help="Only plan, and say what converting would make and cost."
         ),
@@ -64,11 +68,12 @@ def register(app: typer.Typer) -> None:
             _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
             **_form(form, dtype, max_shard_size, compat),
         )
+        address = _address(cluster)
         if dry_run:
             seen = look_ahead(source, destination, options)
             _print_json(seen) if as_json else _print_forecast(seen)
             return
-        report = run(source, destination, options, as_json=as_json)
+        report = run(source, destination, options, as_json=as_json, address=address)
         _print_json(report) if as_json else _print_table(report)
 
 
@@ -180,7 +185,17 @@ def end_of(text: str) -> Path | str:
     return text if "://" in text and directory_path(text) is None else directory_path(text) or Path(text)
 
 
-def run(source: str, destination: str, options: ConvertOptions, *, as_json: bool) -> ConvertReport:
+def _address(cluster: str) -> Address | None:
+    if not cluster:
+        return None
+    from ckptd.cluster.crew import parse
+
+    return parse(cluster)
+
+
+def run(
+    source: str, destination: str, options: ConvertOptions, *, as_json: bool, address: Address | None = None
+) -> ConvertReport:
     """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
     import os
     import signal
@@ -196,6 +211,15 @@ def run(source: str, destination: str, options: ConvertOptions, *, as_json: bool
     here, there = end_of(source), end_of(destination)
     begin = here if isinstance(here, str) else resolve_source(here)
     with showing(as_json=as_json) as tell:
+        if address is not None:
+            from ckptd.cluster.conversion import Clustered
+
+            return Clustered(
+                *(begin, there, options, os.environ),
+                address=address,
+                on_progress=tell,
+                should_stop=stop.is_set,
+            ).run()
         if isinstance(begin, str) or isinstance(there, str):
             from ckptd.recover.ranged import Ranged
 
@@ -244,7 +268,20 @@ def _print_table(report: ConvertReport) -> None:
         ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
         ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
+        *_cluster_rows(report),
         *(("note", note) for note in report.notes),
     ):
         table.add_row(name, cell(value))
     Console().print(table)
+
+
+def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
+    seen = report.cluster
+    if seen is None:
+        return []
+    share = seen.bytes_read / max(1, seen.bytes_needed)
+    again = f", {seen.tasks_again} again" if seen.tasks_again else ""
+    return [
+        ("by", f"{seen.workers} workers, {seen.tasks} tasks{again}"),
+        ("read", f"{seen.bytes_read:,} bytes, {share:.3f} of what was needed"),
+    ]

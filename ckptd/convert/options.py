@@ -49,6 +49,18 @@ class ConvertProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterReport:
+    """What the workers of a cluster did; bytes of sources."""
+
+    workers: int
+    tasks: int
+    tasks_again: int
+    """Asked for again after an error that may pass; what dask does again after a lost worker is not in it."""
+    bytes_read: int
+    bytes_needed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
     """What a finished conversion made."""
 
@@ -73,3 +85,4 @@ class ConvertReport:
     notes: tuple[str, ...] = ()
     """What a resumed run will find different (optimizer state that a loader leaves out); of weights, tensors
     stored once under another name or left out by the save."""
+    cluster: ClusterReport | None = None

@@ -28,13 +28,22 @@ def verify_sources(header: Header, sources: Sequence[int], check_stop: Callable[
     """
     for source, fd in zip(header.sources, sources, strict=True):
         check_stop()
-        directory: Directory | None = None
-        archive = source.path.endswith(".pt")  # weights take configuration along
-        if archive and frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory
-            directory = read_directory(fd, source.path)
-            check_crcs(fd, directory, source.path)
-        if fingerprint(fd, directory) != source.fingerprint:
-            raise VerifyError(f"{source.path} is not the file that was planned")
+        verify_source(source.path, source.fingerprint, fd)
+
+
+def verify_source(path: str, planned: str, fd: int) -> None:
+    """Compare every record of one source with its CRC32, and its fingerprint with the planned one.
+
+    Raises:
+        DamagedError: a bit flipped since `torch.save`.
+    """
+    directory: Directory | None = None
+    archive = path.endswith(".pt")  # weights take configuration along
+    if archive and frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory
+        directory = read_directory(fd, path)
+        check_crcs(fd, directory, path)
+    if fingerprint(fd, directory) != planned:
+        raise VerifyError(f"{path} is not the file that was planned")
 
 
 def verify_outputs(plan: PlanReader, sources: Readable, out_fd: int, check_stop: Callable[[], None]) -> None:

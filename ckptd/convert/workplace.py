@@ -199,12 +199,12 @@ class Workplace:
         if made != trailer.sha256:
             raise StorageError("the executor ended well and left no whole result", hint="it is tried again")
 
-    def publish(self, target: str) -> None:
-        """One rename makes the destination."""
+    def publish(self, target: str, made: str = OUTPUT) -> None:
+        """One rename makes the destination of the folder `made` in here."""
         parent, name = os.path.split(target)
         with opened_real(parent) as parent_fd:
             try:
-                files.rename_new(self.fd, OUTPUT, parent_fd, name)
+                files.rename_new(self.fd, made, parent_fd, name)
             except FileExistsError as error:
                 raise TargetExists(f"{target} appeared while it was converted") from error
             files.fsync_dir(parent_fd)

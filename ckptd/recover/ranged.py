@@ -131,7 +131,7 @@ class Ranged:
         else:
             self._refuse_taken(self._target)
             free_bytes = self._target.store.free_bytes() or 0
-        with _temporary() as place:
+        with temporary_place() as place:
             folder = self._look(place)
             seen = planned(folder, origin_of(folder, self._options), self._options, started)
         return replace(
@@ -166,7 +166,7 @@ class Ranged:
         """Uploads; here lies the plan alone, in a folder that goes when this ends."""
         assert self._target is not None
         self._refuse_taken(self._target)
-        with _temporary() as place:
+        with temporary_place() as place:
             conversion = self._conversion(place)
             header, trailer = conversion.plan(place, clone=False)
             conversion.execute(place, trailer, clone=False)
@@ -265,7 +265,7 @@ def _target(url: str, environ: Mapping[str, str]) -> Destination:
 
 
 @contextmanager
-def _temporary() -> Iterator[Workplace]:
+def temporary_place() -> Iterator[Workplace]:
     """A folder for the plan and the mirror, of a few megabytes, on the disk of TMPDIR."""
     with (
         tempfile.TemporaryDirectory(prefix="ckptd-convert-", ignore_cleanup_errors=True) as path,

@@ -128,6 +128,11 @@ class RemoteRanges(Ranges):
             self.fetched_bytes += len(data)
         return data
 
+    def take_over(self, source: int, offset: int, nbytes: int, crc: int) -> None:
+        """What somebody else read of a source, and its CRC64: `prove` needs not read it again."""
+        if nbytes > self._sums[source].get(offset, (0, 0))[0]:
+            self._sums[source][offset] = (nbytes, crc)
+
     def recheck(self) -> None:
         """Every object still has the size and time that it had when it was planned (P4).
 

@@ -60,7 +60,7 @@ class S3Store:
         self._direct: Direct | None = None
         self._lock = threading.Lock()
         self.abilities = _UNKNOWN
-        self._uploads = S3Uploads(self, access.part_size_bytes)
+        self.uploads = S3Uploads(self, access.part_size_bytes)
 
     @property
     def url(self) -> str:
@@ -255,15 +255,15 @@ class S3Store:
         self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
         """Move one object in parts; goes on at the last part that the server holds."""
-        return self._uploads.upload(key, source, resume, on_progress)
+        return self.uploads.upload(key, source, resume, on_progress)
 
     def begin(self, key: str, source: Source) -> Started | None:
         """Send a small object whose answer is waited for later; None: `upload` it."""
-        return self._uploads.begin(key, source)
+        return self.uploads.begin(key, source)
 
     def discard(self, key: str, token: str = "") -> None:
         """Abort the multipart upload of that key that this process, or `token`, knows as ours."""
-        self._uploads.discard(key, token)
+        self.uploads.discard(key, token)
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
         """Compare with the checksum or ETag that the server computed, where they hold, else read back.
@@ -271,7 +271,7 @@ class S3Store:
         Raises:
             VerifyError: other bytes, or none.
         """
-        uploads = self._uploads
+        uploads = self.uploads
         if (known := uploads.proved(key, size_bytes, crc64)) is not None:
             return known
         return proof(self, key, size_bytes, crc64, uploads.expected_etag(key, crc64), on_progress)

@@ -303,3 +303,24 @@ class S3Uploads:
             except store.client.exceptions.ClientError as error:
                 if sc.code_of(error) not in sc.ABSENT | {"NoSuchUpload"}:
                     raise
+
+    # --- an upload whose parts are sent by several processes (docs/adr/0106) -------------------------------
+
+    def begin_shared(self, key: str, size_bytes: int) -> Upload:
+        """Begin one; its token is what the others need."""
+        self._refuse_if_there(key)
+        return self._begin(key, size_bytes, part_size(size_bytes, self._wanted_bytes))
+
+    def held_shared(self, key: str, size_bytes: int, token: str) -> Upload | None:
+        """One that was begun, with what the server holds of it; None: it is over."""
+        size, _, upload_id = token.partition(":")
+        if not upload_id or not size.isdecimal() or int(size) == 0:
+            return None
+        found = Upload(upload_id=upload_id, part_bytes=int(size), size_bytes=size_bytes)
+        return found if self._list_parts(key, found) else None
+
+    def join_shared(self, key: str, upload: Upload) -> None:
+        """Join the parts, all of which `etags` and `crc` of the upload know; `verify` is asked next."""
+        self._join(key, upload.size_bytes, upload)
+        if upload.md5s and len(upload.md5s) == len(upload.etags):
+            self._expected[key] = upload.crc, joined(upload.md5s[n] for n in sorted(upload.md5s))

@@ -1,0 +1,184 @@
+"""`python -m bench.cluster`: a conversion from bucket to bucket by 1, 2, 4 workers; for docs/performance.md.
+
+The server (rclone) stands behind a proxy that gives each connection the same share: more workers are more
+connections, as on machines of their own. `--small` tries the benchmark itself and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import saves
+from bench.limited import Limited, limited
+from bench.report import machine, replace_part
+from tests.real import REPOSITORY
+from tests.stores import servers
+
+WORK = REPOSITORY / ".build" / "bench-cluster"
+RAW = WORK / "runs.json"
+PICTURE = REPOSITORY / "docs" / "cluster.png"
+BEGIN, END = "<!-- cluster: begin -->", "<!-- cluster: end -->"
+RATE = 8e6
+"""Bytes per second of a connection, each way."""
+BUDGET = "512MiB"
+WORKERS = (0, 1, 2, 4)
+"""0: one process, no cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One conversion; bytes on the wire as the proxy saw them."""
+
+    workers: int
+    wall_seconds: float
+    bytes: int
+    parameters: int
+    """Elements, not tensors."""
+    source_bytes: int
+    """Read of the checkpoint by workers, as they count; the rest of `down_bytes` is outputs read back."""
+    up_bytes: int
+    down_bytes: int
+    peak_rss_bytes: int
+    plan_sha256: str
+
+
+@contextmanager
+def _scene(save: saves.Save, rate: float) -> Iterator[tuple[Limited, Path]]:
+    """The server with the checkpoint in its bucket, behind the proxy; the folder that the bucket is."""
+    shutil.rmtree(WORK / "server", ignore_errors=True)
+    (WORK / "server").mkdir(parents=True)
+    with servers.rclone(WORK / "server") as server, limited(server.port, rate) as line:
+        bucket = WORK / "server" / "objects" / servers.BUCKET
+        (bucket / "in").mkdir(parents=True)
+        for path in save.files:
+            os.link(path, bucket / "in" / path.name)
+        yield line, bucket
+
+
+def _run(workers: int, line: Limited, bucket: Path) -> Run:
+    name = f"out-{workers}"
+    ends = [f"s3://{servers.BUCKET}/in", f"s3://{servers.BUCKET}/made/{name}"]
+    command = [sys.executable, "-m", "ckptd", "convert", *ends, "--json", "--memory-budget", BUDGET]
+    command += ["--cluster", f"local:{workers}"] if workers else []
+    line.reset()
+    environment = {**os.environ, **servers.environment(None, AWS_ENDPOINT_URL=line.endpoint)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: {done.returncode}\n{done.stderr[-3000:]}")
+    report = json.loads(done.stdout)
+    made = bucket / "made" / name
+    run = Run(
+        workers=workers,
+        wall_seconds=report["seconds"],
+        bytes=report["bytes"],
+        parameters=sum(path.stat().st_size for path in made.glob("zero/*/fp32.pt")) // 4,
+        source_bytes=(report["cluster"] or {}).get("bytes_read", 0),
+        up_bytes=line.up_bytes,
+        down_bytes=line.down_bytes,
+        peak_rss_bytes=report["peak_rss_bytes"],
+        plan_sha256=report["plan_sha256"],
+    )
+    shutil.rmtree(made)
+    return run
+
+
+def render(runs: list[Run]) -> str:
+    """The measured part of the page."""
+    one = next(run for run in runs if run.workers == 1)
+    lines = [
+        f"Machine: {machine()}; all processes on it, {RATE / 1e6:.0f} MB/s per connection.",
+        "",
+        "| workers | wall s | MB/s | speed-up | read, of it sources | sent | RSS, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        name = str(run.workers) if run.workers else "no cluster"
+        down, up = run.down_bytes / run.parameters, run.up_bytes / run.parameters
+        rate, faster = run.bytes / 1e6 / run.wall_seconds, one.wall_seconds / run.wall_seconds
+        lines.append(
+            f"| {name} | {run.wall_seconds:.1f} | {rate:.0f} | {faster:.2f} | {down:.2f}, {run.source_bytes / run.parameters:.2f} | {up:.2f} "
+            f"| {run.peak_rss_bytes / 2**20:.0f} |"
+        )
+    most = runs[-1]
+    speed = one.wall_seconds / most.wall_seconds
+    share = max(run.down_bytes for run in runs if run.workers) / min(run.down_bytes for run in runs)
+    budget = max(run.peak_rss_bytes for run in runs) / 2**20
+    wanted = 0.8 * most.workers
+    words = f"* {most.workers} workers against one, at least {wanted:.1f} times as fast: {speed:.2f}"
+    lines += [
+        "",
+        f"{words} ({_reached(speed >= wanted)})",
+        f"* more workers read no more, at most 1.02 times the least: {share:.3f} ({_reached(share <= 1.02)})",
+        f"* a worker stays below --memory-budget {BUDGET}: {budget:.0f} MiB ({_reached(budget <= 512)})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _reached(is_so: bool) -> str:
+    return "reached" if is_so else "NOT reached"
+
+
+def _draw(runs: list[Run]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.0, 3.4))
+    names = [str(run.workers) if run.workers else "no cluster" for run in runs]
+    rates = [run.bytes / 1e6 / run.wall_seconds for run in runs]
+    colours = ["#1a73e8" if run.workers else "#9aa0a6" for run in runs]
+    for at, rate in enumerate(rates):
+        left.bar(at, rate, color=colours[at])
+        left.text(at, rate, f"{rate:.0f}", ha="center", va="bottom", fontsize=8)
+    left.set_ylabel("MB/s of output")
+    for at, run in enumerate(runs):
+        down, up = run.down_bytes / run.parameters, run.up_bytes / run.parameters
+        right.bar(at - 0.2, down, width=0.4, color="#34a853", label="read" if at == 0 else None)
+        right.bar(at + 0.2, up, width=0.4, color="#fbbc04", label="sent" if at == 0 else None)
+    right.set_ylabel("bytes on the wire per parameter")
+    right.legend(frameon=False, fontsize=8, loc="lower right")
+    for axis in (left, right):
+        axis.set_xticks(range(len(runs)), names)
+        axis.set_xlabel("workers")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=130)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="try the benchmark; writes nothing in docs/")
+    small = parser.parse_args().small
+    save = saves.shards("cluster-small", 2, 2, hidden=256) if small else saves.shards("cluster", 26, 2)
+    WORK.mkdir(parents=True, exist_ok=True)
+    with _scene(save, 50e6 if small else RATE) as (line, bucket):
+        runs = [_run(workers, line, bucket) for workers in ((1, 2) if small else WORKERS)]
+    if len({run.plan_sha256 for run in runs}) != 1:
+        sys.exit("the plans differ")
+    raw = WORK / "small.json" if small else RAW
+    raw.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    text = render(runs)
+    print(text)
+    if not small:
+        replace_part(text, BEGIN, END)
+        if importlib.util.find_spec("matplotlib") is not None:
+            _draw(runs)
+    shutil.rmtree(WORK / "server")
+
+
+if __name__ == "__main__":
+    main()

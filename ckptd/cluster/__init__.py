@@ -1,0 +1,1 @@
+"""Conversion by the workers of a dask cluster: one plan, many machines (docs/convert-cluster.md)."""

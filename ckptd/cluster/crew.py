@@ -1,0 +1,249 @@
+"""The workers that a command uses: started here, by Slurm, or already there; all that is asked of dask.
+
+dask comes with the extra `ckptd[cluster]` and is imported by the calls that need it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ckptd
+from ckptd.cluster import work
+from ckptd.errors import BehindError, ConfigError, RemoteUnreachable, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CONNECT_SECONDS = 15.0
+WORKER_SECONDS = 120.0
+"""For a first worker of a scheduler that runs already; a queue's may take as long as it takes."""
+ALONE_SECONDS = 300.0
+"""Without any worker in the middle of a conversion."""
+STOP_SECONDS = 20.0
+PROFILER = "distributed.worker.profile.enabled"
+_PIP = "pip install 'ckptd[cluster]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """What `--cluster` says: `kind` local, slurm or scheduler (`url`)."""
+
+    kind: str
+    count: int = 1
+    url: str = ""
+
+
+def parse(text: str) -> Address:
+    """Read `--cluster`.
+
+    Raises:
+        UsageError: it is none of tcp://HOST:PORT, tls://HOST:PORT, local:N, slurm, slurm:N; no dask here.
+    """
+    address = _parsed(text)
+    if address is None:
+        raise UsageError(
+            f"--cluster {text!r} is none of tcp://HOST:PORT, tls://HOST:PORT, local:N, slurm, slurm:N",
+            hint="local:4 starts four workers on this machine",
+        )
+    needed = ("distributed", "dask_jobqueue") if address.kind == "slurm" else ("distributed",)
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--cluster needs {name.replace('_', '-')}, which is not installed", hint=_PIP)
+    return address
+
+
+def _parsed(text: str) -> Address | None:
+    kind, _, rest = text.partition(":")
+    if kind in ("local", "slurm") and (rest.isdecimal() or (text == "slurm")):
+        count = int(rest or 1)
+        return Address(kind=kind, count=count) if 1 <= count <= 4096 else None
+    if re.fullmatch(r"(tcp|tls)://([^/:\s]+|\[[0-9a-fA-F:]+\]):\d{1,5}", text):
+        return Address(kind="scheduler", url=text)
+    return None
+
+
+@contextmanager
+def gathered(address: Address, budget_bytes: int, should_stop: Callable[[], bool] | None) -> Iterator[Crew]:
+    """Connect, wait for a first worker, and see that all have this ckptd.
+
+    Raises:
+        RemoteUnreachable: no scheduler, or no worker. ConfigError: another ckptd there; dask's own settings.
+        BehindError: `should_stop` said so while it waited.
+    """
+    import dask.config
+    import distributed
+
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    with ExitStack() as stack:
+        # see `ckptd.cluster.work.calm`; workers that are started here take these settings over
+        stack.enter_context(dask.config.set({PROFILER: False}))
+        place = _place(address, budget_bytes, stack)
+        try:
+            client = distributed.Client(place, timeout=CONNECT_SECONDS, set_as_default=False)
+        except (OSError, ValueError, TypeError) as error:
+            raise RemoteUnreachable(
+                f"no dask scheduler answers at {address.url or place} ({str(error).splitlines()[0][:200]})",
+                hint="is it running, and is --cluster its address? (dask scheduler prints it)",
+            ) from error
+        stack.callback(lambda: client.close(timeout=5))
+        crew = Crew(client, address)
+        crew.wait(should_stop)
+        yield crew
+
+
+def _place(address: Address, budget_bytes: int, stack: ExitStack) -> Any:
+    """What dask's client connects to."""
+    if address.kind == "scheduler":
+        return address.url
+    folder = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="ckptd-cluster-", ignore_cleanup_errors=True)
+    )
+    threads = max(1, min(work.at_once(budget_bytes), os.cpu_count() or 1))
+    if address.kind == "local":
+        from distributed import LocalCluster
+
+        cluster = LocalCluster(
+            n_workers=address.count,
+            threads_per_worker=threads,
+            processes=True,
+            host="127.0.0.1",
+            security=True,
+            memory_limit=0,
+            dashboard_address=None,
+            local_directory=folder,
+            silence_logs=logging.CRITICAL,
+        )
+    else:
+        cluster = _slurm(address.count)
+    stack.callback(lambda: cluster.close(timeout=10))
+    return cluster
+
+
+def _slurm(count: int) -> Any:
+    if shutil.which("sbatch") is None:
+        raise ConfigError("--cluster slurm: there is no sbatch here", hint="run it where jobs are submitted")
+    from dask_jobqueue import SLURMCluster
+
+    try:
+        cluster = SLURMCluster()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--cluster slurm: {str(error).splitlines()[0][:300]}",
+            hint="write jobqueue.slurm into ~/.config/dask/jobqueue.yaml; config/jobqueue.yaml is an example",
+        ) from error
+    cluster.adapt(minimum_jobs=count, maximum_jobs=count)
+    return cluster
+
+
+class Crew:
+    """The workers, through dask's client."""
+
+    def __init__(self, client: Any, address: Address) -> None:
+        import distributed
+
+        self._client = client
+        self._address = address
+        self._asked = distributed.as_completed(loop=client.loop)
+        self._alone_since: float | None = None
+        self._looked_at = 0.0
+        self.workers = self.threads = 0
+
+    def wait(self, should_stop: Callable[[], bool] | None) -> None:
+        """Until there is a worker; see `gathered`."""
+        begun = time.monotonic()
+        while not self._look():
+            if should_stop is not None and should_stop():
+                raise BehindError("the conversion was stopped", hint="nothing was begun")
+            if self._address.kind != "slurm" and time.monotonic() - begun > WORKER_SECONDS:
+                raise RemoteUnreachable(
+                    f"the scheduler has no worker ({WORKER_SECONDS:.0f} s)",
+                    hint="start some: dask worker ADDRESS",
+                )
+            time.sleep(0.1)
+        for name, version in self._client.run(work.hello, on_error="return").items():
+            if version != ckptd.__version__:
+                said = f"has ckptd {version}" if isinstance(version, str) else f"has no ckptd ({version})"
+                raise ConfigError(
+                    f"worker {name} {said}, the command has {ckptd.__version__}",
+                    hint="install the same version everywhere",
+                )
+
+    def _look(self) -> int:
+        workers = self._client.scheduler_info(n_workers=-1)["workers"]
+        self.workers = len(workers)
+        self.threads = sum(int(one["nthreads"]) for one in workers.values())
+        return self.workers
+
+    def ask(self, job_text: str, task_text: str, key: str) -> Any:
+        """Have a task done somewhere; `ready` hands its future out."""
+        future = self._client.submit(work.run, job_text, task_text, key=key, pure=False)
+        self._asked.add(future)
+        return future
+
+    def ready(self) -> list[Any]:
+        """Futures of tasks that are over.
+
+        Raises:
+            RemoteUnreachable: the scheduler is lost, or all workers are.
+        """
+        if self._client.status != "running":
+            raise _lost()
+        now = time.monotonic()
+        if now - self._looked_at > 2.0:
+            self._looked_at = now
+            self._alone_since = None if self._look() else self._alone_since or now
+            if (
+                self._alone_since
+                and now - self._alone_since > ALONE_SECONDS
+                and self._address.kind != "slurm"
+            ):
+                raise RemoteUnreachable("the scheduler has no worker any more", hint="run the command again")
+        return list(self._asked.next_batch(block=False)) if self._asked.has_ready() else []
+
+    def answer(self, future: Any) -> str | None:
+        """The task's `Result` as JSON; None: workers died of it again and again.
+
+        Raises:
+            RemoteUnreachable: the scheduler was lost.
+        """
+        from distributed import KilledWorker
+
+        if future.status == "finished":
+            try:
+                return str(future.result(timeout=60))
+            except Exception as error:
+                raise _lost() from error
+        if future.status == "error":
+            died = future.exception(timeout=60)
+            if isinstance(died, KilledWorker):
+                return None
+            raise ConfigError(
+                f"a worker could not run a task of ckptd ({type(died).__name__}: {ascii(str(died))[:200]})",
+                hint="install the same version of ckptd, dask and Python everywhere",
+            )
+        raise _lost()
+
+    def end(self, attempt: str, futures: list[Any]) -> None:
+        """Cancel what is queued, and have what runs stop; waits for it, within reason."""
+        with suppress(Exception):
+            self._client.cancel(futures, force=True)
+            self._client.run(work.stop, attempt, on_error="ignore")
+            end = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < end and any(self._client.run(work.running, on_error="ignore").values()):
+                time.sleep(0.1)
+
+
+def _lost() -> RemoteUnreachable:
+    return RemoteUnreachable(
+        "the scheduler was lost in the middle of the conversion",
+        hint="what is done is noted at the destination: the same command goes on",
+    )

@@ -1,0 +1,325 @@
+"""What a worker of the cluster runs: one task, from descriptors to proven outputs (docs/adr/0106).
+
+It never unpickles a checkpoint. What goes wrong comes back as data, which the command raises as its own.
+Credentials are those of its environment. A task does nothing for an attempt that another one took over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import ckptd
+from ckptd import files
+from ckptd.cluster import sending
+from ckptd.cluster.extents import Extents, FolderPlace, StorePlace, spans_of
+from ckptd.cluster.grouping import parts_of
+from ckptd.cluster.messages import Job, Result, Task
+from ckptd.convert.parts import decode, ranges_of
+from ckptd.convert.reading import same_bytes
+from ckptd.convert.rounding import numpy_folder, use_numpy_of
+from ckptd.convert.sandbox import peak_rss_bytes
+from ckptd.convert.verify import verify_source
+from ckptd.errors import (
+    BehindError,
+    CkptdError,
+    ConfigError,
+    LockHeld,
+    NotFoundError,
+    RefusedError,
+    StorageError,
+    from_os_error,
+)
+from ckptd.real import opened_real
+from ckptd.remote.open import open_store
+from ckptd.remote.s3 import S3Store
+from ckptd.remote.store import Abilities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.cluster.extents import Place
+    from ckptd.cluster.messages import TaskSource
+    from ckptd.convert.parts import Range
+    from ckptd.remote.store import Store
+
+MIB = 1 << 20
+BASE_BYTES = 112 * MIB
+"""A dask worker with ckptd and its store."""
+TASK_BYTES = 96 * MIB
+"""Blocks, and a part or file in flight per lane."""
+LANE_BYTES = 20 * MIB
+MOST_LANES = 4
+MOST_TASKS = 4
+WINDOW_BYTES = 8 * MIB
+
+
+class _Attempts:
+    """What this process knows of attempts: those that are over, and how many tasks of each run here."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._over: set[str] = set()
+        self._running = 0
+
+    @contextmanager
+    def slot(self, attempt: str, most: int) -> Iterator[None]:
+        """One of the tasks that the memory budget of this process allows at a time."""
+        with self._changed:
+            while self._running >= most and attempt not in self._over:
+                self._changed.wait(1.0)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def check(self, attempt: str) -> None:
+        if attempt in self._over:
+            raise BehindError("the conversion was stopped")
+
+    def end(self, attempt: str) -> None:
+        with self._changed:
+            self._over.add(attempt)
+            self._changed.notify_all()
+
+    @property
+    def running(self) -> int:
+        """Tasks."""
+        return self._running
+
+
+_attempts = _Attempts()
+
+
+def hello(dask_worker: Any = None) -> str:
+    """The version of ckptd in this worker, whose profiler is stopped."""
+    calm(dask_worker)
+    return ckptd.__version__
+
+
+def calm(dask_worker: Any) -> None:
+    """Stop dask's profiler: before Python 3.11.8 it can halt a worker for ever.
+
+    It asks for all frames under a lock that a collection of garbage takes as well (CPython gh-106883).
+    """
+    callback = dask_worker.periodic_callbacks.pop("profile", None) if dask_worker is not None else None
+    if callback is not None:
+        dask_worker.loop.add_callback(callback.stop)
+
+
+def stop(attempt: str) -> None:
+    """Tasks of an attempt end as soon as they can."""
+    _attempts.end(attempt)
+
+
+def running() -> int:
+    """Tasks that run in this process."""
+    return _attempts.running
+
+
+def at_once(budget_bytes: int) -> int:
+    """Tasks that one worker process may run at a time."""
+    return max(1, min(MOST_TASKS, (budget_bytes - BASE_BYTES) // TASK_BYTES))
+
+
+def run(job_text: str, task_text: str) -> str:
+    """Carry out a task; a `Result` as JSON, also where it failed."""
+    job, task = Job.model_validate_json(job_text), Task.model_validate_json(task_text)
+    _calm_here()
+    with _attempts.slot(job.attempt, at_once(job.memory_budget_bytes)):
+        try:
+            result = _Work(job, task).run()
+        except CkptdError as error:
+            result = _failed(task, error)
+        except OSError as error:
+            result = _failed(task, from_os_error(error, f"converting on {worker_name()}"))
+        except Exception as error:  # noqa: BLE001 - the command shows words, no traceback
+            words = f"{type(error).__name__}: {ascii(str(error))[:200]}"
+            result = _failed(task, StorageError(f"converting on {worker_name()} failed ({words})"))
+    return result.model_dump_json()
+
+
+def worker_name() -> str:
+    """Host and process, for messages."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _failed(task: Task, error: CkptdError) -> Result:
+    return Result(
+        number=task.number,
+        worker=worker_name(),
+        error=type(error).__name__,
+        message=error.message,
+        hint=error.hint,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What a process keeps open from task to task: clients of servers cost memory and handshakes."""
+
+    source: Store | None
+    target: Store
+
+
+@cache
+def _ends(job_text: str) -> _Ends:
+    job = Job.model_validate_json(job_text)
+    source = open_store(job.source_url, access=job.source_access) if job.source_url else None
+    target = open_store(
+        job.target_url,
+        access=job.target_access,
+        owner=f"{job.attempt}-{worker_name()}",
+        window_bytes=WINDOW_BYTES,
+    )
+    if isinstance(target, S3Store) and job.abilities is not None:
+        target.abilities = Abilities(**job.abilities.model_dump())
+    return _Ends(source, target)
+
+
+class _Work:
+    """One task."""
+
+    def __init__(self, job: Job, task: Task) -> None:
+        if job.version != ckptd.__version__:
+            raise ConfigError(
+                f"worker {worker_name()} has ckptd {ckptd.__version__}, the command {job.version}",
+                hint="install the same version everywhere",
+            )
+        self.job = job
+        self.task = task
+        self.sources = {source.number: source for source in task.sources}
+        share = (job.memory_budget_bytes - BASE_BYTES) // at_once(job.memory_budget_bytes)
+        self.cache_bytes = max(8 * MIB, min(24 * MIB, share // 4))
+        self.lanes = max(1, min(MOST_LANES, (share - self.cache_bytes) // LANE_BYTES))
+
+    def check_stop(self) -> None:
+        """Raise once the command wants no more."""
+        _attempts.check(self.job.attempt)
+
+    def run(self) -> Result:
+        """Look whose attempt it is, compare, make, join, prove."""
+        job, task = self.job, self.task
+        self.check_stop()
+        ends = _ends(_common(job))
+        self._check_note(ends.target)
+        if job.rounds:
+            _use_numpy()
+        units = [unit for piece in task.pieces for unit in sending.units_of(piece)]
+        units.sort(key=lambda unit: unit.begin)  # an output's second name reads what its first one just read
+        spans = spans_of(self._ranges(units))
+        with ExitStack() as stack:
+            place = self._place(ends.source, stack)
+            extents = Extents(
+                place, self.sources, spans, cache_bytes=self.cache_bytes, check_stop=self.check_stop
+            )
+            for line in task.checks:
+                self._compare(line, extents)
+            sender = sending.Sender(job, ends.target, extents, self.check_stop)
+            with ThreadPoolExecutor(self.lanes, thread_name_prefix="outputs") as pool:
+                work = [pool.submit(sender.send, unit) for unit in units]
+                work += [pool.submit(sender.join, join) for join in task.joins]
+                work += [pool.submit(sender.prove, proof) for proof in task.proofs]
+                try:
+                    for one in work:
+                        one.result()
+                except BaseException:
+                    sender.stop()
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            return Result(
+                number=task.number,
+                worker=worker_name(),
+                done=tuple(sender.done),
+                parts=tuple(sender.parts),
+                extents=extents.hashed(),
+                read_bytes=extents.read_bytes,
+                needed_bytes=extents.needed_bytes,
+                peak_rss_bytes=peak_rss_bytes(),
+            )
+
+    def _check_note(self, target: Store) -> None:
+        """Another command took the destination over: this attempt writes nothing more."""
+        raw = target.get(self.job.note_key)
+        if raw is None:
+            raise NotFoundError(
+                f"worker {worker_name()} does not see the attempt at {self.job.target_url}",
+                hint="DST must be the same place on every worker: a shared file system, or a URL",
+            )
+        if json.loads(raw).get("attempt") != self.job.attempt:
+            raise LockHeld(
+                f"another conversion took {self.job.target_url}/{self.job.target_name} over",
+                hint="let that one finish",
+            )
+
+    def _ranges(self, units: list[sending.Unit]) -> Iterator[Range]:
+        for unit in units:
+            for part in unit.parts:
+                yield from ranges_of(part)
+        for line in self.task.checks:
+            for part in parts_of(line):
+                yield from ranges_of(part)
+
+    def _place(self, store: Store | None, stack: ExitStack) -> Place:
+        if store is not None:
+            return StorePlace(store)
+        if not self.sources:
+            return FolderPlace(-1, files.open_beneath)
+        root = self.job.source_root
+        if not os.path.isdir(root):
+            raise NotFoundError(
+                f"worker {worker_name()} does not see {root}",
+                hint="SRC must be the same place on every worker: a shared file system, or a URL",
+            )
+        root_fd = stack.enter_context(opened_real(root))
+        place = FolderPlace(root_fd, files.open_beneath)
+        stack.callback(place.close)
+        for number in self.task.crc32s:
+            self._verify_source(root_fd, self.sources[number])
+        return place
+
+    def _verify_source(self, root_fd: int, source: TaskSource) -> None:
+        self.check_stop()
+        with files.reading(root_fd, source.name) as fd:
+            verify_source(source.name, source.fingerprint, fd)
+
+    def _compare(self, line: str, extents: Extents) -> None:
+        raw = json.loads(line)
+        one, other = ([decode(part) for part in side] for side in raw["p"])
+        if not same_bytes(one, other, extents):
+            raise RefusedError(
+                f"the tensor-parallel ranks hold different copies of {raw['c']}",
+                hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
+            )
+
+
+def _common(job: Job) -> str:
+    """The job's text as the key of what a process keeps open."""
+    return job.model_dump_json()
+
+
+@cache
+def _calm_here() -> None:
+    """A worker that joined after the command looked."""
+    from distributed import get_worker
+
+    calm(get_worker())
+
+
+@cache
+def _use_numpy() -> None:
+    use_numpy_of(numpy_folder())
+
+
+__all__ = ["hello", "run", "running", "stop"]

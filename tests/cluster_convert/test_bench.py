@@ -1,0 +1,26 @@
+"""The benchmark of clusters tries itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bench.cluster import WORK
+from tests.real import REPOSITORY
+
+pytestmark = [pytest.mark.stores, pytest.mark.full]
+
+
+def test_small() -> None:
+    """One and two workers: the wire carries the checkpoint once each way."""
+    command = [sys.executable, "-m", "bench.cluster", "--small"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    one, two = json.loads((WORK / "small.json").read_text())
+    assert (one["workers"], two["workers"]) == (1, 2)
+    for run in (one, two):
+        assert run["up_bytes"] >= run["bytes"]
+        assert 12 * run["parameters"] <= run["down_bytes"] < 30 * run["parameters"]
