@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptd.local.state_dir import drop_status, private_place
 from tests.real import Recipe, prepare, save_dir_of
 from tests.status_schema import checked
 
@@ -113,6 +114,8 @@ class Node:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
                 process.wait(10)
+        # of a daemon that was killed while it waited for its first checkpoint
+        drop_status(private_place(self.save_dir), "status.json")
 
     def ckptd(self, *arguments: object, timeout_seconds: float = 60) -> subprocess.CompletedProcess[str]:
         """Another command."""
