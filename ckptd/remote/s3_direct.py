@@ -136,7 +136,7 @@ class Direct:
         query, named = "", dict(arguments)
         if "UploadId" in named:
             upload_id = quote(str(named.pop("UploadId")), safe="-._~")
-            query = f"?partNumber={named.pop('PartNumber')}&uploadId={upload_id}"
+            query = f"?uploadId={upload_id}&partNumber={named.pop('PartNumber')}"
         for name in named.keys() - self._names.keys():
             shape = self._client.meta.service_model.operation_model("PutObject").input_shape.members[name]
             self._names[name] = shape.serialization["name"]
