@@ -92,14 +92,15 @@ def plot(costs: list[Cost], path: Path) -> None:
         nodes, [cost.requests_most for cost in costs], "^:", color="#2060a0", label="requests, busiest node"
     )
     left.set_xscale("log", base=2)
-    left.set_yscale("log")
+    left.set_xticks(nodes, [str(count) for count in nodes])
+    left.set_ylim(bottom=0)
     left.set_xlabel("nodes")
     left.set_ylabel("requests per node and checkpoint")
     right = left.twinx()
     right.plot(
         nodes, [cost.commit_seconds for cost in costs], "s-", color="#c05020", label="seconds to COMMIT"
     )
-    right.set_ylabel("seconds from the last part to COMMIT (20 ms a request)")
+    right.set_ylabel("seconds to COMMIT (20 ms a request)")
     right.set_ylim(bottom=0)
     lines = left.get_lines() + right.get_lines()
     left.legend(lines, [str(line.get_label()) for line in lines], loc="upper left")

@@ -18,6 +18,7 @@ from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import Grid, Role, parse_shard_name
 from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
 from ckptd.core.order import next_order, sealing_order
+from ckptd.core.parts import replicas
 from ckptd.core.permit import DeletePermit
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
@@ -274,6 +275,7 @@ class Daemon:
             step=order.step,
             save_seq=order.save_seq,
             window=SaveWindow(first=at_ns, last=at_ns),
+            is_part=machine.job.ranks > len(machine.ranks),
             writer=Writer(),
         )
         row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
@@ -583,9 +585,11 @@ class Daemon:
             grid=save.grid,
             files=(),
         )
+        elsewhere = replicas(save)
         rows = tuple(
             ShipFile(
                 path=file.path,
+                is_replica=file.path in elsewhere,
                 key=f"{folder}/{file.path}",
                 source=f"{save.tag}/{file.path}",
                 identity=file.identity,
@@ -597,7 +601,13 @@ class Daemon:
             )
             for file in save.files
         )
-        return ShipOrder(root="", manifest=head, files=rows, shipped=tuple(row.shipped.values()))
+        return ShipOrder(
+            root="",
+            manifest=head,
+            files=rows,
+            shipped=tuple(row.shipped.values()),
+            steps_in=row.record.state is ShipState.WAITING,
+        )
 
     # --- the disk, as shipping sees it -----------------------------------------------------------------
 
