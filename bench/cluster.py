@@ -108,7 +108,8 @@ def render(runs: list[Run]) -> str:
         down, up = run.down_bytes / run.parameters, run.up_bytes / run.parameters
         rate, faster = run.bytes / 1e6 / run.wall_seconds, one.wall_seconds / run.wall_seconds
         lines.append(
-            f"| {name} | {run.wall_seconds:.1f} | {rate:.0f} | {faster:.2f} | {down:.2f}, {run.source_bytes / run.parameters:.2f} | {up:.2f} "
+            f"| {name} | {run.wall_seconds:.1f} | {rate:.0f} | {faster:.2f} "
+            f"| {down:.2f}, {run.source_bytes / run.parameters:.2f} | {up:.2f} "
             f"| {run.peak_rss_bytes / 2**20:.0f} |"
         )
     most = runs[-1]

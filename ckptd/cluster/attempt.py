@@ -181,8 +181,8 @@ class Attempt:
                 self._try_again(task, tries, result)
             else:
                 self._take(result)
+        self._note.write(force=False)
         if ready:
-            self._note.write(force=False)
             self._tell_phase("copying")
         else:
             time.sleep(POLL_SECONDS)
@@ -197,6 +197,7 @@ class Attempt:
 
     def _take(self, result: Result) -> None:
         known, tally = self._note.progress, self.tally
+        self._note.is_behind = True
         tally.bytes_read += result.read_bytes
         tally.bytes_needed += result.needed_bytes
         tally.extents += result.extents

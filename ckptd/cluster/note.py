@@ -43,6 +43,8 @@ class Note:
         self.plan_sha256 = plan_sha256
         self.attempt = secrets.token_hex(8)
         self.progress = Progress()
+        self.is_behind = False
+        """Something is done that is not in it yet."""
         self._due_at = 0.0
 
     def read(self) -> bool:
@@ -76,7 +78,7 @@ class Note:
             LockHeld: another command took the destination over.
         """
         now = time.monotonic()
-        if not force and now < self._due_at:
+        if not force and (now < self._due_at or not self.is_behind):
             return
         self.check_ours()
         self._put()
@@ -95,6 +97,7 @@ class Note:
                 for path, parts in known.parts.items()
             },
         }
+        self.is_behind = False
         self._store.put(self._key, json.dumps(text, separators=(",", ":")).encode())
 
     def check_ours(self) -> None:
