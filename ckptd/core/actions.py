@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptd.core.ladder import Fate
     from ckptd.core.permit import CommitRef, DeletePermit
+    from ckptd.core.save import SealedFile
     from ckptd.core.view import RemoteCommit
 
 
@@ -32,6 +33,15 @@ class Ship:
     attempt: int
     is_streamed: bool = False
     """A form that lies nowhere here: made of the shards while it is sent (docs/adr/0093)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supplement:
+    """Ship files that appeared in a folder after its COMMIT, and commit them beside it."""
+
+    save_id: int
+    remote: str
+    files: tuple[SealedFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +125,7 @@ class Retire:
 
 ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | Prune
 """What is done on this node, in workers."""
-Action = ActionHere | Describe | Ship | MakeWay | AskConfirmation | Retire
+Action = ActionHere | Describe | Ship | Supplement | MakeWay | AskConfirmation | Retire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

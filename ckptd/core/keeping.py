@@ -193,10 +193,11 @@ def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
 
 
 def commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
-    """The COMMITs of its zero form on every required remote."""
+    """The COMMITs of its zero form on every required remote, and what lies beside them."""
     refs: list[CommitRef] = []
     for remote in view.remotes:
         record = save.ship(remote.name, ZERO)
         if remote.is_required and record.commit_key and record.commit_sha256:
             refs.append(CommitRef(remote=remote.name, key=record.commit_key, sha256=record.commit_sha256))
+            refs += [CommitRef(remote=remote.name, key=s.key, sha256=s.sha256) for s in record.supplements]
     return tuple(refs)

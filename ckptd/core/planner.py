@@ -22,6 +22,7 @@ from ckptd.core.actions import (
     Retire,
     Ship,
     StopConverting,
+    Supplement,
 )
 from ckptd.core.deriving import PRESSURE, first_to_go, is_open, is_streamed, keep_derived, to_derive
 from ckptd.core.draining import course
@@ -210,6 +211,9 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
         return [MakeWay(remote=remote.name)] if is_in_the_way else []
     if zero is not None:
         return [_ship_or_describe(view, zero, remote, ZERO)]
+    late = (s for s in newest_first if s.is_intact and not s.is_busy and s.lacking.get(remote.name))
+    if (save := next(late, None)) is not None:
+        return [Supplement(save_id=save.id, remote=remote.name, files=save.lacking[remote.name])]
     for form in (UNIVERSAL, *WEIGHTS):
         for save in to_derive(view, remote, form) if form in remote.forms else ():
             is_here = save.derived(form).state is DerivedState.READY

@@ -59,6 +59,8 @@ class SealedSave(Model):
     """What this node holds of a save over several: other nodes' shards are not here (core/parts.py)."""
     best_checkpoint: str | None = None
     """The tag that this save's trainer calls the best so far (H37)."""
+    late: tuple[SealedFile, ...] = ()
+    """Files that appeared in the folder after it was sealed, durable and at rest: for a supplement."""
     beside: tuple[str, ...] = ()
     """Tags that lay here, not sealed yet, when this one was sealed: perhaps saved later (adr/0102)."""
     rivals: tuple[int, ...] = ()

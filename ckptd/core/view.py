@@ -40,6 +40,14 @@ class ShipState(StrEnum):
     REFUSED = "refused"
 
 
+class SupplementRecord(Model):
+    """A SUPPLEMENT beside a COMMIT, and what it lists: (path, bytes, fingerprint)."""
+
+    key: str
+    sha256: str
+    files: tuple[tuple[str, int, str], ...]
+
+
 class ShipRecord(Model):
     """Journal row: one form of one save on one remote."""
 
@@ -57,6 +65,8 @@ class ShipRecord(Model):
     unlisted: tuple[str, ...] = ()
     """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
     bytes_sent: int = 0
+    supplements: tuple[SupplementRecord, ...] = ()
+    """What is committed beside that COMMIT and lists a file of this folder."""
 
 
 class DerivedState(StrEnum):
@@ -101,6 +111,10 @@ class SaveView:
     """The folder is there at all."""
     has_unlisted: tuple[str, ...] = ()
     """Files in the folder that were not sealed (H8)."""
+    late: tuple[SealedFile, ...] = ()
+    """Files that appeared after it was sealed, as they are now."""
+    lacking: Mapping[str, tuple[SealedFile, ...]] = field(default_factory=dict)
+    """By remote that holds its COMMIT: files of the folder that neither that nor a supplement lists."""
     added: tuple[SealedFile, ...] = ()
     """Derived files that our `resume` put in: they go with the folder."""
     is_held: bool = False

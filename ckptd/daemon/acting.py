@@ -63,8 +63,9 @@ class Actor:
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""
-        if isinstance(action, a.Ship):
-            if action.is_streamed and not self._totals.conversions.may_start(self, self._wake):
+        if isinstance(action, a.Ship | a.Supplement):
+            is_streamed = isinstance(action, a.Ship) and action.is_streamed
+            if is_streamed and not self._totals.conversions.may_start(self, self._wake):
                 return False
             link = self._links[action.remote]
             may_start = self._totals.uploads.may_start(link, self._wake)
@@ -81,6 +82,8 @@ class Actor:
                 self._links[action.remote].describe(action.tag, self._wake)
             case a.Ship():
                 self._shipping.ship(action, save_dir_fd, self._totals.conversion_bytes())
+            case a.Supplement():
+                self._shipping.late.ship(action)
             case a.MakeWay():
                 self._shipping.make_way(action)
             case a.AskConfirmation():

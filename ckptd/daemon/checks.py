@@ -244,7 +244,7 @@ def is_idle(job: Job) -> bool:
         if record.state is ShipState.FAILED and record.tries < 3 and record.remote in ready
     )
     actions = [x for x in state.plan.actions if not isinstance(x, a.Describe)]
-    return not unsealed and not actions and not waits
+    return not unsealed and not actions and not waits and not job.intake.late.is_waiting
 
 
 def is_at_rest(job: Job) -> bool:

@@ -21,6 +21,7 @@ from ckptd.core.sealing import (
     sealed_extra,
     sealed_file,
 )
+from ckptd.daemon.late import Late
 from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.ordering import Ordering, written_ns
 from ckptd.daemon.reading import Reading
@@ -66,6 +67,7 @@ class Intake:
         """Tag → what was compared last, and whether the folder still is that save."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
         self.metrics = Metrics(config, state)
+        self.late = Late(config, state, workers, wake)
         self._ordering = Ordering(state, recogniser, self._is_sealed)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
@@ -92,6 +94,7 @@ class Intake:
                     self._reading.flush(folder, save_dir_fd)
         self.metrics.look(save_dir_fd)
         self._seal(ready)
+        self.late.look(listing, save_dir_fd, now_seconds)
         state.in_flight = frozenset(
             folder.tag
             for folder in listing.folders

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd import __version__
+from ckptd.core.actions import Ship
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
 from ckptd.core.parts import replicas
@@ -20,9 +21,10 @@ from ckptd.remote import messages as m
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.actions import Ship
+    from ckptd.core.actions import Supplement
     from ckptd.core.listing import ListedFile
     from ckptd.core.save import SealedFile
+    from ckptd.core.view import ShipRecord
     from ckptd.journal import ObjectRow, SaveRow
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -213,6 +215,54 @@ def ship_order(
         save_spread_seconds=save_spread_seconds,
         steps_in=steps_in,
     )
+
+
+def late_order(
+    row: SaveRow,
+    action: Supplement,
+    record: ShipRecord,
+    *,
+    root: str,
+    settings: m.RemoteSettings,
+    config_digest: str,
+) -> m.ShipOrder:
+    """Files that came after the COMMIT that `record` knows, for a supplement beside it."""
+    ship = Ship(
+        save_id=action.save_id,
+        remote=action.remote,
+        form=ZERO,
+        generation=record.generation or 1,
+        attempt=1,
+    )
+    folder = _folder_of(row, ship)
+    files = tuple(
+        m.ShipFile(
+            path=f.path,
+            key=f"{folder}/{f.path}",
+            source=f"{row.save.tag}/{f.path}",
+            identity=f.identity,
+            bytes=f.identity.size_bytes,
+            role=f.role,
+            shard=f.shard,
+            fingerprint=f.fingerprint,
+            mode=f.mode,
+            check_zip_crc=False,
+        )
+        for f in action.files
+    )
+    order = ship_order(
+        row,
+        ship,
+        files,
+        None,
+        root=root,
+        settings=settings,
+        config_digest=config_digest,
+        objects=(),
+        save_spread_seconds=60.0,
+        steps_in=False,
+    )
+    return order.model_copy(update={"supplement_to": record.commit_sha256})
 
 
 def _source_of(row: SaveRow, action: Ship) -> DerivedSource | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.late import Supplementing
 from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_order
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
@@ -58,6 +59,7 @@ class Shipping:
         self._links = links
         self._wake = wake
         self.retiring = Retiring(config, state, links, audit, wake)
+        self.late = Supplementing(config, config_digest, state, links, wake)
 
     # --- ship ------------------------------------------------------------------------------------------
 

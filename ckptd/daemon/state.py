@@ -191,8 +191,9 @@ class JobState:
 
     def lose_commit(self, save_id: int, remote: str, reason: str) -> None:
         """The remote no longer vouches for a save: it counts as not committed there, and is shipped again."""
-        gone = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None, "reason": reason}
-        self.put_ship(save_id, self.ship(save_id, remote, ZERO).model_copy(update=gone))
+        gone = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None, "supplements": ()}
+        record = self.ship(save_id, remote, ZERO)
+        self.put_ship(save_id, record.model_copy(update=gone | {"reason": reason}))
         self.generations.pop((save_id, remote, ZERO), None)
 
     def put_derived(self, save_id: int, record: DerivedRecord, form: str = UNIVERSAL) -> None:

@@ -6,9 +6,20 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.core.lateness import lacking, late_now
 from ckptd.core.manifest_names import node_in
 from ckptd.core.sealing import sealed_extra
-from ckptd.core.view import ZERO, DerivedState, Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.core.view import (
+    ZERO,
+    DerivedState,
+    Disk,
+    JobView,
+    RemoteCommit,
+    RemoteView,
+    SaveView,
+    ShipRecord,
+    ShipState,
+)
 from ckptd.daemon.retiring import since_when
 from ckptd.files import free_bytes
 
@@ -20,12 +31,14 @@ if TYPE_CHECKING:
     from ckptd.core.draining import Drain
     from ckptd.core.listing import FolderListing, ListedFile
     from ckptd.core.retention import RetentionPolicy
+    from ckptd.core.save import SealedFile
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
     from ckptd.remote.messages import CommitView
 
 NEXT_SAVE_FACTOR = 1.1
+_NEW = ShipRecord(remote="", form=ZERO)
 HOUR_SECONDS = 3600.0
 _MOST_PLANNED = 10_000
 _PLANNED: dict[str, RemoteCommit] = {}
@@ -176,12 +189,18 @@ def _fresh(
         and all(now.get(f.path) == f.identity for f in row.save.files)
     )
     added: tuple[ListedFile, ...] = folder.added if is_mine and folder is not None else ()
-    sealed = {f.path for f in row.save.files} | {f.path for f in added}
+    late: tuple[SealedFile, ...] = late_now(row.save, now) if is_mine else ()
+    sealed = {f.path for f in (*row.save.files, *late)} | {f.path for f in added}
     unlisted = [path for path in now if path not in sealed] if is_mine else []
     if is_mine and folder is not None:
         unlisted += folder.irregular
     ships = state.ships.get(row.id, {})
-    unlisted += [path for r in ships.values() if r.form == ZERO for path in r.unlisted if path in now]
+    names = [remote.name for remote in config.remotes if ZERO in remote.forms]
+    lacks: dict[str, tuple[SealedFile, ...]] = {
+        name: lacking(row.save, ships.get((name, ZERO)) or _NEW, late) for name in names
+    }
+    required = [remote.name for remote in config.remotes if remote.required]
+    unlisted += [file.path for name in required for file in lacks[name] if file.path in now]
     return SaveView(
         id=row.id,
         save=row.save,
@@ -190,6 +209,8 @@ def _fresh(
         is_intact=is_intact,
         is_present=is_mine,
         has_unlisted=tuple(dict.fromkeys(unlisted)),
+        late=late,
+        lacking={name: lacks[name] for name in names if _is_committed(ships.get((name, ZERO)))},
         added=tuple(sealed_extra(f) for f in added),
         is_held=row.held,
         is_busy=state.busy[row.id] > 0,
@@ -199,6 +220,10 @@ def _fresh(
         universal=row.derived,
         weights=row.weights,
     )
+
+
+def _is_committed(record: ShipRecord | None) -> bool:
+    return record is not None and record.state is ShipState.COMMITTED
 
 
 def as_planned(view: CommitView) -> RemoteCommit:

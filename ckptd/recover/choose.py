@@ -15,7 +15,6 @@ from ckptd.core.manifest import ManifestFile
 from ckptd.core.order import next_order
 from ckptd.core.save import Order
 from ckptd.core.trainers import Trainer, layout_of
-from ckptd.core.view import WEIGHTS
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -49,6 +48,8 @@ class Copy:
     files: tuple[ManifestFile, ...]
     """Without extras; distinct paths."""
     extras: tuple[ManifestFile, ...] = ()
+    late: tuple[ManifestFile, ...] = ()
+    """What came after its COMMIT, of all nodes."""
 
     @property
     def bytes(self) -> int:
@@ -221,7 +222,7 @@ def readable_copies(
             if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
                 continue
             try:
-                copies.append(_copy(remote, view, nodes))
+                copies.append(_copy(remote, view, nodes, choice.notes))
             except DamagedError as error:
                 choice.notes.append(
                     f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
@@ -229,15 +230,6 @@ def readable_copies(
             except (RemoteError, NotPermitted, StorageError) as error:
                 choice.lost[remote.name] = error
     return copies
-
-
-def forms_alone(remotes: Sequence[RemoteSight]) -> dict[str, set[str]]:
-    """Tags of which nothing is left but weights, with the forms of those: no resume points (adr/0094)."""
-    forms: dict[str, set[str]] = {}
-    for remote in remotes:
-        for view in remote.commits:
-            forms.setdefault(view.commit.tag, set()).add(view.commit.form)
-    return {tag: held for tag, held in forms.items() if held <= set(WEIGHTS)}
 
 
 def stands_alone(copy: Copy) -> bool:
@@ -253,9 +245,11 @@ def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
     )
 
 
-def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes) -> Copy:
+def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes, notes: list[str]) -> Copy:
     manifests = remote.manifests(view.commit)
-    return of_node(Copy(remote=remote, view=view, manifests=manifests, files=()), nodes)
+    late, note = remote.late(view.commit, manifests)
+    notes += [note] if note else []
+    return of_node(Copy(remote=remote, view=view, manifests=manifests, files=(), late=late), nodes)
 
 
 def of_node(copy: Copy, nodes: Nodes) -> Copy:
@@ -265,6 +259,7 @@ def of_node(copy: Copy, nodes: Nodes) -> Copy:
     for wanted in _wanted(copy, nodes):
         for file in wanted:
             (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
+    files |= {file.path: file for file in copy.late}
     return replace(copy, files=tuple(files.values()), extras=tuple(extras.values()))
 
 

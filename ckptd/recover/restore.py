@@ -37,7 +37,6 @@ from ckptd.recover.choose import (
     Choice,
     Nodes,
     committed_saves,
-    forms_alone,
     readable_copies,
     stands_alone,
 )
@@ -47,6 +46,7 @@ from ckptd.recover.held import Held, look_into
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
+from ckptd.recover.sight import forms_alone
 from ckptd.recover.sources import Sources
 from ckptd.remote.open import directory_path
 

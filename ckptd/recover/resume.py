@@ -26,13 +26,13 @@ from ckptd.errors import (
 )
 from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import Candidate, Choice, Nodes, choose, forms_alone
+from ckptd.recover.choose import Candidate, Choice, Nodes, choose
 from ckptd.recover.derived import derived_accelerate, derived_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
 from ckptd.recover.owner import owner_of
 from ckptd.recover.plan import ResumePlan, make_plan
-from ckptd.recover.sight import LocalSight, look_locally, orders_in_status
+from ckptd.recover.sight import LocalSight, forms_alone, look_locally, orders_in_status
 from ckptd.recover.sources import Sources, named
 from ckptd.recover.steps import Convert, MoveAside, Step
 

@@ -15,9 +15,10 @@ from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
 from ckptd.core.manifest import side_key, stem
 from ckptd.core.save import Order
+from ckptd.core.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
 from ckptd.local.scan import has_open_writer, scan
-from ckptd.recover.trust import distrust
+from ckptd.recover.trust import distrust, path_problem
 from ckptd.remote.access import Access
 from ckptd.remote.documents import IDENTITY_KEY, stem_of
 from ckptd.remote.open import open_store
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.facts import FileFacts
     from ckptd.core.listing import FolderListing, SaveDirListing
-    from ckptd.core.manifest import Commit, NodeManifest
+    from ckptd.core.manifest import Commit, ManifestFile, NodeManifest
     from ckptd.recover.owner import Owner
     from ckptd.remote.messages import CommitView, Observation
     from ckptd.remote.store import Store
@@ -60,6 +61,33 @@ class RemoteSight:
         if problem is not None:
             raise DamagedError(problem, hint="it was changed in the remote; an older checkpoint is taken")
         return found
+
+    def late(
+        self, commit: Commit, manifests: Sequence[NodeManifest]
+    ) -> tuple[tuple[ManifestFile, ...], str | None]:
+        """What SUPPLEMENTs beside a COMMIT list, of one path the last; a note, where they cannot be believed.
+
+        A note that came late is worth less than the checkpoint.
+        """
+        found: dict[str, ManifestFile] = {}
+        try:
+            found = {file.path: file for manifest in self.supplements(commit) for file in manifest.files}
+            paths = {file.path: file for manifest in manifests for file in manifest.files} | found
+            problem = path_problem(paths.values())
+        except DamagedError as error:
+            problem = error.message
+        if problem is not None:
+            return (), f"{commit.tag} on {self.name}, without what came after its COMMIT: {problem}"
+        return tuple(found.values()), None
+
+    def supplements(self, commit: Commit) -> tuple[NodeManifest, ...]:
+        """The manifests of the SUPPLEMENTs beside a COMMIT, in order.
+
+        Raises:
+            DamagedError: as `manifests`, of one of them.
+        """
+        mine = (v for v in self.observation.supplements if stem_of(v.commit) == stem_of(commit))
+        return tuple(manifest for view in mine for manifest in self.manifests(view.commit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +154,15 @@ def look_at_remote(
         commits=live_commits(observation),
         access=access,
     )
+
+
+def forms_alone(remotes: Sequence[RemoteSight]) -> dict[str, set[str]]:
+    """Tags of which nothing is left but weights, with the forms of those: no resume points (adr/0094)."""
+    forms: dict[str, set[str]] = {}
+    for remote in remotes:
+        for view in remote.commits:
+            forms.setdefault(view.commit.tag, set()).add(view.commit.form)
+    return {tag: held for tag, held in forms.items() if held <= set(WEIGHTS)}
 
 
 def is_gone(store: Store, view: CommitView) -> bool:

@@ -39,10 +39,10 @@ def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeM
             problem = _file_problem(file)
             if problem is not None:
                 return problem
-    return _path_problem(file for manifest in members for file in manifest.files)
+    return path_problem(file for manifest in members for file in manifest.files)
 
 
-def _path_problem(listed: Iterable[ManifestFile]) -> str | None:
+def path_problem(listed: Iterable[ManifestFile]) -> str | None:
     """Two contents for one path, or a file where another one's folder must be."""
     found: dict[str, tuple[str, int, str]] = {}
     folders: set[str] = set()

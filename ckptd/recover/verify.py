@@ -173,6 +173,8 @@ class Verifier:
             expected = f"{commit.files} files of {commit.bytes} bytes"
             found = f"{len(objects)} of {total} in its manifests"
             differences.append(Difference(key=view.key, expected=expected, found=found))
+        objects |= objects_of(self._remote.supplements(commit))
+        self._listed |= set(objects)
         lacking = missing(known, commit.form)
         differences += [Difference(key=view.key, expected=what, found="in no manifest") for what in lacking]
         return objects

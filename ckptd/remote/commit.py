@@ -73,15 +73,15 @@ def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOr
         RemoteError: as the store.
     """
     still_ours(ground.store, ground.identity)
-    _one_writer(ground, order)
-    root = _open_root(order.root)
+    one_writer(ground, order)
+    root = open_root(order.root)
     try:
         return _Shipping(ground, order, control, root).run(open_origin)
     finally:
         os.close(root)
 
 
-def _open_root(path: str) -> int:
+def open_root(path: str) -> int:
     try:
         return os.open(path, files.DIR_FLAGS)
     except FileNotFoundError as error:
@@ -213,7 +213,7 @@ class _Shipping:
             commit_sha256=commit.sha256,
             node=self._order.manifest.node,
             reason=reason,
-            at=_now(),
+            at=now_utc(),
         )
         self._store.put_if_absent(side_key("disputes", stem(*self._where)), to_bytes(dispute))
         point(self._store, self._ground.documents)
@@ -285,7 +285,7 @@ class _Shipping:
             return waiting(waits, ours, carried, coverage.absent(members) if missing else ())
         if existing is None:
             # two that began at once saw nobody: what the other listed since must not join ours
-            _one_writer(self._ground, self._order)
+            one_writer(self._ground, self._order)
         return self._ended(existing or self._create(members), ours, carried)
 
     def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> ShipResult:
@@ -308,7 +308,7 @@ class _Shipping:
         document = coverage.build_commit(
             members,
             committed_by=self._order.manifest.node,
-            committed_at=_now(),
+            committed_at=now_utc(),
             config_digest=self._order.manifest.config_digest,
         )
         data = to_bytes(document)
@@ -323,7 +323,7 @@ class _Shipping:
         return found
 
 
-def _one_writer(ground: Ground, order: ShipOrder) -> None:
+def one_writer(ground: Ground, order: ShipOrder) -> None:
     """On a store that enforces no create-only write only one node may ever write (P10)."""
     if ground.abilities.create_only:
         return
@@ -335,5 +335,5 @@ def _one_writer(ground: Ground, order: ShipOrder) -> None:
             raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
 
 
-def _now() -> str:
+def now_utc() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

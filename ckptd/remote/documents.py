@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import KnownManifest
+from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
     AnyDocument,
@@ -50,6 +51,7 @@ class Documents:
     retired: list[Tombstone] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    supplements: list[CommitView] = field(default_factory=list)
     skip: tuple[type[CkptdError], ...] = (DamagedError,)
 
     def live(self) -> list[CommitView]:
@@ -139,7 +141,14 @@ def read_commits(
     while _read_commits(store, found, only_tag, cache) and tries < _TRIES:
         found, tries = Documents(skip=skip), tries + 1
     found.commits.sort(key=lambda view: view.key)
+    found.supplements.sort(key=number_of)
     return found
+
+
+def number_of(view: CommitView) -> int:
+    """k of a SUPPLEMENT."""
+    late = supplement_of(view.key)
+    return late[3] if late is not None else 0
 
 
 def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: DocumentCache) -> bool:
@@ -152,7 +161,8 @@ def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: D
             _collect(store, info, Tombstone, found.retired, found, cache)
     disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
     for info in store.list(f"{ROOT}/commits/"):
-        where = stem_of_key(info.key)
+        late = supplement_of(info.key)
+        where = late[:3] if late is not None else stem_of_key(info.key)
         if where is None or only_tag not in (None, where[0]):
             continue
         try:
@@ -163,9 +173,8 @@ def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: D
         is_gone = is_gone or read is None
         if read is not None:
             commit, digest = read
-            found.commits.append(
-                CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in disputed)
-            )
+            view = CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in disputed)
+            (found.commits if late is None else found.supplements).append(view)
     return is_gone
 
 
@@ -259,6 +268,18 @@ def manifests_of_commit(store: Store, commit: Commit) -> tuple[KnownManifest, ..
             raise DamagedError(msg, hint="this checkpoint cannot be restored; use an older one")
         found.append(known)
     return tuple(found)
+
+
+def read_supplements(store: Store, where: Stem) -> list[CommitView]:
+    """The SUPPLEMENTs of one COMMIT, fresh, in order."""
+    found = []
+    for info in store.list(f"{ROOT}/commits/"):
+        late = supplement_of(info.key)
+        data = store.get(info.key) if late is not None and late[:3] == where else None
+        if data is not None:
+            commit = parse(Commit, data, info.key)
+            found.append(CommitView(key=info.key, sha256=sha256_of(data), commit=commit))
+    return sorted(found, key=number_of)
 
 
 def generations_with_manifests(store: Store) -> set[Stem]:

@@ -20,7 +20,6 @@ from ckptd.core.manifest import (
     RemoteIdentity,
     Tombstone,
 )
-from ckptd.core.manifest_names import ManifestName
 from ckptd.remote.beat_messages import Beat as Beat
 from ckptd.remote.beat_messages import Beats as Beats
 from ckptd.remote.events import Alive as Alive
@@ -28,6 +27,9 @@ from ckptd.remote.events import Moving as Moving
 from ckptd.remote.making_messages import Making as Making
 from ckptd.remote.making_messages import Planned as Planned
 from ckptd.remote.scrub_messages import Scrub, Scrubbed
+from ckptd.remote.seen_messages import ManifestView as ManifestView
+from ckptd.remote.seen_messages import NamedManifest as NamedManifest
+from ckptd.remote.seen_messages import SupplementView as SupplementView
 from ckptd.remote.settings import RemoteSettings as RemoteSettings
 from ckptd.remote.store import Abilities
 
@@ -119,6 +121,8 @@ class ShipOrder(Model):
     save_spread_seconds: float = 60.0
     steps_in: bool = False
     """Replicas that nobody listed are sent too: their owner had its time."""
+    supplement_to: str | None = None
+    """Digest of a COMMIT: the files came after it, and are committed beside it."""
 
 
 class Confirm(Model):
@@ -236,6 +240,7 @@ class Observation(Model):
     latest_universal: str | None = None
     damaged: tuple[str, ...] = ()
     """Documents that could not be read, with the reason."""
+    supplements: tuple[CommitView, ...] = ()
     retiring: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) with a tombstone whose removal was cut short: `Retire` finishes it."""
     free_bytes: int | None = None
@@ -246,23 +251,6 @@ class Unchanged(Model):
 
     kind: Literal["unchanged"] = "unchanged"
     free_bytes: int | None = None
-
-
-class ManifestView(Model):
-    """A node manifest as read; `committed` when a COMMIT lists its digest."""
-
-    key: str
-    sha256: str
-    manifest: NodeManifest
-    committed: bool
-
-
-class NamedManifest(Model):
-    """A node manifest that was not read: what its name tells."""
-
-    generation: int
-    form: str
-    name: ManifestName
 
 
 class TagView(Model):
@@ -292,6 +280,8 @@ class ShipResult(Model):
     manifest_sha256: str | None = None
     bytes_sent: int = 0
     bytes_skipped: int = 0
+    supplements: tuple[SupplementView, ...] = ()
+    """Of a supplement: all that list a file of the order."""
 
 
 class Confirmed(Model):

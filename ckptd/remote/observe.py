@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.coverage import choose_pointers
+from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
     Decision,
@@ -88,6 +89,7 @@ def observe(
         latest=_pointer(store, "latest"),
         latest_universal=_pointer(store, "latest_universal"),
         damaged=tuple(found.damaged),
+        supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
     )
 
@@ -152,7 +154,8 @@ def confirm(
             return Confirmed(ok=False, reason=f"{key} is gone")
         if sha256_of(data) != sha256:
             return Confirmed(ok=False, reason=f"{key} is another COMMIT now")
-        where = stem_of_key(key)
+        late = supplement_of(key)
+        where = late[:3] if late is not None else stem_of_key(key)
         if where is None:
             continue
         if store.get(side_key("disputes", stem(*where))) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import fingerprints_of, objects_of, order_of
+from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
     NodeManifest,
@@ -163,8 +164,8 @@ def _is_listed(known: KnownManifest, commit: CommitView) -> bool:
 
 
 def _supplements(store: Store, where: Stem) -> list[str]:
-    begin = f"{ROOT}/commits/{stem(*where)}~x"
-    return [info.key for info in store.list(f"{ROOT}/commits/") if info.key.startswith(begin)]
+    keys = [(supplement_of(info.key), info.key) for info in store.list(f"{ROOT}/commits/")]
+    return [key for late, key in keys if late is not None and late[:3] == where]
 
 
 def _listed_elsewhere(store: Store, where: Stem) -> set[str]:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from ckptd.core.coverage import objects_of
 from ckptd.errors import DamagedError, NotPermitted, RefusedError, StorageError
 from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of_key
+from ckptd.remote.documents import (
+    manifests_of_commit,
+    read_commit,
+    read_supplements,
+    stem_of,
+    stem_of_key,
+)
 from ckptd.remote.observe import confirm, still_ours
 from ckptd.remote.scrub_messages import BadCopy, Scrub, Scrubbed
 
@@ -45,7 +51,10 @@ def scrub(ground: Ground, order: Scrub, pacer: Pacer, check: Callable[[], None])
     last = order.after
     is_whole = True
     try:
-        objects = objects_of(known.manifest for known in manifests_of_commit(store, view.commit))
+        commits = [view, *read_supplements(store, stem_of(view.commit))]
+        objects = objects_of(
+            known.manifest for one in commits for known in manifests_of_commit(store, one.commit)
+        )
     except (DamagedError, RefusedError) as error:
         bad.append(BadCopy(key=view.key, expected="its manifests", found=error.message))
         objects = {}

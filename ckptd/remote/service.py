@@ -40,6 +40,7 @@ from ckptd.remote.messages import (
     Retire,
     ShipOrder,
     Shipped,
+    ShipResult,
     Unchanged,
     known,
 )
@@ -51,6 +52,7 @@ from ckptd.remote.retire import retire
 from ckptd.remote.scrub import scrub
 from ckptd.remote.scrub_messages import Scrub
 from ckptd.remote.store import Progress
+from ckptd.remote.supplement import supplement
 from ckptd.remote.transfer import Control
 from ckptd.remote.watched import Motion, WatchedPacer, watched
 
@@ -130,7 +132,7 @@ class Service:
         if isinstance(order, Beat):
             return self._beat(found, order)
         if isinstance(order, ShipOrder):
-            return ship(ground, order, reporter.control(self._pacer), self._open_origin)
+            return self._ship(ground, order, reporter.control(self._pacer))
         if isinstance(order, Scrub):
             return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
         if isinstance(order, Retire):
@@ -155,6 +157,11 @@ class Service:
         if order.heartbeat is not None:
             self._beats.put(order.heartbeat)
         return Beats(nodes=self._beats.others(order.node, reads_all=order.reads_all))
+
+    def _ship(self, ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+        if order.supplement_to is not None:
+            return supplement(ground, order, control)
+        return ship(ground, order, control, self._open_origin)
 
     def _attach(self, settings: RemoteSettings) -> Attached:
         """Prove the remote and remember it; the lock is held."""

@@ -134,19 +134,38 @@ def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
         assert not (here.nas / "notes").exists()
 
 
-def test_an_extra_file_keeps_its_folder(tmp_path: Path) -> None:
-    """A file that appeared after the COMMIT keeps its folder on the node; status says which file (P1, H8)."""
+def test_a_file_that_came_late_is_committed_beside_and_the_folder_goes(tmp_path: Path) -> None:
+    """The result of an evaluation, written into a checkpoint after its COMMIT (P1, H8)."""
     with node(tmp_path, local="save_total_limit = 1") as here:
         here.start()
         here.save(1)
         here.wait_committed("global_step1~g1")
-        (here.save_dir / "global_step1" / "eval_results.json").write_text("{}")
+        (here.save_dir / "global_step1" / "eval_results.json").write_text('{"loss": 1}')
         here.save(2)
         here.wait_committed("global_step2~g1")
-        here.wait("kept", lambda: "eval_results.json" in " ".join(here.checkpoint("global_step1")["keep"]))
-        time.sleep(1)
-        assert (here.save_dir / "global_step1" / RANK0).exists()
-        (here.save_dir / "global_step1" / "eval_results.json").unlink()
+        here.wait("gone", lambda: not (here.save_dir / "global_step1").exists())
+        assert (here.nas / "global_step1" / "eval_results.json").read_text() == '{"loss": 1}'
+        assert (here.nas / "_ckptd" / "commits" / "global_step1~g1~zero~x1.json").exists()
+
+
+def test_a_file_that_is_still_open_keeps_its_folder(tmp_path: Path) -> None:
+    """It is not shipped before whoever writes it is done; status says which file (P1, H8)."""
+    with node(tmp_path, local="save_total_limit = 1") as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        with (here.save_dir / "global_step1" / "eval_results.json").open("w") as writer:
+            writer.write("{")
+            writer.flush()
+            here.save(2)
+            here.wait_committed("global_step2~g1")
+            here.wait(
+                "kept", lambda: "eval_results.json" in " ".join(here.checkpoint("global_step1")["keep"])
+            )
+            time.sleep(1)
+            assert (here.save_dir / "global_step1" / RANK0).exists()
+            assert not (here.nas / "global_step1" / "eval_results.json").exists()
+            writer.write("}")
         here.wait("gone", lambda: not (here.save_dir / "global_step1").exists())
 
 

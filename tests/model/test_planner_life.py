@@ -106,6 +106,11 @@ class Life(RuleBasedStateMachine):
         self.step = max(1, self.step - back)
         self.world.train(self.step, f"global_step{self.step}")
 
+    @rule(pick=st.integers(0, 50))
+    def comes_late(self, pick: int) -> None:
+        if self.world.saves:
+            self.world.comes_late(sorted(self.world.saves)[pick % len(self.world.saves)])
+
     @rule()
     def save_begins(self) -> None:
         self.world.in_flight = True

@@ -22,6 +22,7 @@ from ckptd.core.actions import (
     Retire,
     Ship,
     StopConverting,
+    Supplement,
 )
 from ckptd.core.order import next_order
 from ckptd.core.permit import CommitRef, Unuploaded
@@ -128,6 +129,22 @@ class World:
         )
         self.latest = tag
 
+    def comes_late(self, save_id: int) -> None:
+        """A file appears in a folder that every required remote holds committed."""
+        save = self.saves[save_id]
+        held = [
+            name for name in self.remotes if self._record(save_id, name, ZERO).state is ShipState.COMMITTED
+        ]
+        if save.is_intact and all(r.name in held for r in self.remotes.values() if r.is_required):
+            late = (save.save.files[0].model_copy(update={"path": "notes.txt"}),)
+            self._change(save, late=late, has_unlisted=("notes.txt",), lacking=dict.fromkeys(held, late))
+
+    def _supplement(self, save_id: int, name: str) -> None:
+        save = self.saves[save_id]
+        lacking = {other: files for other, files in save.lacking.items() if other != name}
+        needed = any(remote.is_required and remote.name in lacking for remote in self.remotes.values())
+        self._change(save, lacking=lacking, has_unlisted=("notes.txt",) if needed else ())
+
     def trainer_deletes(self, save_id: int) -> None:
         """The trainer's own rotation."""
         self._change(self.saves[save_id], is_present=False, is_intact=False)
@@ -193,6 +210,8 @@ class World:
                 self.remotes[name].shipping = save_id
                 record = self._record(save_id, name, form)
                 self._put(save_id, record.model_copy(update={"generation": g, "state": ShipState.SHIPPING}))
+            case Supplement(save_id=save_id, remote=name):
+                self._supplement(save_id, name)
             case MakeWay(remote=name):
                 self._cancel(self.remotes[name])
             case Describe(remote=name, tag=tag, save_id=save_id):

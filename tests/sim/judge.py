@@ -171,6 +171,9 @@ class Judge:
     def on_removal(self, inode: Inode, path: str, now_seconds: float) -> None:
         """ckptd unlinks a trainer's file (P1, P5)."""
         assert inode.saved is not None
+        if inode.saved[0] == 0:
+            self._on_late_removal(inode, path)
+            return
         save = self.trainer.saves[inode.saved[0] - 1]
         if not save.is_finished:
             self.say("P5", f"{path} belongs to a save that is not complete")
@@ -198,6 +201,24 @@ class Judge:
                     self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
             self.removed_since_start += 1
         self.removed[save.number] = self.removed.get(save.number, 0) + 1
+
+    def _on_late_removal(self, inode: Inode, path: str) -> None:
+        """A file that somebody put into a checkpoint: what it holds is listed under that name (P1)."""
+        assert inode.saved is not None
+        tag, _, name = inode.saved[1].partition("/")
+        for remote in sorted(self._required):
+            held = self._remotes[remote]()
+            contents = [
+                held[file["key"]][1]
+                for key in held
+                if key.startswith(f"{OURS}/commits/{tag}~")
+                and key.rsplit("/", 1)[1].split("~")[2][:4] == "zero"
+                for ref in self._json(held[key][1], key)["manifests"]
+                for file in self._json(held[ref["key"]][1], ref["key"])["files"]
+                if file["path"] == name and file["key"] in held
+            ]
+            if bytes(inode.data) not in contents and remote not in self.spoiled:
+                self.say("P1", f"{path} is removed, and {remote} does not hold what it says")
 
     def on_move(self, inode: Inode, path: str, target: str) -> None:
         """ckptd renames: a checkpoint's folder goes to the trash or comes back, nothing else (P5, P15)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ ALWAYS = ("save", "settle", "settle", "kill", "power")
 SOMETIMES = (
     "save", "begin", "write", "abort", "resave", "rewind", "rotate", "moves", "wait", "mood", "mood", "heal",
     "kill", "power", "twice", "meanwhile", "journal-lost", "journal-garbage", "clock", "forget", "child",
-    "deaf", "kill-late", "vanish",
+    "deaf", "kill-late", "vanish", "drop", "drop",
 )  # fmt: skip
 SETTLED_SECONDS = 20.0
 HEALED_SECONDS = 900.0
@@ -289,6 +290,25 @@ def _forget(world: World, rng: random.Random) -> None:
     world.forget(name, rng)
 
 
+def _drop(world: World, rng: random.Random) -> None:
+    """Somebody puts a file into a checkpoint, or writes one over that was put there."""
+    trainer, kernel = world.trainer, world.kernel
+    saves = [save for save in trainer.saves if save.is_finished and not save.is_gone]
+    if not saves or trainer.is_writing:
+        return
+    tag, name = rng.choice(saves).tag, rng.choice(("notes.txt", "README.md"))
+    kernel.actor = "trainer"
+    try:
+        fd = kernel.open(f"{SAVE_DIR}/{tag}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        kernel.write(fd, f"note {rng.random()}".encode())
+        kernel.fds[fd].inode.saved = (0, f"{tag}/{name}")
+        kernel.close(fd)
+    except OSError:
+        pass  # the folder is gone
+    finally:
+        kernel.actor = "ckptd"
+
+
 def _vanish(world: World, rng: random.Random) -> None:
     """Somebody removes a COMMIT right after a newer one was made: what was observed is out of date."""
     trainer, kernel = world.trainer, world.kernel
@@ -342,6 +362,7 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "clock": _clock,
     "forget": _forget,
     "vanish": _vanish,
+    "drop": _drop,
     "child": _child,
     "deaf": _deaf,
 }

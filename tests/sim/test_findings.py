@@ -351,3 +351,74 @@ def test_a_hold_that_was_cut_short_leaves_nothing(world: World, monkeypatch: pyt
     world.set_mood(NAS, "ok")
     world.live_on(100, rng)
     assert holds(world) == []
+
+
+def dropped(world: World, path: str, data: bytes, *, is_open: bool = False) -> int:
+    """A user puts a file into save_dir, and may go on writing it."""
+    kernel = world.kernel
+    kernel.actor = "trainer"
+    fd = kernel.open(f"{SAVE_DIR}/{path}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    kernel.write(fd, data)
+    if not is_open:
+        kernel.close(fd)
+    kernel.actor = "ckptd"
+    return fd
+
+
+def beside(world: World, tag: str) -> list[str]:
+    """SUPPLEMENTs of a tag on the NAS."""
+    held = world.judge._remotes[NAS]()
+    return sorted(key.rsplit("/", 1)[1] for key in held if "/commits/" in key and f"{tag}~g1~zero~x" in key)
+
+
+def test_what_came_late_is_committed_beside_and_the_folder_goes(strict: World) -> None:
+    rng = random.Random(0)
+    saved(strict, 1)
+    strict.live_on(60, rng)
+    dropped(strict, "global_step1/notes.txt", b"loss looks fine")
+    dropped(strict, "global_step1/README.md", b"")
+    strict.live_on(60, rng)
+    assert beside(strict, "global_step1") == ["global_step1~g1~zero~x1.json"]
+    held = strict.judge._remotes[NAS]()
+    assert held["global_step1/notes.txt"][1] == b"loss looks fine"
+    saved(strict, 2)
+    strict.live_on(200, rng)
+    assert lying_here(strict) == [2]
+    assert not strict.trainer_has("global_step1")
+
+
+def test_a_late_file_that_changes_keeps_its_folder_until_it_rests(strict: World) -> None:
+    """Its first content is committed already: the second lies beside it, never over it."""
+    rng = random.Random(0)
+    saved(strict, 1)
+    strict.live_on(60, rng)
+    dropped(strict, "global_step1/notes.txt", b"one")
+    strict.live_on(60, rng)
+    saved(strict, 2)
+    for text in (b"two", b"three", b"four"):
+        dropped(strict, "global_step1/notes.txt", text)
+        strict.live_on(4, rng)
+        assert strict.trainer_has("global_step1")
+    strict.live_on(300, rng)
+    held = strict.judge._remotes[NAS]()
+    assert not strict.trainer_has("global_step1")
+    assert held["global_step1/notes.txt"][1] == b"one"
+    assert b"four" in [data for key, (_, data) in held.items() if "/_late/" in key]
+    assert beside(strict, "global_step1")[:2] == [f"global_step1~g1~zero~x{k}.json" for k in (1, 2)]
+
+
+def test_what_came_late_is_known_when_the_journal_is_lost(strict: World) -> None:
+    rng = random.Random(0)
+    saved(strict, 1)
+    strict.live_on(60, rng)
+    dropped(strict, "global_step1/notes.txt", b"one")
+    strict.live_on(60, rng)
+    strict.kill()
+    strict.kernel.actor = "trainer"
+    strict.kernel.unlink(f"{STATE_DIR}/journal.db")
+    strict.kernel.actor = "ckptd"
+    strict.live_on(100, rng)
+    saved(strict, 2)
+    strict.live_on(200, rng)
+    assert beside(strict, "global_step1") == ["global_step1~g1~zero~x1.json"], "nothing is sent again"
+    assert not strict.trainer_has("global_step1")

@@ -218,7 +218,7 @@ class Trainer:
         try:
             for save in here[: max(0, len(here) - keep)]:
                 save.is_gone = save.is_rotated = True
-                for path in list(save.files):
+                for path in kernel.listdir(f"{SAVE_DIR}/{save.tag}"):
                     kernel.unlink(f"{SAVE_DIR}/{save.tag}/{path}")
                 kernel.rmdir(f"{SAVE_DIR}/{save.tag}")
                 self._on_step()
@@ -231,4 +231,4 @@ class Trainer:
             names = self._kernel.listdir(f"{SAVE_DIR}/{save.tag}")
         except OSError:
             return False
-        return folder is not None and set(names) == set(save.files)
+        return folder is not None and set(names) >= set(save.files)

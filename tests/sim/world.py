@@ -412,12 +412,16 @@ class World:
                 inode.saved = whole[-1].number, path
                 whole[-1].inodes[path] = inode
 
+    def trainer_has(self, tag: str) -> bool:
+        """The folder is in save_dir."""
+        return tag in self.kernel.listdir(SAVE_DIR)
+
     def _is_torn(self, save: Save) -> bool:
         try:
             names = self.kernel.listdir(f"{SAVE_DIR}/{save.tag}")
         except OSError:
             return False
-        return bool(names) and set(names) != set(save.files)
+        return bool(names) and not set(names) >= set(save.files)
 
     def _in_trash(self, save: Save) -> bool:
         kernel = self.kernel

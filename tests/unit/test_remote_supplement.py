@@ -1,0 +1,190 @@
+"""Files that came after a COMMIT: beside it, never in its place; restored, verified, retired with it (P1)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd import files
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import sha256_of
+from ckptd.errors import SourceChanged
+from ckptd.recover.sight import look_at_remote
+from ckptd.recover.verify import Verifier
+from ckptd.remote import collect, observe
+from ckptd.remote.messages import Retire, ShipFile, ShipOrder, ShipResult
+from ckptd.remote.retire import retire
+from ckptd.remote.supplement import supplement
+from tests.stores.memory import MemoryStore
+from tests.stores.scene import MODEL, OPTIM, Node, archive
+from tests.unit.restore_scene import TAG, RestoreScene
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.remote.commit import Ground
+
+X1 = "_ckptd/commits/global_step5~g1~zero~x1.json"
+
+
+def late(node: Node, name: str, data: bytes) -> ShipFile:
+    """A file that somebody put into the checkpoint just now."""
+    path = node.save_dir / node.tag / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return ShipFile(
+        path=name,
+        key=f"{node.tag}/{name}",
+        source=f"{node.tag}/{name}",
+        identity=files.identity_of(path.stat()),
+        bytes=len(data),
+        role=Role.SIDE,
+        fingerprint=sha256_of(data),
+        check_zip_crc=False,
+    )
+
+
+def order_of(node: Node, commit_sha256: str, *rows: ShipFile) -> ShipOrder:
+    order = node.order(node.sealed())
+    return order.model_copy(update={"files": rows, "supplement_to": commit_sha256})
+
+
+class Scene:
+    """One node, a remote in memory, a committed checkpoint."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = MemoryStore()
+        self.node = Node(root / "save")
+        self.node.write_all()
+        self.ground: Ground = self.node.attached(self.store)
+        self.commit = self.node.ship(self.ground, self.node.order(self.node.sealed())).commit
+        assert self.commit is not None
+
+    def add(self, *rows: ShipFile) -> ShipResult:
+        assert self.commit is not None
+        return supplement(self.ground, order_of(self.node, self.commit.sha256, *rows), self.node.control())
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_it_lands_in_its_place_beside_a_commit_that_stays_as_it_is(scene: Scene) -> None:
+    before = dict(scene.store.objects)
+    result = scene.add(late(scene.node, "notes.txt", b"fine"), late(scene.node, "loss.json", b"{}"))
+    assert result.outcome == "committed"
+    assert [one.key for one in result.supplements] == [X1]
+    assert scene.store.objects["global_step5/notes.txt"] == b"fine"
+    assert scene.store.objects["global_step5/loss.json"] == b"{}"
+    assert {key: scene.store.objects[key] for key in before} == before, "nothing that was there changed"
+    again = scene.add(late(scene.node, "notes.txt", b"fine"))
+    assert (again.outcome, again.bytes_sent, [one.key for one in again.supplements]) == ("committed", 0, [X1])
+
+
+def test_another_content_never_goes_over_what_is_committed(scene: Scene) -> None:
+    scene.add(late(scene.node, "notes.txt", b"one"))
+    result = scene.add(late(scene.node, "notes.txt", b"two"))
+    assert [one.key for one in result.supplements] == [X1.replace("x1", "x2")]
+    assert scene.store.objects["global_step5/notes.txt"] == b"one"
+    beside = [data for key, data in scene.store.objects.items() if "/_late/" in key]
+    assert beside == [b"two"]
+
+
+def test_a_file_that_changes_while_it_is_sent_is_listed_nowhere(scene: Scene) -> None:
+    row = late(scene.node, "notes.txt", b"one")
+    (scene.node.save_dir / scene.node.tag / "notes.txt").write_bytes(b"longer")
+    with pytest.raises(SourceChanged):
+        scene.add(row)
+    assert X1 not in scene.store.objects
+
+
+def test_nothing_is_put_beside_another_commit(scene: Scene) -> None:
+    result = supplement(
+        scene.ground, order_of(scene.node, "0" * 64, late(scene.node, "a", b"1")), scene.node.control()
+    )
+    assert result.outcome == "conflict"
+    assert X1 not in scene.store.objects
+
+
+def test_two_nodes_put_their_own_beside_one_commit(tmp_path: Path) -> None:
+    store = MemoryStore()
+    nodes = [Node(tmp_path / name, name) for name in ("a", "b")]
+    for rank, node in enumerate(nodes):
+        node.write({MODEL: archive(b"m" * 999), OPTIM.format(d=rank): archive(bytes([rank + 48]) * 999)})
+    grounds = [node.attached(store) for node in nodes]
+    results = [n.ship(g, n.order(n.sealed())) for n, g in zip(nodes, grounds, strict=True)]
+    commit = results[-1].commit
+    assert commit is not None
+    for node, ground in zip(nodes, grounds, strict=True):
+        row = late(node, "README.md", node.name.encode())
+        done = supplement(ground, order_of(node, commit.sha256, row), node.control())
+        assert done.outcome == "committed"
+    said = {data for key, data in store.objects.items() if key.endswith("README.md")}
+    assert said == {b"a", b"b"}
+    assert X1.replace("x1", "x2") in store.objects
+
+
+def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) -> None:
+    newer = replace(scene.node, tag="global_step6")
+    newer.write_all()
+    newer.ship(scene.ground, newer.order(newer.sealed(step=6), generation=1))
+    scene.add(late(scene.node, "notes.txt", b"one"))
+    found = collect.find(scene.store, scene.ground.identity)
+    assert (found.objects, found.unlisted_objects) == ((), 0)
+    assert scene.commit is not None
+    assert observe.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
+    gone = Retire(
+        tag="global_step5", generation=1, form="zero", reason="r", commit_sha256=scene.commit.sha256
+    )
+    retire(scene.ground, gone, lambda: None)
+    assert not [key for key in scene.store.objects if "global_step5" in key and "/retired/" not in key]
+    assert not observe.confirm(scene.store, ((X1, "0"),)).ok
+
+
+# --- reading it again -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> RestoreScene:
+    """Two checkpoints; notes.txt was written into the newer one after its COMMIT, and then again."""
+    scene = RestoreScene(tmp_path)
+    scene.two()
+    view = look_at_remote("nas", str(scene.nas), None).commits[-1]
+    node = Node(scene.save_dir, dp=2, tag=TAG)
+    for text in (b"one", b"two"):
+        row = late(node, "notes.txt", text)
+        order = order_of(node, view.sha256, row)
+        manifest = order.manifest.model_copy(update={"job_id": view.commit.job_id, "folder": TAG})
+        done = supplement(scene.ground(), order.model_copy(update={"manifest": manifest}), node.control())
+        assert done.outcome == "committed", done.reason
+    return scene
+
+
+def test_restore_brings_the_last_of_it_back(stored: RestoreScene) -> None:
+    stored.restore()
+    assert (stored.dir / TAG / "notes.txt").read_bytes() == b"two"
+
+
+def test_verify_proves_it(stored: RestoreScene) -> None:
+    verified = Verifier(look_at_remote("nas", str(stored.nas), None)).run()
+    assert [row.verdict for row in verified.commits] == ["good", "good"]
+    assert verified.unlisted == ()
+    (late_one,) = (stored.nas / TAG / "_late").rglob("notes.txt")
+    os.truncate(late_one, 1)
+    row = Verifier(look_at_remote("nas", str(stored.nas), None)).run(TAG).commits[0]
+    assert row.verdict == "damaged"
+    assert [one.key for one in row.differences] == [str(late_one.relative_to(stored.nas))]
+
+
+def test_what_came_late_is_worth_less_than_the_checkpoint(stored: RestoreScene) -> None:
+    """A note whose manifest is gone: the checkpoint is restored without it, and that is said."""
+    for path in (stored.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir():
+        if b"notes.txt" in path.read_bytes():
+            path.unlink()
+    stored.restore()
+    assert not (stored.dir / TAG / "notes.txt").exists()
+    assert (stored.dir / TAG / MODEL).exists()
