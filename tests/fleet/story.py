@@ -359,7 +359,7 @@ def staged() -> Iterator[None]:
     patches: list[Any] = [
         mock.patch.object(commit, "Transfer", InOrder),
         mock.patch.object(commit, "changed", changed),
-        mock.patch.object(commit, "_open_root", lambda _path: os.dup(_NOWHERE)),
+        mock.patch.object(commit, "open_root", lambda _path: os.dup(_NOWHERE)),
         mock.patch.object(commit, "_now", now),
         mock.patch.object(documents, "parse", parse),
         mock.patch.object(observe, "parse", parse),
