@@ -299,6 +299,8 @@ def _drop(world: World, rng: random.Random) -> None:
     tag, name = rng.choice(saves).tag, rng.choice(("notes.txt", "README.md"))
     kernel.actor = "trainer"
     try:
+        if name in kernel.listdir(f"{SAVE_DIR}/{tag}"):
+            world.written_over.add(tag)
         fd = kernel.open(f"{SAVE_DIR}/{tag}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         kernel.write(fd, f"note {rng.random()}".encode())
         kernel.fds[fd].inode.saved = (0, f"{tag}/{name}")

@@ -117,6 +117,9 @@ class World:
         self.is_deaf = False
         self.was_stale = self.was_set_back = False
         """A list may have hidden what a save is committed as: its COMMIT is retired, and it stays here."""
+        self.written_over: set[str] = set()
+        """Tags in which a note was written over: if it was part of the save, that is another save now, and
+        may be retired before it was committed."""
         self.hint: Callable[[], None] | None = None
         self.defect: BaseException | None = None
         self.posts: deque[Callable[[], None]] = deque()
@@ -551,7 +554,7 @@ class World:
         limit = self.config.local.save_total_limit
         if self.was_stale or limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
             return []
-        behind = [save for save in here if save.step < here[-1].step]
+        behind = [s for s in here if s.step < here[-1].step and s.tag not in self.written_over]
         return [save.tag for save in behind] if len(behind) + 1 > limit else []
 
     def _found_first(self) -> frozenset[str]:
