@@ -360,7 +360,7 @@ def staged() -> Iterator[None]:
         mock.patch.object(commit, "Transfer", InOrder),
         mock.patch.object(commit, "changed", changed),
         mock.patch.object(commit, "open_root", lambda _path: os.dup(_NOWHERE)),
-        mock.patch.object(commit, "_now", now),
+        mock.patch.object(commit, "now_utc", now),
         mock.patch.object(documents, "parse", parse),
         mock.patch.object(observe, "parse", parse),
     ]

@@ -303,7 +303,7 @@ def stepwise(*, is_pointing: bool) -> Iterator[None]:
         mock.patch.object(commit, "Transfer", StepTransfer),
         mock.patch.object(commit, "changed", lambda _root, _source, i, name: changed_in(_IO[-1], i, name)),
         mock.patch.object(commit, "open_root", lambda _path: os.open("/", os.O_PATH)),
-        mock.patch.object(commit, "_now", lambda: "2026-01-01T00:00:00+00:00"),
+        mock.patch.object(commit, "now_utc", lambda: "2026-01-01T00:00:00+00:00"),
         mock.patch.object(documents, "parse", lru_cache(maxsize=None)(documents_of.parse)),
         mock.patch.object(observe, "parse", lru_cache(maxsize=None)(documents_of.parse)),
     ]
