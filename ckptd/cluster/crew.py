@@ -118,7 +118,7 @@ def _place(address: Address, budget_bytes: int, stack: ExitStack) -> Any:
             host="127.0.0.1",
             security=True,
             memory_limit=0,
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",
             local_directory=folder,
             silence_logs=logging.CRITICAL,
         )

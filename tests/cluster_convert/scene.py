@@ -80,7 +80,7 @@ def workers(count: int = 2, *, profiler: bool = False) -> Iterator[Any]:
             processes=True,
             host="127.0.0.1",
             memory_limit=0,
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",
             silence_logs=logging.CRITICAL,
         )
     try:
