@@ -124,8 +124,8 @@ def test_a_part_grows_and_ranks_that_saved_here_before_are_waited_for(tmp_path: 
         here.nodes["b"].write(RUN, 1, 4, only="model_states")
         here.nodes["a"].write(RUN, 0, 4)
         here.wait("a's part", lambda: "a" in here.manifests("global_step4"))
-        state = here.nodes["b"].checkpoint("global_step4")["state"]
-        assert state == "saving" and "b" not in here.manifests("global_step4")
+        here.wait("b waits", lambda: here.nodes["b"].checkpoint("global_step4")["state"] == "saving")
+        assert "b" not in here.manifests("global_step4")
         here.nodes["b"].write(RUN, 1, 4, only=late)
         here.wait_committed("global_step4~g1")
         assert here.manifests("global_step4")["b"]["revision"] == 1
