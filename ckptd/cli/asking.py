@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptd.cli.reload_cmd import daemon_pid
-from ckptd.cli.status_cmd import is_meant, published
+from ckptd.cli.status_cmd import is_meant, published, state_places
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
 
 if TYPE_CHECKING:
@@ -51,13 +51,19 @@ def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None)
     for place, document in published(job, state_dir, config_dir):
         for one in document["jobs"]:
             is_wanted = (job is None or is_meant(one, job)) and one["state"] != "invalid"
-            if is_wanted and (place / "journal.db").exists():
-                pid = _listening(document["daemon"])
-                found.append(Asked(name=one["name"], state_dir=place, pid=pid))
+            home = _begun(place, None if state_dir else job, config_dir) if is_wanted else None
+            if home is not None:
+                found.append(Asked(name=one["name"], state_dir=home, pid=_listening(document["daemon"])))
     if not found:
         msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
         raise NotFoundError(msg, hint="there is nothing of it to ship before; ckptd status")
     return found
+
+
+def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None:
+    """The state directory with the job's journal; a job that has just begun may be published elsewhere yet."""
+    others = state_places(job, config_dir) if job is not None else ()
+    return next((one for one in (place, *others) if (one / "journal.db").exists()), None)
 
 
 def _listening(daemon: dict[str, Any]) -> int | None:

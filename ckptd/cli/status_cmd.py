@@ -206,7 +206,7 @@ def published(
     """
     found: list[tuple[Path, dict[str, Any]]] = []
     looked: list[str] = []
-    for place in _given(state_dir) if state_dir else _places(job, config_dir):
+    for place in _given(state_dir) if state_dir else state_places(job, config_dir):
         path = place / "status.json"
         looked.append(str(path))
         try:
@@ -246,7 +246,7 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return newest | {"jobs": list(jobs.values())}
 
 
-def _places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
+def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
     """Where a state directory may be; the configuration is read only when a save_dir's own place has none."""
     if job is None:
         yield from _all_known(config_dir)

@@ -56,7 +56,7 @@ def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
     """Under disk pressure, the save whose universal form goes next; None: no pressure, or none is left.
 
     They can be made again, so all of them go before any hold: one a turn, clones (which free little) last,
-    the oldest first among equals. What a ladder has left instead of its source stays.
+    the oldest first among equals. What a ladder has left instead of its source, or is about to, stays.
     """
     if not view.disk.is_short:
         return None
@@ -67,7 +67,9 @@ def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
 
 def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bool:
     rung = local.universal.get(save.id) or Fate()
-    return not save.is_intact and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
+    # a ZeRO form that nothing keeps may go in this very turn, on the strength of this one
+    is_stepping_down = not save.is_intact or not local.zero[save.id].keeps
+    return is_stepping_down and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
 
 
 def _has_zero(view: JobView, save: SaveView, remote: RemoteView) -> bool:

@@ -234,7 +234,7 @@ def test_the_histories_find_a_broken_judgement(
     if defect == "all is whole":
         monkeypatch.setattr(World, "inspected", lambda world, name: facts[world.files[name].step, name])
     elif defect == "mixed is fine":
-        monkeypatch.setattr(lifecycle, "_mixed", lambda *_: None)
+        monkeypatch.setattr(lifecycle, "two_saves", lambda *_: None)
         monkeypatch.setattr(lifecycle, "_renewal", lambda *_: ([], []))
     elif defect == "torn is fine":
         monkeypatch.setattr(lifecycle, "_torn", lambda _: None)

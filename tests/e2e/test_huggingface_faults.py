@@ -21,10 +21,11 @@ def test_held_until_committed_while_the_trainer_deletes(xfs: Path, tmp_path: Pat
     run = HfRun(steps=6, limit=1, pause_seconds=2.0)
     with node(xfs, local="forms = []", remote='forms = ["zero"]\nbandwidth = "200kB/s"') as here:
         here.start()
-        start(run, here.save_dir, tmp_path, notes=notes).finish()
+        training = start(run, here.save_dir, tmp_path, notes=notes)
+        here.wait("a hold", lambda: any((here.save_dir / "_ckptd" / "hold").glob("checkpoint-2.*")), 120)
+        training.finish()
         assert here.local_tags() == {"checkpoint-6"}
         assert len(here.commits()) < 3, "the trainer outran the upload"
-        here.wait("a hold", lambda: here.checkpoint("checkpoint-2")["local"]["held"], 5)
         for tag in tags:
             here.wait_committed(f"{tag}~g1", 60)
             assert_as_written(here, notes, tag)

@@ -80,7 +80,8 @@ def test_started_it_ships_converts_and_answers(machine: Booted) -> None:
     save(machine, "one")
     machine.wait("both forms", lambda: committed(machine, "one", 1, "universal"))
     assert committed(machine, "one", 1, "zero")
-    machine.wait("status", lambda: status(machine, "one")["state"] == "ok")
+    machine.wait("status", lambda: status(machine, "one")["safe"])
+    machine.wait("nothing left to do", lambda: status(machine, "one")["state"] == "ok")
     for where in ((), ("--state-dir", f"/var/lib/ckptd/{USER}")):
         said = machine.run("ckptd", "status", *where)
         assert said.returncode == 0, said.stdout + said.stderr
