@@ -352,3 +352,18 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
     quick = settings(SETTINGS, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(Life, settings=quick)
+
+
+def test_what_a_rung_leaves_is_not_dropped_for_room_in_the_same_turn() -> None:
+    """Found by such a life: under pressure the universal form went, and its shards on the strength of it."""
+    life = Life()
+    life.begin(
+        limits=(None, None, None), both=False, can_clone=False, keeps_universal=True, unuploaded="keep"
+    )
+    rungs = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=4))
+    life.age(ladders=(rungs, (), ()))
+    life.a_save_comes_while_a_form_is_sent(gain=2)
+    life.rewind(back=1)
+    life.a_save_comes_while_a_form_is_sent(gain=2)
+    life.disk_fills_while_converting()
+    assert life.stepped_down["node"] > 0
