@@ -37,7 +37,7 @@ def keys_of(here: Cluster, key: str) -> list[str]:
     [
         (runs.LOCAL_2, True),
         (runs.LOCAL_3, False),
-        (runs.APART_2, False),
+        pytest.param(runs.APART_2, False, marks=pytest.mark.full),
         pytest.param(runs.LOCAL_1, False, marks=pytest.mark.full),
         pytest.param(runs.LOCAL_2, False, marks=pytest.mark.full),
         pytest.param(runs.LOCAL_3, True, marks=pytest.mark.full),

@@ -105,6 +105,7 @@ def test_two_attempts_at_one_tag_never_mix(tmp_path: Path) -> None:
         assert not here.documents("disputes")
 
 
+@pytest.mark.full
 def test_a_part_grows_and_ranks_that_saved_here_before_are_waited_for(tmp_path: Path) -> None:
     """A rank that writes long after its neighbours is not another node's: the manifest is revised (H27)."""
     with cluster(tmp_path) as here:

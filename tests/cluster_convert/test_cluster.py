@@ -197,6 +197,7 @@ def _busy(cluster: Any) -> int:
         return int(client.run(os.getpid, workers=busy())[busy()[0]])
 
 
+@pytest.mark.full
 def test_the_command_killed_and_run_again(
     server: servers.Server, cluster: Any, save: Path, expected: tuple[dict[str, bytes], str]
 ) -> None:

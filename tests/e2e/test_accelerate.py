@@ -153,6 +153,7 @@ def automatic(here: Node) -> Node:
     return here
 
 
+@pytest.mark.full
 def test_automatic_naming_with_a_limit_of_its_own(tmp_path: Path) -> None:
     """Accelerate sorts all names by number and removes the first: one of ours would kill the training."""
     notes = tmp_path / "notes"

@@ -118,6 +118,7 @@ if os.environ.get("CKPTD_FULL"):  # two minutes; tests/faults/test_s3_daemon.py 
     test_on_s3 = on_s3
 
 
+@pytest.mark.full
 def test_convert_only(tmp_path: Path) -> None:
     result = ckptd("ckptd", "quickstart", "--convert-only", "--stage", "3", "--out", tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -39,7 +39,10 @@ def test_no_history_breaks_a_promise() -> None:
     assert all(sums[name] >= 5 for name in ("deaths", "replaced", "deletions"))
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] if number else []) for number, name in enumerate(DEFECTS)],
+)
 def test_a_planted_defect_is_noticed(name: str) -> None:
     words = DEFECTS[name][1]
     with staged(), planted(name):
