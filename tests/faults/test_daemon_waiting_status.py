@@ -51,5 +51,5 @@ def test_a_daemon_that_never_saw_a_checkpoint_leaves_nothing(tmp_path: Path) -> 
         process = here.start()
         here.wait("published", (private_place(here.save_dir) / "status.json").exists)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(200) == 0
         assert not private_place(here.save_dir).exists()

@@ -309,7 +309,7 @@ def test_a_daemon_that_the_kernel_kills_for_memory_goes_on(tmp_path: Path) -> No
             trainer.write(here.place.save_dir, trainer.saves()[1], is_constant=False)
             here.place.tell("written 2")
             (group / "cgroup.procs").write_text(str(here.process.pid))
-            assert here.process.wait(40) == -signal.SIGKILL
+            assert here.process.wait(200) == -signal.SIGKILL
         finally:
             group.rmdir()
         assert judge.judge(here.place).wrong == []

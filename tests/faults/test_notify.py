@@ -125,8 +125,8 @@ def test_notifiers_that_fail_hang_or_are_gone_cost_nothing(house: House, receive
         house.wait("the commit", lambda step=step: house.committed("one", step))  # type: ignore[misc]
     process.terminate()
     started = time.monotonic()
-    assert process.wait(20) == 0
-    assert time.monotonic() - started < 15
+    assert process.wait(200) == 0
+    assert time.monotonic() - started < 60
 
 
 def test_a_secret_url_is_refused(tmp_path: Path) -> None:

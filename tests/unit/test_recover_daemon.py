@@ -27,7 +27,7 @@ def daemon(scene: Scene) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(200)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
