@@ -27,6 +27,11 @@ def same_files(save: SealedSave, folder: FolderListing) -> bool:
     return save.folder == folder.folder and all(now.get(f.path) == f.identity for f in save.files)
 
 
+def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
+    """(path, fingerprint) of what the engine wrote; notes and files of the trainer beside it left out."""
+    return frozenset((f.path, f.fingerprint) for f in save.files if f.role not in (Role.SIDE, Role.EXTRA))
+
+
 def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, FileFacts]) -> Memory | None:
     """Identities of the last sealed save of the tag; one that is the same but for ctime, or that was put back
     (adr/0091), counts as kept (H50)."""

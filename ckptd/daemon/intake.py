@@ -20,6 +20,7 @@ from ckptd.core.sealing import (
     same_files,
     sealed_extra,
     sealed_file,
+    shards_of,
 )
 from ckptd.daemon.late import Late
 from ckptd.daemon.metrics import Metrics
@@ -252,8 +253,9 @@ class Intake:
             beside=self._ordering.beside(folder.tag),
             rivals=self._ordering.rivals(folder, order),
         )
-        is_first = folder.tag in found_first and is_new_tag
-        adopted = not is_first or self._config.backfill == "all"
+        again = self._found_before(save)
+        is_first = (folder.tag in found_first and is_new_tag) or again is not None
+        adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
         state.journal.add_save(
             save, found_first=is_first, adopted=adopted, seen_at=state.quiet[folder.tag].first_seen_unix
         )
@@ -279,6 +281,12 @@ class Intake:
         self._state.grow(row.id, row.save.model_copy(update=update))
         log.info("%s grew to %d files", folder.tag, len(sealed))
         return True
+
+    def _found_before(self, save: SealedSave) -> SaveRow | None:
+        """The row of the same shards, found at the first start: a note beside them makes no save of ours."""
+        same = shards_of(save)
+        rows = (row for row in self._state.rows.values() if row.found_first and row.save.tag == save.tag)
+        return next((row for row in rows if shards_of(row.save) == same), None)
 
     def _is_extra(self, name: str) -> bool:
         patterns = self._config.extra
