@@ -422,3 +422,24 @@ def test_what_came_late_is_known_when_the_journal_is_lost(strict: World) -> None
     strict.live_on(200, rng)
     assert beside(strict, "global_step1") == ["global_step1~g1~zero~x1.json"], "nothing is sent again"
     assert not strict.trainer_has("global_step1")
+
+
+def test_a_note_makes_no_save_of_ours_of_what_was_found() -> None:
+    """A README that was sealed with shards found at the first start is written again: they stay (P5)."""
+    made, rng = World(1, job_config(((NAS, True, None),), 1, "newest")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 1)
+        dropped(made, "global_step1/README.md", b"one")
+        made.live_on(60, rng)
+        dropped(made, "global_step1/README.md", b"two")
+        made.live_on(60, rng)
+        for step in (2, 3):
+            saved(made, step)
+            made.live_on(200, rng)
+        assert not made.trainer_has("global_step2"), "the limit is kept among what is ours"
+        assert made.trainer_has("global_step1")
+    finally:
+        made.leave()
