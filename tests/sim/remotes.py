@@ -131,7 +131,7 @@ class Cloud(MemoryStore):
             on_progress(progress)
 
         crc = super().upload(key, source, resume=resume, on_progress=moved)
-        if self.faults.flips():
+        if self.faults.flips() and self.objects.get(key):
             self.objects[key] = bytes([self.objects[key][0] ^ 1]) + self.objects[key][1:]
         self.faults.in_store("upload", key, after=True)
         return crc
