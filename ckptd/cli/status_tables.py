@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptd.core import words
+
 
 def ago(seconds: float | None) -> str:
     """A span in words; `?`: not known."""
-    if seconds is None:
-        return "?"
-    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
+    return "?" if seconds is None else words.ago(seconds)
 
 
 def size_of(count: float) -> str:

@@ -75,34 +75,6 @@ def replicas(save: SealedSave) -> frozenset[str]:
     )
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Runs of ranks.
-
-    >>> ranks_in_words([8, 9, 10, 3])
-    '3, 8-10'
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def ago(seconds: float) -> str:
-    """A duration in one unit, as status says it.
-
-    >>> ago(840), ago(2), ago(7300)
-    ('14 min', '2 s', '2.0 h')
-    """
-    if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 2 * 86_400 else f"{seconds / 86_400:.1f} d"
-
-
 def role_of(path: str) -> Role | None:
     """What a shard is for, by its name."""
     named = parse_shard_name(path.rpartition("/")[2])

@@ -16,8 +16,8 @@ from ckptd.core.coverage import order_of
 from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.manifest import decode_name
 from ckptd.core.missing import late
-from ckptd.core.parts import ago, ranks_in_words
 from ckptd.core.view import ZERO
+from ckptd.core.words import ago, ranks_in_words
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.documents import read_generation
 from ckptd.remote.heartbeats import Heartbeats

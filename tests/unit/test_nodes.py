@@ -16,7 +16,8 @@ from ckptd.core.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_nam
 from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
 from ckptd.core.manifest import sha256_of, to_bytes
 from ckptd.core.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, late
-from ckptd.core.parts import Spread, Told, ranks_in_words, replicas
+from ckptd.core.parts import Spread, Told, replicas
+from ckptd.core.words import ranks_in_words
 from ckptd.errors import ConfigError
 from ckptd.recover.choose import Nodes
 from ckptd.remote.directory import DirectoryStore
@@ -185,7 +186,7 @@ class TestWords:
         ]
         words = late(self.missing, seen, 9, INCOMPLETE_SECONDS) or ""
         assert "ranks 8-9 last seen on a, 15 min ago" in words
-        assert "rank 10 last seen on b, 2.0 h ago by the nodes' own clocks" in words
+        assert "rank 10 last seen on b, 2 h ago by the nodes' own clocks" in words
         assert "ranks 11-15: no node is known to hold them; not heard of: a, 15 min ago" in words
 
     def test_nothing_is_said_too_early(self) -> None:

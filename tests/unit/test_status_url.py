@@ -147,7 +147,7 @@ def test_a_reader_whose_clock_is_behind_says_so(nas: Path) -> None:
         put(nas, beat(number), seconds_ago=-7200)
     found = document(nas)
     assert all(not node["is_dead"] for node in found["nodes"])
-    assert "this machine's clock is 2.0 h behind the store's" in found["problems"][0]
+    assert "this machine's clock is 2 h behind the store's" in found["problems"][0]
 
 
 def test_nothing_committed_is_not_safe(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Spans of time and runs of ranks in the words that people read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Runs of ranks.
+
+    >>> ranks_in_words([8, 9, 10, 3])
+    '3, 8-10'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def ago(seconds: float) -> str:
+    """A span in one unit; one that is not positive is no time.
+
+    >>> ago(840), ago(2), ago(7300)
+    ('14 min', '2 s', '2 h')
+    """
+    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
