@@ -55,12 +55,14 @@ def plan(view: JobView) -> Plan:
     else:
         loose = _let_go(view, local.zero)
         actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
-        for remote in view.remotes:
-            actions += _ship(view, remote, loose)
+        moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
+        actions += moves
         actions += _convert(view)
         actions += keep_derived(view, local)
         actions += prune(view, local.zero)
-        actions += _retire(view, remote_fates)
+        # a remote does one thing at a time, and what sends comes before what removes
+        busy = {move.remote for move in moves if isinstance(move, Ship | Supplement)}
+        actions += [action for action in _retire(view, remote_fates) if action.remote not in busy]
     return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates, drained=drained)
 
 
@@ -283,11 +285,11 @@ def _convert(view: JobView) -> list[Action]:
     return []
 
 
-def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
+def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Retire]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete or view.retirements_left <= 0:
         return []
-    actions: list[Action] = []
+    actions: list[Retire] = []
     for remote in view.remotes:
         if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
             continue

@@ -280,9 +280,9 @@ class Job:
         self.control.pace(self, state)
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
-        self.shipping.retiring.finish(is_first_scan=state.is_first_scan)
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
+        self.shipping.retiring.finish(is_first_scan=state.is_first_scan)
         see_problems(self, state)
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         self.patience.works()

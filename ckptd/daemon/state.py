@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
+HOUR_SECONDS = 3600.0
 FAILURE_SECONDS = 120.0
 """How long status says that something failed here; what is tried in vain again is said anew."""
 
@@ -173,6 +174,11 @@ class JobState:
             "generation": max((r.generation or 0 for r in zero), default=0),
             "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
         }
+
+    def refused_lately(self) -> frozenset[str]:
+        """Digests of COMMITs that a remote would not let go within the last hour."""
+        now = time.monotonic()
+        return frozenset(sha for sha, at in self.retire_refused_at.items() if now - at < HOUR_SECONDS)
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
         """Journal and remember."""
