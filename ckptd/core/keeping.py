@@ -17,7 +17,7 @@ from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckptd.core.manifest import Best
     from ckptd.core.save import Order
@@ -37,8 +37,14 @@ def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
 
 def is_committed(view: JobView, save: SaveView) -> bool:
     """Committed on every required remote, of which there must be at least one (P1)."""
+    return bool(committed_of(view, (save,)))
+
+
+def committed_of(view: JobView, saves: Iterable[SaveView]) -> list[SaveView]:
+    """Those of the saves that are."""
     required = [r.name for r in view.remotes if r.is_required]
-    return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
+    done = ShipState.COMMITTED
+    return [s for s in saves if required and all(s.ship(r, ZERO).state is done for r in required)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,7 @@ def keep_local(view: JobView) -> LocalFates:
         if not kind:
             continue
         present = [s for s in kind if s.is_present]
-        safe = {s.id for s in present if is_committed(view, s)}
+        safe = {s.id for s in committed_of(view, present)}
         committed = [s for s in present if s.id in safe and s.is_intact]
         stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
         whole = [s for s in present if s.is_intact and s.id not in safe]
@@ -90,11 +96,12 @@ def keep_local(view: JobView) -> LocalFates:
 def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
     """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
     dates = _dates(view)
-    held = [_held(view, save, dates) for save in committed]
+    required = [remote.name for remote in view.remotes if remote.is_required]
+    held = [_held(view, save, required, dates) for save in committed]
     by_policy = fates(held, view.local_retention)
     if not loose:
         return by_policy
-    everything = [*held, *(_held(view, save, dates) for save in loose)]
+    everything = [*held, *(_held(view, save, required, dates) for save in loose)]
     among_all = fates(everything, loose_policy(view))
     mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
     return (fates(everything, view.local_retention) if view.unuploaded == "delete" else by_policy) | mine
@@ -118,10 +125,11 @@ def _dates(view: JobView) -> dict[str, float | None]:
     return found
 
 
-def _held(view: JobView, save: SaveView, dates: Mapping[str, float | None]) -> Held:
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Mapping[str, float | None]) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
-    times = [dates[ref.key] for ref in commits_of(view, save) if ref.key in dates]
+    keys = (save.ship(name, ZERO).commit_key for name in required)
+    times = [dates[key] for key in keys if key is not None and key in dates]
     known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
     return Held(
