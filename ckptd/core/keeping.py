@@ -17,7 +17,7 @@ from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptd.core.manifest import Best
     from ckptd.core.save import Order
@@ -37,14 +37,8 @@ def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
 
 def is_committed(view: JobView, save: SaveView) -> bool:
     """Committed on every required remote, of which there must be at least one (P1)."""
-    return bool(committed_of(view, (save,)))
-
-
-def committed_of(view: JobView, saves: Iterable[SaveView]) -> list[SaveView]:
-    """Those of the saves that are."""
     required = [r.name for r in view.remotes if r.is_required]
-    done = ShipState.COMMITTED
-    return [s for s in saves if required and all(s.ship(r, ZERO).state is done for r in required)]
+    return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +60,7 @@ def keep_local(view: JobView) -> LocalFates:
         if not kind:
             continue
         present = [s for s in kind if s.is_present]
-        safe = {s.id for s in committed_of(view, present)}
+        safe = {s.id for s in present if is_committed(view, s)}
         committed = [s for s in present if s.id in safe and s.is_intact]
         stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
         whole = [s for s in present if s.is_intact and s.id not in safe]
