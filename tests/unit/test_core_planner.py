@@ -385,7 +385,10 @@ def test_nothing_is_retired_that_lies_here_and_is_not_known_yet() -> None:
     assert of(replace(view, unsealed_tags=frozenset({old.tag})), Retire) == []
 
 
-def test_a_plan_costs_as_much_for_each_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{}, {"was_found_first": True, "is_adopted": False}])
+def test_a_plan_costs_as_much_for_each_of_many_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
     """Orders are asked for in step with the number of checkpoints, not with its square."""
     asked = 0
     order = SealedSave.order.fget  # type: ignore[attr-defined]
@@ -400,7 +403,10 @@ def test_a_plan_costs_as_much_for_each_of_many_checkpoints(monkeypatch: pytest.M
 
     def cost(count: int) -> int:
         nonlocal asked
-        view = job_view([save_view(n, sealed(n)) for n in range(1, count + 1)])
+        saves = [
+            save_view(n, sealed(n), committed=not more or n == count, **more) for n in range(1, count + 1)
+        ]
+        view = job_view(saves)
         asked = 0
         plan(view)
         return asked
