@@ -29,7 +29,7 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full seeded figures docs \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim seeded figures docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -147,6 +147,10 @@ faults-full: setup ## all of it: every kill point and error (MINUTES=30; goes on
 	$(PY) -m tests.killpoints --minutes $(MINUTES)
 	$(PY) -m tests.killpoints.real --minutes $(MINUTES)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/faults tests/attacks tests/killpoints $(ARGS)
+
+# Seeds that no default run takes; what was lived with this very code counts, so a run that was cut goes on.
+sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--workers 3"); then `make figures`
+	$(PY) -m tests.sim --seeds 600000-900000 --crashes 100000 --minutes $(MINUTES) $(ARGS)
 
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.figures

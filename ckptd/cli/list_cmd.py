@@ -85,6 +85,8 @@ def _table(listing: RemoteListing) -> Table:
             marks = [f"← {name}" for name in form.pointers] + ["pinned"] * (row.pinned and index == 0)
             if index == 0 and row.kind in _WHAT_IS_LEFT:
                 marks.append(_WHAT_IS_LEFT[row.kind])
+            if form.late_files:
+                marks.append(f"+ {form.late_files} late ({show_bytes(form.late_bytes)})")
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
             table.add_row(
                 escape(row.tag) if index == 0 else "",

@@ -7,6 +7,7 @@ without a reason is for the planner to remove, with a permit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckptd.core.ladder import Fate
@@ -16,7 +17,7 @@ from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckptd.core.manifest import Best
     from ckptd.core.save import Order
@@ -70,7 +71,9 @@ def keep_local(view: JobView) -> LocalFates:
             newest_committed=max((s.save.order for s in committed), default=None),
             latest=view.latest,
             best=best_tag(view),
-            intact=tuple(s for s in present if s.is_intact),
+            intact=tuple(
+                sorted((s for s in present if s.is_intact), key=lambda s: s.save.order, reverse=True)
+            ),
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
@@ -87,11 +90,12 @@ def keep_local(view: JobView) -> LocalFates:
 def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
     """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
     dates = _dates(view)
-    held = [_held(view, save, dates) for save in committed]
+    required = [remote.name for remote in view.remotes if remote.is_required]
+    held = [_held(view, save, required, dates) for save in committed]
     by_policy = fates(held, view.local_retention)
     if not loose:
         return by_policy
-    everything = [*held, *(_held(view, save, dates) for save in loose)]
+    everything = [*held, *(_held(view, save, required, dates) for save in loose)]
     among_all = fates(everything, loose_policy(view))
     mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
     return (fates(everything, view.local_retention) if view.unuploaded == "delete" else by_policy) | mine
@@ -115,10 +119,11 @@ def _dates(view: JobView) -> dict[str, float | None]:
     return found
 
 
-def _held(view: JobView, save: SaveView, dates: Mapping[str, float | None]) -> Held:
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Mapping[str, float | None]) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
-    times = [dates[ref.key] for ref in commits_of(view, save) if ref.key in dates]
+    keys = (save.ship(name, ZERO).commit_key for name in required)
+    times = [dates[key] for key in keys if key is not None and key in dates]
     known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
     return Held(
@@ -151,6 +156,7 @@ class _Ground:
     latest: str | None
     best: str | None
     intact: tuple[SaveView, ...]
+    """Newest first."""
 
 
 def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
@@ -181,10 +187,11 @@ def best_tag(view: JobView) -> str | None:
     return max(known, key=lambda s: s.save.order).save.best_checkpoint if known else None
 
 
-def _may_be_newest(save: SaveView, intact: Iterable[SaveView]) -> bool:
+def _may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
     """All that count as newer were found together with it, and what is known of their order contradicts."""
-    newer = [s for s in intact if s.save.order > save.save.order]
-    return bool(newer) and all(save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
+    newer = takewhile(lambda s: s.save.order > save.save.order, newest_first)
+    doubts = (save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
+    return next(doubts, False) and all(doubts)
 
 
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:

@@ -197,8 +197,9 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
         return True
     if view.backfill == "none":
         return False
-    found = [s.save.order for s in view.saves if s.was_found_first and s.is_model_only == save.is_model_only]
-    return save.save.order == max(found)
+    # the newest were sealed last: the first one looked at ends it for nearly all
+    found = (s for s in reversed(view.saves) if s.was_found_first and s.is_model_only == save.is_model_only)
+    return not any(s.save.order > save.save.order for s in found)
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:

@@ -144,7 +144,8 @@ class SaveView:
 
     def ship(self, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""
-        return self.ships.get((remote, form)) or ShipRecord(remote=remote, form=form)
+        known = self.ships.get((remote, form))
+        return known if known is not None else ShipRecord(remote=remote, form=form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import WEIGHTS
+from ckptd.remote.documents import stem_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.layouts import Grid
-    from ckptd.core.manifest import Decision
+    from ckptd.core.manifest import Commit, Decision
     from ckptd.recover.sight import RemoteSight
+    from ckptd.remote.documents import Stem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,10 @@ class ListedForm:
     commit_sha256: str
     pointers: tuple[str, ...]
     """Which pointer files name it: latest, latest_universal."""
+    late_files: int = 0
+    """Files that were committed beside it later (SUPPLEMENTs), beyond `files`; a file written again counts
+    again."""
+    late_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +85,13 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
     pinned = pinned_tags(seen.decisions)
     grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
     grids: dict[tuple[int, int, int, str, int], Grid] = {}
+    late: dict[Stem, list[Commit]] = {}
+    for view in seen.supplements:
+        late.setdefault(stem_of(view.commit), []).append(view.commit)
     for view in remote.commits:
         commit = view.commit
         key = (commit.branch, commit.step, commit.save_seq, commit.tag, commit.generation)
+        beside = late.get(stem_of(commit), [])
         pointers = (("latest", seen.latest), ("latest_universal", seen.latest_universal))
         grouped.setdefault(key, []).append(
             ListedForm(
@@ -93,6 +103,8 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
                 age_seconds=_age_seconds(commit.committed_at, now),
                 commit_sha256=view.sha256,
                 pointers=tuple(name for name, value in pointers if value == commit.folder),
+                late_files=sum(one.files for one in beside),
+                late_bytes=sum(one.bytes for one in beside),
             )
         )
         grids[key] = commit.grid

@@ -270,9 +270,9 @@ class Repair:
             commit = view.commit
             if (commit.tag, commit.form) != (bad.view.commit.tag, bad.view.commit.form):
                 continue
-            with contextlib.suppress(CkptdError):
-                for manifest in other.manifests(commit):
-                    for file in manifest.files:
+            for listed in (other.manifests, other.supplements):
+                with contextlib.suppress(CkptdError):
+                    for file in (file for manifest in listed(commit) for file in manifest.files):
                         if is_same_file(file, bad.file) and _is_stored(other, file):
                             return file
         return None

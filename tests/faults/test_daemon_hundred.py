@@ -41,7 +41,7 @@ def test_a_restart_without_its_journal(tmp_path: Path, capsys: pytest.CaptureFix
         again = [p for p, at in written.items() if p.stat().st_mtime_ns != at]
         note(
             "restart-100",
-            f"journal lost, {COUNT} checkpoints: {seconds_to_safe:.1f} s to 'safe', "
+            f"F28: journal lost, {COUNT} checkpoints: {seconds_to_safe:.1f} s to 'safe', "
             f"{seconds_to_commit:.1f} s to the next COMMIT ({os.cpu_count()} cores, shared)",
             runs=COUNT,
             violations=len(again),

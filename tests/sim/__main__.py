@@ -145,9 +145,9 @@ def many(chosen: argparse.Namespace) -> int:
             is_enough = chosen.crashes is not None and known.crashes >= chosen.crashes
             if is_enough or time.monotonic() - started > 60 * chosen.minutes:
                 break
-    line = json.dumps(
-        figures(known, f"python -m tests.sim --seeds {chosen.seeds} --minutes {chosen.minutes:g}")
-    )
+    enough = "" if chosen.crashes is None else f" --crashes {chosen.crashes}"
+    command = f"python -m tests.sim --seeds {chosen.seeds}{enough} --minutes {chosen.minutes:g}"
+    line = json.dumps(figures(known, command))
     chosen.figures.parent.mkdir(parents=True, exist_ok=True)
     chosen.figures.write_text(line + "\n")
     print(line)

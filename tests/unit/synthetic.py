@@ -63,7 +63,8 @@ def element(state: str, name: str, index: int) -> int:
 
 def full_bytes(state: str, name: str, shape: tuple[int, ...]) -> bytes:
     """The flattened full parameter."""
-    return b"".join(struct.pack("<I", element(state, name, i)) for i in range(prod(shape)))
+    first, count = element(state, name, 0), prod(shape)
+    return struct.pack(f"<{count}I", *range(first, first + count))
 
 
 @dataclass(slots=True)

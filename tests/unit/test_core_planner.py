@@ -22,7 +22,7 @@ from ckptd.core.actions import (
 from ckptd.core.order import next_order
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import Order
+from ckptd.core.save import Order, SealedSave
 from ckptd.core.view import (
     UNIVERSAL,
     ZERO,
@@ -397,3 +397,32 @@ def test_nothing_is_retired_that_lies_here_and_is_not_known_yet() -> None:
     view = job_view([save_view(2, new)], remotes=(remote,))
     assert [a.commit.tag for a in of(view, Retire)] == [old.tag]
     assert of(replace(view, unsealed_tags=frozenset({old.tag})), Retire) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"was_found_first": True, "is_adopted": False}])
+def test_a_plan_costs_as_much_for_each_of_many_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """Orders are asked for in step with the number of checkpoints, not with its square."""
+    asked = 0
+    order = SealedSave.order.fget  # type: ignore[attr-defined]
+
+    def counted(save: SealedSave) -> Order:
+        nonlocal asked
+        asked += 1
+        found: Order = order(save)
+        return found
+
+    monkeypatch.setattr(SealedSave, "order", property(counted))
+
+    def cost(count: int) -> int:
+        nonlocal asked
+        saves = [
+            save_view(n, sealed(n), committed=not more or n == count, **more) for n in range(1, count + 1)
+        ]
+        view = job_view(saves)
+        asked = 0
+        plan(view)
+        return asked
+
+    assert cost(400) < 3 * cost(200)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,6 +136,30 @@ def test_ephemeral_ones_have_a_limit_of_their_own() -> None:
     none = Ephemeral(every_steps=500, keep=0)
     assert kept(items, RetentionPolicy(ephemeral=none, save_total_limit=1)) == {"1.10", "1.12"}
     assert kept(items, RetentionPolicy(ephemeral=none, keep_steps=(300,))) == {"1.3", "1.12"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "reasons"),
+    [
+        ({"save_total_limit": 2}, {5: "save_total_limit: 2 of 2", 6: "save_total_limit: 1 of 2"}),
+        ({"keep_every_steps": 300}, {3: "keep_every_steps 300", 6: "keep_every_steps 300"}),
+        ({"keep_within_seconds": 1.5 * HOUR}, {5: "keep_within 90m", 6: "keep_within 90m"}),
+        ({"keep_best": 1}, {2: "keep_best: 1 of 1", 6: ""}),
+        ({"keep_steps": (400, 7)}, {4: "keep_steps 400", 6: ""}),
+        (
+            {"keep_steps": (400,), "keep_best": 1, "save_total_limit": 1},
+            {2: "keep_best", 4: "keep_steps", 6: ""},
+        ),
+    ],
+)
+def test_each_key_keeps_what_it_names_and_says_so(policy: dict[str, Any], reasons: dict[int, str]) -> None:
+    """Of six an hour apart, the second scored best; the newest stays under all of them."""
+    scored = [replace(item, score=float(item.key == "1.2")) for item in hourly(6)]
+    found = {key: why for key, why in keep_reasons(scored, RetentionPolicy(**policy)).items() if why}
+    assert set(found) == {f"1.{number}" for number in reasons}
+    for number, reason in reasons.items():
+        assert any(why.startswith(reason) for why in found[f"1.{number}"]), found
+    assert "newest committed" in found["1.6"]
 
 
 @given(ITEMS, st.integers(1, 6), st.integers(0, 6))

@@ -95,6 +95,49 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """(file, test) as a page names them: `path/test_x.py` `test_y`, `test_x.py::test_y[…]`, either alone.
+
+    A test belongs to the file that the same cell, or the line, named last; "" where none was.
+    """
+    found = []
+    for cell in re.split(r"\n| \| ", text):
+        file = ""
+        for name in re.findall(r"(?<!\w)(?:[\w/]+/)?test_\w+(?:\.py)?", cell):
+            if name.endswith(".py"):
+                file = name
+                found.append((file, ""))
+            elif "/" not in name:
+                found.append((file, name))
+    return found
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    """In docs/faults.md a fault without its test would look as if it had one."""
+    root = DOCS.parent / "tests"
+    tests = {
+        path: set(re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
+        for path in root.rglob("test_*.py")
+    }
+    absent = []
+    for page in DOCS.glob("*.md"):
+        for file, name in named_tests(page.read_text()):
+            held = [
+                names for path, names in tests.items() if path.as_posix().endswith(f"/{file}" if file else "")
+            ]
+            is_there = any(name in names for names in held) if name else bool(held)
+            is_deepspeeds = file.startswith("tests/unit/checkpoint/")
+            absent += [] if is_there or is_deepspeeds else [f"{page.name}: {file} {name}".strip()]
+
+    assert absent == []
+    assert named_tests("| `tests/a/test_b.py` `test_c`, `test_d[x]` | `test_e` |") == [
+        ("tests/a/test_b.py", ""),
+        ("tests/a/test_b.py", "test_c"),
+        ("tests/a/test_b.py", "test_d"),
+        ("", "test_e"),
+    ]
+
+
 def test_a_wrong_block_is_found(tmp_path: Path) -> None:
     """The harness itself: other output, another exit code, no such target, wildcards that fit too much."""
     page = tmp_path / "page.md"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +14,10 @@ from ckptd import files
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import sha256_of
 from ckptd.errors import SourceChanged
+from ckptd.recover.listing import list_remote
+from ckptd.recover.mended import HERE
 from ckptd.recover.sight import look_at_remote
+from ckptd.recover.sources import where_of
 from ckptd.recover.verify import Verifier
 from ckptd.remote import collect, observe
 from ckptd.remote.messages import Retire, ShipFile, ShipOrder, ShipResult
@@ -20,7 +25,8 @@ from ckptd.remote.retire import retire
 from ckptd.remote.supplement import supplement
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
-from tests.unit.restore_scene import TAG, RestoreScene
+from tests.unit.repair_scene import RepairScene, outcomes
+from tests.unit.restore_scene import TAG
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,9 +155,9 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> RestoreScene:
+def stored(tmp_path: Path) -> RepairScene:
     """Two checkpoints; notes.txt was written into the newer one after its COMMIT, and then again."""
-    scene = RestoreScene(tmp_path)
+    scene = RepairScene(tmp_path)
     scene.two()
     view = look_at_remote("nas", str(scene.nas), None).commits[-1]
     node = Node(scene.save_dir, dp=2, tag=TAG)
@@ -164,12 +170,12 @@ def stored(tmp_path: Path) -> RestoreScene:
     return scene
 
 
-def test_restore_brings_the_last_of_it_back(stored: RestoreScene) -> None:
+def test_restore_brings_the_last_of_it_back(stored: RepairScene) -> None:
     stored.restore()
     assert (stored.dir / TAG / "notes.txt").read_bytes() == b"two"
 
 
-def test_verify_proves_it(stored: RestoreScene) -> None:
+def test_verify_proves_it(stored: RepairScene) -> None:
     verified = Verifier(look_at_remote("nas", str(stored.nas), None)).run()
     assert [row.verdict for row in verified.commits] == ["good", "good"]
     assert verified.unlisted == ()
@@ -180,7 +186,7 @@ def test_verify_proves_it(stored: RestoreScene) -> None:
     assert [one.key for one in row.differences] == [str(late_one.relative_to(stored.nas))]
 
 
-def test_what_came_late_is_worth_less_than_the_checkpoint(stored: RestoreScene) -> None:
+def test_what_came_late_is_worth_less_than_the_checkpoint(stored: RepairScene) -> None:
     """A note whose manifest is gone: the checkpoint is restored without it, and that is said."""
     for path in (stored.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir():
         if b"notes.txt" in path.read_bytes():
@@ -188,3 +194,49 @@ def test_what_came_late_is_worth_less_than_the_checkpoint(stored: RestoreScene) 
     stored.restore()
     assert not (stored.dir / TAG / "notes.txt").exists()
     assert (stored.dir / TAG / MODEL).exists()
+
+
+def test_list_counts_it_apart_from_what_the_commit_holds(stored: RepairScene) -> None:
+    older, newer = list_remote(look_at_remote("nas", str(stored.nas), None), datetime.now(UTC)).checkpoints
+    (form,) = newer.forms
+    assert (form.files, form.late_files, form.late_bytes) == (older.forms[0].files, 2, 6)
+    assert older.forms[0].late_files == 0
+
+
+def test_a_remote_that_was_copied_elsewhere_still_gives_it_back(stored: RepairScene) -> None:
+    """Keys are relative to the root: a copy of all objects under another root is read as the first one is."""
+    stored.mirror()
+    shutil.rmtree(stored.nas)
+    stored.lose_node()
+    stored.restore(where=where_of(str(stored.nas2), {}))
+    assert (stored.dir / TAG / "notes.txt").read_bytes() == b"two"
+    assert (stored.dir / TAG / MODEL).exists()
+
+
+@pytest.mark.parametrize("source", [HERE, "nas2"])
+def test_a_late_object_is_repaired_from_intact_bytes(stored: RepairScene, source: str) -> None:
+    """The last one from the node, any of them from another remote."""
+    stored.mirror()
+    stored.quiet()
+    (late_one,) = (stored.nas / TAG / "_late").rglob("notes.txt")
+    bad = [late_one, *([stored.nas / TAG / "notes.txt"] if source != HERE else [])]
+    for path in bad:
+        stored.flip(path, at=-1)
+    if source != HERE:
+        stored.lose_node()
+    done = stored.repair()
+    assert outcomes(done) == [("nas", "repaired", source)] * len(bad)
+    assert done.exit_code() == 0
+    assert late_one.read_bytes() == b"two"
+    assert (stored.nas / TAG / "notes.txt").read_bytes() == b"one"
+    assert stored.repair().rows == []
+
+
+def test_what_came_late_is_not_put_back_here(stored: RepairScene) -> None:
+    """Who dropped a note may take it away: `verify --repair` mends the save, not the notes beside it."""
+    stored.mirror()
+    stored.quiet()
+    (stored.save_dir / TAG / "notes.txt").unlink()
+    stored.quiet()
+    done = stored.repair()
+    assert (done.rows, done.exit_code()) == ([], 0)
