@@ -16,7 +16,7 @@ from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckptd.core.manifest import Best
     from ckptd.core.save import Order
@@ -70,7 +70,7 @@ def keep_local(view: JobView) -> LocalFates:
             newest_committed=max((s.save.order for s in committed), default=None),
             latest=view.latest,
             best=best_tag(view),
-            intact=tuple(s for s in present if s.is_intact),
+            intact=sorted((s for s in present if s.is_intact), key=lambda s: s.save.order, reverse=True),
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
@@ -150,7 +150,8 @@ class _Ground:
     newest_committed: Order | None
     latest: str | None
     best: str | None
-    intact: tuple[SaveView, ...]
+    intact: Sequence[SaveView]
+    """Newest first."""
 
 
 def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
@@ -181,10 +182,16 @@ def best_tag(view: JobView) -> str | None:
     return max(known, key=lambda s: s.save.order).save.best_checkpoint if known else None
 
 
-def _may_be_newest(save: SaveView, intact: Iterable[SaveView]) -> bool:
+def _may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
     """All that count as newer were found together with it, and what is known of their order contradicts."""
-    newer = [s for s in intact if s.save.order > save.save.order]
-    return bool(newer) and all(save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
+    is_any = False
+    for other in newest_first:
+        if other.save.order <= save.save.order:
+            break
+        is_any = True
+        if save.id not in other.save.rivals and other.id not in save.save.rivals:
+            return False
+    return is_any
 
 
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
