@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
@@ -61,6 +62,7 @@ def _mark(step: int, grid: tuple[int, int, int], ds_version: str | None) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
+@lru_cache(maxsize=8192)
 def name_in(key: str) -> ManifestName | None:
     """What a key tells; None: of a derived form, or of a version that did not say it."""
     parts = key.rpartition("/")[2].split("~")
