@@ -413,6 +413,5 @@ def tell(seed: int, shape: Shape, *, is_loud: bool = False) -> Told:
         for slot in range(shape.nodes):
             daemon = fleet.daemons[slot]
             if daemon is not None:
-                daemon.program.failure = None
                 daemon.program.abandon()
         return fleet.told
