@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +30,7 @@ from ckptd.core.manifest import (
     sha256_of,
     to_bytes,
 )
+from ckptd.core.save import agree, differs, mark_of_save
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node
 
 if TYPE_CHECKING:
@@ -233,6 +236,28 @@ class TestCoverage:
         pair = [known(first), known(second.model_copy(update=more))]
         assert coverage.contradiction(pair, save_spread_seconds=60) is not None
         assert coverage.contradiction([known(first), known(second)], save_spread_seconds=60) is None
+
+    def test_all_agree_where_no_two_differ(self, save: SealedSave) -> None:
+        """One pass over many manifests says what all pairs of them say."""
+        chance, found = Random(7), set()
+        mark = mark_of_save(save)
+        for _ in range(400):
+            marks = []
+            for _ in range(chance.randint(1, 4)):
+                at = chance.choice([0, 0, 30, 61, 90]) * 10**9
+                tensors = [(p, chance.choice("aaaaaaab")) for p in chance.sample("pqr", chance.randint(0, 3))]
+                update = {
+                    "run_id": chance.choice([None, "r", "r", "s"] if chance.random() < 0.3 else [None, "r"]),
+                    "step": 5 if chance.random() < 0.95 else 6,
+                    "window": SaveWindow(first=at, last=at + chance.choice([0, 10**9])),
+                    "tensors": tuple(sorted(tensors)),
+                }
+                marks.append(mark.model_copy(update=update))
+            pairs = itertools.permutations(marks, 2)
+            expected = all(differs(a, b, save_spread_seconds=60) is None for a, b in pairs)
+            assert agree(marks, save_spread_seconds=60) is expected
+            found.add((expected, len(marks)))
+        assert len(found) == 7
 
     def test_one_key_with_two_contents_is_a_contradiction(self, save: SealedSave) -> None:
         first, _ = self.halves(save)
