@@ -29,7 +29,7 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim seeded figures docs \
+.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim seeded figures docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -94,6 +94,9 @@ bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of
 
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
+
+bench-status: setup ## how long `ckptd status` takes and what it imports (writes docs/performance.md)
+	$(PY) -m bench.status $(ARGS)
 
 # The tools that transfers are compared with, away from ckptd's own environment.
 $(PEERS): bench/peers.txt | $(PY)
