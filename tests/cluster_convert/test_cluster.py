@@ -17,6 +17,7 @@ import pytest
 from bench import sparse
 from ckptd.cluster import crew
 from ckptd.cluster.conversion import Clustered
+from ckptd.cluster.placing import Home
 from ckptd.convert.options import ConvertOptions, ConvertProgress
 from ckptd.convert.supervise import convert
 from ckptd.errors import (
@@ -153,9 +154,9 @@ def test_no_secret_and_no_data_travels(cluster: Any, save: Path, monkeypatch: py
     texts: list[str] = []
     ask = crew.Crew.ask
 
-    def listening(self: crew.Crew, job: str, task: str, key: str) -> Any:
+    def listening(self: crew.Crew, job: str, task: str, key: str, home: Home) -> Any:
         texts.extend((job, task))
-        return ask(self, job, task, key)
+        return ask(self, job, task, key, home)
 
     monkeypatch.setattr(crew.Crew, "ask", listening)
     report = clustered(cluster, save, url("secret/out"))
