@@ -182,9 +182,11 @@ class Crew:
                 )
 
     def _look(self) -> int:
-        workers = self._client.scheduler_info(n_workers=-1)["workers"]
-        self._threads = {address: int(one["nthreads"]) for address, one in workers.items()}
-        return len(workers)
+        # not `scheduler_info`: dask's own look every two seconds leaves no worker in what that returns
+        with suppress(OSError):
+            seen = self._client.sync(self._client.scheduler.identity, n_workers=-1)["workers"]
+            self._threads = {address: int(one["nthreads"]) for address, one in seen.items()}
+        return self.workers
 
     @property
     def alive(self) -> frozenset[str]:

@@ -76,9 +76,10 @@ def borders_of(runs: Sequence[Run], least_bytes: int = LEAST_PART_BYTES) -> tupl
     best: list[tuple[int, int, int] | None] = [(0, 0, 0), *([None] * len(blocks))]
     for last in range(1, len(blocks) + 1):
         totals: dict[Home, int] = {}
-        nbytes = 0
+        nbytes = largest = 0
         for first in range(last - 1, -1, -1):
             nbytes += blocks[first].nbytes
+            largest = max(largest, blocks[first].nbytes)
             for home, count in blocks[first].reads:
                 totals[home] = totals.get(home, 0) + count
             before = best[first]
@@ -86,8 +87,8 @@ def borders_of(runs: Sequence[Run], least_bytes: int = LEAST_PART_BYTES) -> tupl
                 continue
             cost = before[0] + chosen(totals).foreign_bytes, before[1] + 1, first
             best[last] = min(best[last] or cost, cost)
-            if nbytes >= 2 * least_bytes:
-                break
+            if nbytes - largest >= 2 * least_bytes:
+                break  # what is longer costs no less than when it is cut once more
     return _merged(blocks, best)
 
 
