@@ -196,6 +196,7 @@ class Clustered(Ranged):
                 stream,
                 index if self._target is not None else without_links(index),
                 known,
+                self._crew.holders(known.values()),
                 verify=self._options.verify,
                 tell=conversion.tell,
                 should_stop=self._should_stop,
@@ -275,7 +276,8 @@ class Clustered(Ranged):
                 bytes=source.bytes,
                 mtime_ns=found.mtime_ns if found is not None else index.identities[number][3],
                 fingerprint=source.fingerprint,
-                hashed=found is not None and found.crc64 is not None,
+                crc64=found.crc64 or "" if found is not None else "",
+                local=found.local if found is not None else "",
             )
         return known, wanted
 
@@ -313,5 +315,6 @@ def _report_of(tally: Tally, crew: Crew) -> ClusterReport:
         tasks=tally.tasks,
         tasks_again=tally.tasks_again,
         bytes_read=tally.bytes_read,
+        bytes_local=tally.bytes_local,
         bytes_needed=tally.bytes_needed,
     )
