@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.remote.checksums import crc64
-from ckptd.remote.client import FOR_SERVERS, RemoteClient, clean_environment
+from ckptd.remote.client import RemoteClient
+from ckptd.remote.environment import FOR_SERVERS, clean_environment
 from ckptd.remote.messages import (
     Attach,
     Attached,
