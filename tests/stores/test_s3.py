@@ -283,3 +283,25 @@ def test_gc_gives_up_what_a_killed_conversion_left_open(
     assert "1 objects (5 bytes)" in done.stderr
     assert store.get("zero/b/fp32.pt") == b"12345"
     assert "nothing to remove" in run_here(capsys, "gc", store.url).stdout
+
+
+def test_what_a_killed_probe_left_open_is_given_up(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, which is a probe's alone, and a day old by the server's clock; nobody else's upload."""
+    store = store_at(moto, probed=False)
+    places = [store.place(key) for key in ("_ckptd/probe~dead", "global_step1/shard.pt")]
+    client = moto.client()
+    for place in places:
+        client.create_multipart_upload(**place)
+
+    def left() -> list[str]:
+        found = client.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
+        return [one["Key"] for one in found if one["Key"] in [place["Key"] for place in places]]
+
+    monkeypatch.setattr("ckptd.remote.s3_probe._LEFT_SECONDS", 1e12)
+    store.probe()
+    assert len(left()) == 2, "another node may be probing now"
+    monkeypatch.undo()
+    store.probe()
+    assert left() == [places[1]["Key"]]
