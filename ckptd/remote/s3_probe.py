@@ -89,7 +89,7 @@ def clear_left(client: Any, bucket: str, prefix: str) -> None:
                 client.abort_multipart_upload(Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
 
 
-class _Wrong(Body):
+class WrongSum(Body):
     """A body whose checksum does not fit it."""
 
     @property
@@ -110,7 +110,7 @@ def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str,
     try:
         if not direct.streams or not sent(good, Body):
             return False
-        is_refused = not sent(other, _Wrong)
+        is_refused = not sent(other, WrongSum)
         answer = client.get_object(**place, ChecksumMode="ENABLED")
         is_right = answer.get("ChecksumCRC64NVME") == _encoded(crc64(good).to_bytes(8))
         is_bare = "aws-chunked" not in answer.get("ContentEncoding", "")

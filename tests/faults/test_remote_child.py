@@ -21,11 +21,13 @@ from ckptd.remote.messages import (
     Confirm,
     Confirmed,
     Failed,
+    Making,
     Moving,
     ObjectDone,
     Observation,
     Observe,
     PartlyShipped,
+    Planned,
     RemoteSettings,
     ShipResult,
     Unchanged,
@@ -60,7 +62,8 @@ class Ear:
 
     def final(self, order_id: int, seconds: float = 30) -> Answer:
         def ended() -> list[Answer]:
-            return [a for i, a in self.heard if i == order_id and not isinstance(a, Moving | ObjectDone)]
+            events = Moving | ObjectDone | Planned
+            return [a for i, a in self.heard if i == order_id and not isinstance(a, events)]
 
         self.until(lambda: bool(ended()), seconds)
         return ended()[0]
@@ -78,7 +81,9 @@ class Rig:
         self.nas = folder / "nas"
         self.ear = Ear()
         self.settings = self.node.settings(self.nas, **more)
-        self.client = RemoteClient(self.settings, self.ear, window_bytes=WINDOW_BYTES)
+        self.client = RemoteClient(
+            self.settings, self.ear, window_bytes=WINDOW_BYTES, making="tests.faults.endless"
+        )
         answer = self.ask(Attach(settings=self.settings))
         assert isinstance(answer, Attached)
         self.attached = answer
@@ -124,6 +129,28 @@ def test_what_has_not_changed_is_not_told_again(rig: Rig) -> None:
     news = rig.ask(Observe(only_changed=True))
     assert isinstance(news, Observation)
     assert news.latest == "elsewhere"
+
+
+@pytest.mark.faults
+def test_what_kills_a_maker_says_nothing_of_the_remote(rig: Rig) -> None:
+    """The form's order fails as its own; a look that was open is answered by the next process."""
+    making = Making(folders=(rig.node.tag,), sealed=(), staging=str(rig.node.save_dir), memory_bytes=1)
+    order = rig.client.submit(rig.order(making=making))
+    rig.ear.until(lambda: any(i == order and isinstance(a, Planned) for i, a in rig.ear.heard))
+    assert not rig.client.end_idle(), "it is at work"
+    maker = rig.client.pid
+    assert maker is not None
+    os.kill(maker, signal.SIGSTOP)
+    look = rig.client.submit(Observe())
+    os.kill(maker, signal.SIGKILL)
+    failed = rig.ear.final(order)
+    assert isinstance(failed, Failed)
+    assert failed.error == "BehindError"
+    assert isinstance(rig.ear.final(look), Observation)
+    assert rig.client.pid != maker
+    assert rig.client.end_idle()
+    assert not rig.client.alive
+    assert isinstance(rig.ask(Observe()), Observation), "the next order starts another one"
 
 
 @pytest.mark.faults

@@ -110,7 +110,6 @@ class DirectClient:
     ) -> None:
         self._settings = settings
         self._ids = count(1)
-        self._making = making
         self._on_answer = on_answer
         self._service = service.Service(self._emit, window_bytes=WINDOW_BYTES)
         self._service.expect(settings)
