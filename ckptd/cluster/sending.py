@@ -182,7 +182,7 @@ class Sender:
                 raise
             return crc
 
-        return int(briefly(VerifyError, RemoteUnreachable, TargetExists)(send))
+        return briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
 
     def _crc_of(self, unit: Unit) -> int:
         source, crc, at = self._source(unit), 0, unit.begin
@@ -207,7 +207,7 @@ class Sender:
         key = f"{self._job.target_name}/{piece.path}"
         request = {"UploadId": upload_of(piece.token, piece.nbytes).upload_id, "PartNumber": unit.number}
         span = unit.begin, unit.end - unit.begin
-        answer = briefly(RemoteUnreachable)(send_range, store, key, self._source(unit), span, request)
+        answer = briefly(send_range, RemoteUnreachable)(store, key, self._source(unit), span, request)
         md5 = answer.md5.hex() if answer.md5 is not None else ""
         sent = SentPart(number=unit.number, etag=answer.etag, crc64=to_hex(answer.crc), md5=md5)
         self.parts.append(Parts(path=piece.path, parts=(sent,)))

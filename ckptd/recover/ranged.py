@@ -42,7 +42,7 @@ from ckptd.recover.ranged_source import (
 )
 from ckptd.recover.ranged_upload import target_exists
 from ckptd.remote.access import Access, access_of
-from ckptd.remote.client import clean_environment
+from ckptd.remote.environment import clean_environment
 from ckptd.remote.open import open_store
 
 if TYPE_CHECKING:

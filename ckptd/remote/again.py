@@ -7,28 +7,38 @@ same call works. Everything that lasts longer is the daemon's to try again, with
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any, cast
-
-from tenacity import Retrying, retry_if_exception, retry_if_exception_type, stop_after_attempt
-from tenacity.wait import wait_random_exponential
+import random
+import time
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptd.remote.store import Store
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _TRIES = 3
+_FIRST_SECONDS = 0.1
 _PASSING = {errno.ESTALE, errno.EAGAIN}
 _VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard", "free_bytes")
 """Each may be done twice; an upload goes on at the next attempt, a listing is asked for again as a whole."""
 
 
-def briefly(*kinds: type[BaseException]) -> Retrying:
-    """At most three tries within seconds, full jitter: on these errors, or on what passes by itself."""
-    return Retrying(
-        stop=stop_after_attempt(_TRIES),
-        wait=wait_random_exponential(multiplier=0.1, max=2),
-        retry=retry_if_exception_type(kinds) if kinds else retry_if_exception(_is_passing),
-        reraise=True,
-    )
+def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
+    """`action` in at most three tries within seconds, full jitter: on these errors, or on what passes."""
+
+    def tried(*arguments: P.args, **more: P.kwargs) -> T:
+        for number in range(_TRIES - 1):
+            try:
+                return action(*arguments, **more)
+            except Exception as error:
+                if not (isinstance(error, kinds) if kinds else _is_passing(error)):
+                    raise
+            time.sleep(random.uniform(0, _FIRST_SECONDS * 2**number))  # noqa: S311 — no secret
+        return action(*arguments, **more)
+
+    return tried
 
 
 def tried_again(store: Store) -> Store:
@@ -55,7 +65,7 @@ class _TriedAgain:
             return found
 
         def verb(*arguments: Any, **more: Any) -> Any:
-            return briefly()(found, *arguments, **more)
+            return briefly(found)(*arguments, **more)
 
         return verb
 
@@ -68,4 +78,4 @@ class _TriedAgain:
             asked += 1
             return inner.put_if_absent(key, data) or (asked > 1 and inner.get(key) == data)
 
-        return briefly()(create)
+        return briefly(create)()

@@ -240,7 +240,7 @@ class FilesStore:
             with self._pool.use() as drive, explained(drive, what):
                 return action(drive)
 
-        return briefly(ConnectionLost)(once)
+        return briefly(once, ConnectionLost)()
 
     def _path(self, key: str) -> str:
         files.check_relative(key)
