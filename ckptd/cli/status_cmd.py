@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("status", help="Is my run safe? What is under way, what needs a person, and what to type.")
+    @app.command(
+        "status",
+        help="Is my run safe? What is under way, what needs a person, and what to type. "
+        "Exit code 0: safe; 3: behind; 1: a person is needed, or no daemon watches.",
+    )
     def status(
         job: str | None = typer.Argument(
             None,
