@@ -57,9 +57,14 @@ def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
         os.mkdir(f"../{name}", mode, dir_fd=save_dir_fd)
 
 
+def path_beside(save_dir: Path) -> Path:
+    """Where our folder lies that may not lie in save_dir."""
+    return save_dir.parent / f"{OURS}.{save_dir.name}"
+
+
 def path_of(save_dir: Path, relative: str) -> Path:
     """A path in our folder; `relative` begins with `_ckptd`."""
-    beside = save_dir.parent / f"{OURS}.{save_dir.name}"
+    beside = path_beside(save_dir)
     if relative.split("/")[0] == OURS and not (save_dir / OURS).exists() and beside.is_dir():
         return beside / relative.partition("/")[2]
     return save_dir / relative

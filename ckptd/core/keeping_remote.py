@@ -86,8 +86,8 @@ def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
 
     Economy, never safety: each reads what it needs and finishes what another began (adr/0105).
     """
-    if len(commit.nodes) < 2 or not view.node:
-        return True
+    if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
+        return True  # of a shared directory the lease says whose turn it is
     drawn = {name: _draw(commit.sha256, name) for name in {*commit.nodes, view.node}}
     earlier = sum(1 for mark in drawn.values() if mark < drawn[view.node])
     since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)

@@ -11,6 +11,7 @@ from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.safety import newest_safe
+from ckptd.core.shared import living
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.outlook import link_speed, outlook
@@ -89,6 +90,20 @@ def job_status(job: Job) -> st.JobStatus:
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
         drain=job.control.drain_status(job, job.state),
+        shared=_shared(job),
+    )
+
+
+def _shared(job: Job) -> st.SharedStatus | None:
+    tenancy = job.nodes.tenancy
+    if tenancy is None:
+        return None
+    lease = tenancy.lease
+    return st.SharedStatus(
+        hosts=tuple(sorted(living(job.node, job.nodes.others, tenancy.takeover_seconds))),
+        holds_lease=tenancy.holds(),
+        holder=lease.node if lease is not None else None,
+        epoch=lease.epoch if lease is not None else 0,
     )
 
 

@@ -1,0 +1,169 @@
+"""Several real daemons over one directory, `shared_fs = true`: nothing is done twice (adr/0110).
+
+Three hosts of one machine: a node name and a state directory each, one save_dir, one remote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.harness import RUN, Node, same_bytes
+from tests.real import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+SECONDS = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_saves() -> None:
+    """The training, once."""
+    prepare([RUN])
+
+
+class Host(Node):
+    """A node whose save_dir and remote are those of all, and whose state is its own."""
+
+    def __init__(self, root: Path, name: str, local: str, remote: str, takeover: str) -> None:
+        self.name = name
+        super().__init__(
+            root,
+            job=f'node_name = "{name}"\nshared_fs = true\nshared_takeover = "{takeover}"',
+            local=local,
+            remote=remote,
+        )
+
+    def __post_init__(self) -> None:
+        self.environment = {"STATE_DIRECTORY": str(self.root / self.name / "state")}
+        super().__post_init__()
+        self.state = self.root / self.name / "state" / "run"
+        self.job_file = self.root / self.name / "run.toml"
+        self.log = self.root / self.name / "ckptd.log"
+        self.job_file.parent.mkdir(parents=True, exist_ok=True)
+        (self.root / "run.toml").unlink(missing_ok=True)
+        self.write_job()
+
+    def shared(self) -> dict[str, Any]:
+        """What its status says of the shared directory."""
+        found: dict[str, Any] = self.status().get("shared") or {}
+        return found
+
+    @property
+    def holds(self) -> bool:
+        """It says that it holds the lease."""
+        return bool(self.shared().get("holds_lease"))
+
+    def has_met(self, count: int) -> bool:
+        """It knows so many hosts, itself included."""
+        return len(self.shared().get("hosts", ())) == count
+
+    def is_safe(self, step: int) -> bool:
+        """It calls that step safe."""
+        return bool(self.status()["safe"]["step"] == step)
+
+
+class Hosts:
+    """All of them."""
+
+    def __init__(self, root: Path, count: int, local: str, remote: str, takeover: str) -> None:
+        self.all = [Host(root, f"host-{n}", local, remote, takeover) for n in range(count)]
+        self.first = self.all[0]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.all)
+
+    def start(self) -> None:
+        """Start them and wait until each knows of the others, and who holds the lease."""
+        for host in self:
+            host.start()
+
+    def wait_met(self) -> Host:
+        """Until every host knows all others and whose the lease is; the holder."""
+        for host in self:
+            host.wait("to meet", partial(host.has_met, len(self.all)), SECONDS)
+        self.first.wait("the lease", lambda: sum(h.holds for h in self) == 1, SECONDS)
+        return next(host for host in self if host.holds)
+
+    def wait(self, what: str, done: Callable[[], object]) -> None:
+        self.first.wait(what, done, SECONDS)
+
+    def manifests(self, tag: str) -> dict[str, list[str]]:
+        """Node → keys that its manifests of a tag's first generation list."""
+        found: dict[str, list[str]] = {}
+        for path in (self.first.nas / "_ckptd" / "nodes" / f"{tag}~g1~zero").glob("*.json"):
+            document = json.loads(path.read_bytes())
+            found.setdefault(document["node"], []).extend(f["key"] for f in document["files"])
+        return found
+
+    def audit(self, action: str) -> Counter[str]:
+        """Tag → audit lines of that action, on all hosts together."""
+        return Counter(line["tag"] for host in self for line in host.audit(action))
+
+    def has_committed(self, key: str) -> bool:
+        return key in self.first.commits()
+
+
+@contextlib.contextmanager
+def hosts(
+    root: Path, count: int, *, local: str, remote: str = 'forms = ["zero"]', takeover: str = "3m"
+) -> Iterator[Hosts]:
+    """Hosts whose processes end with the test."""
+    found = Hosts(root, count, local, remote, takeover)
+    try:
+        yield found
+    finally:
+        for host in found:
+            for process in host.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGCONT)
+            host.end()
+
+
+def each_file_once(found: Hosts, tag: str) -> None:
+    """Every file of the save is listed by exactly one host, and lies in the remote as it was saved."""
+    by_host = found.manifests(tag)
+    listed = Counter(key for keys in by_host.values() for key in keys)
+    step = int(tag.removeprefix("global_step"))
+    assert set(listed.values()) == {1}, listed
+    folder = {f"{tag}/{path.name}" for path in (found.first.save_dir / tag).iterdir()}
+    assert folder <= set(listed)
+    assert same_bytes(found.first, tag, RUN, step)
+
+
+def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) -> None:
+    with hosts(
+        tmp_path,
+        3,
+        local='save_total_limit = 2\nforms = ["universal"]',
+        remote='forms = ["zero", "universal"]\nsave_total_limit = 3',
+    ) as found:
+        found.first.save(1)
+        found.start()
+        found.wait("the first COMMIT", lambda: "global_step1~g1" in found.first.commits())
+        holder = found.wait_met()
+        for step in range(2, 6):
+            tag = found.first.save(step)
+            found.wait(f"the COMMIT of {tag}", partial(found.has_committed, f"{tag}~g1"))
+            each_file_once(found, tag)
+        found.wait("local retention", lambda: len(found.first.local_tags()) == 2)
+        found.wait("remote retention", lambda: len(found.first.commits()) == 3)
+        found.wait("the universal form", lambda: "global_step5~g1" in found.first.commits("universal"))
+        for host in found:
+            host.wait("all safe", partial(host.is_safe, 5), SECONDS)
+            assert host.audit("prune") == [] or host is holder
+            assert not host.problems() & {"vanished-uncommitted", "save-dir-shared", "retire-blocked"}
+        assert found.audit("prune") == Counter({"global_step1": 1, "global_step2": 1, "global_step3": 1})
+        assert {host.name for host in found if host.audit("retire")} == {holder.name}
+        converted = [host.name for host in found if "has its universal form" in host.log.read_text()]
+        assert converted == [holder.name]
+        assert len(list((found.first.nas / "_ckptd" / "shared" / "lease").iterdir())) == 1
