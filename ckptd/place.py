@@ -7,6 +7,8 @@ with a `total_limit` it dies of a name without a number (measured). So nothing o
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import stat
@@ -55,6 +57,24 @@ def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
         is_numbered_tag(tag) and _has(save_dir_fd, f"{tag}/{_ENGINE}") for tag in os.listdir(save_dir_fd)
     ):
         os.mkdir(f"../{name}", mode, dir_fd=save_dir_fd)
+
+
+def lock(fd: int, how: int) -> None:
+    """flock; a file system that has none for directories (NFS: EBADF) goes without.
+
+    Raises:
+        BlockingIOError: with LOCK_NB, somebody else holds it.
+    """
+    try:
+        fcntl.flock(fd, how)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+def lies_in_save_dir(path: Path, save_dir: Path) -> bool:
+    """In it, or in our folder beside it."""
+    return path.is_relative_to(save_dir) or path.is_relative_to(path_beside(save_dir))
 
 
 def path_beside(save_dir: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.heartbeat import BEAT_SECONDS, SeenNode
 from ckptd.core.layouts import Role
 from ckptd.core.parts import Spread, Told, ranks_of, role_of
+from ckptd.core.shared import living
 from ckptd.core.view import ZERO
 from ckptd.remote import messages as m
 
@@ -61,6 +62,7 @@ class Nodes:
         self._links = links
         self._heartbeat = heartbeat
         self._digest = config_digest
+        self._node = next((link.settings.node for link in links.values()), "")
         self._wake = wake
         self.tenancy = tenancy
         """Of a directory that hosts share."""
@@ -98,10 +100,10 @@ class Nodes:
 
         def heard(answer: m.Answer) -> None:
             if isinstance(answer, m.Beats):
-                before = self.is_spread
+                before, hosts = self.is_spread, self.hosts
                 self._heard[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
                 is_news = tenancy is not None and tenancy.heard(answer.lease, asked_at)
-                if is_news or self.is_spread != before:
+                if is_news or self.is_spread != before or self.hosts != hosts:
                     self._wake()
             else:
                 log.debug("heartbeat on %s: %s", name, answer)
@@ -118,6 +120,13 @@ class Nodes:
     def tenure(self) -> Tenure | None:
         """For the planner; None: save_dir is this host's alone."""
         return None if self.tenancy is None else self.tenancy.view
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Who share the directory and live, this one included; none where it is this host's alone."""
+        if self.tenancy is None:
+            return frozenset()
+        return living(self._node, self.others, self.tenancy.takeover_seconds)
 
     @property
     def beat_seconds(self) -> float:

@@ -11,7 +11,6 @@ from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.safety import newest_safe
-from ckptd.core.shared import living
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.outlook import link_speed, outlook
@@ -100,7 +99,7 @@ def _shared(job: Job) -> st.SharedStatus | None:
         return None
     lease = tenancy.lease
     return st.SharedStatus(
-        hosts=tuple(sorted(living(job.node, job.nodes.others, tenancy.takeover_seconds))),
+        hosts=tuple(sorted(job.nodes.hosts)),
         holds_lease=tenancy.holds(),
         holder=lease.node if lease is not None else None,
         epoch=lease.epoch if lease is not None else 0,

@@ -16,6 +16,7 @@ from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
 from ckptd.local import rights
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir
+from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
@@ -118,6 +119,13 @@ def open_job(config: JobConfig, state_dir: Path) -> tuple[int, int] | None:
     if fd is None:
         os.close(lock)
         return None
+    try:
+        # beside other hosts' daemons; a command that wants save_dir alone finds that one runs
+        lock_if_possible(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        let_go(fd, lock)
+        msg = f"a daemon without shared_fs, or a command, owns {config.save_dir}"
+        raise LockHeld(msg) from error
     return fd, lock
 
 
@@ -141,8 +149,8 @@ def open_locked(save_dir: str) -> int | None:
 
 def let_go(fd: int, lock: int) -> None:
     """Workers may hold duplicates for a moment longer; the lock must not outlive the job with them."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
     for one in {fd, lock}:
+        lock_if_possible(one, fcntl.LOCK_UN)
         os.close(one)
 
 

@@ -19,7 +19,7 @@ from ckptd.core.view import ZERO, ShipState, Tenure
 from ckptd.errors import ConfigError, LockHeld
 from ckptd.local import fs
 from ckptd.local.state_dir import prepare_state_dir
-from ckptd.place import opened_ours, path_beside
+from ckptd.place import lies_in_save_dir, opened_ours
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,7 +132,7 @@ def own_state(state_dir: Path, save_dir: Path) -> int:
     Raises:
         ConfigError: it lies in the shared directory. LockHeld: another daemon of this host has it (75).
     """
-    if any(state_dir.is_relative_to(place) for place in (save_dir, path_beside(save_dir))):
+    if lies_in_save_dir(state_dir, save_dir):
         msg = f"state_dir {state_dir} lies in the shared save_dir"
         raise ConfigError(msg, hint="set state_dir in ckptd.toml to a directory on this host's own disk")
     prepare_state_dir(state_dir)

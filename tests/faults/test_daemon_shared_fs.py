@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.core.shared import share_of
 from tests.e2e.harness import RUN, Node, same_bytes
-from tests.real import prepare
+from tests.real import prepare, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 SECONDS = 200
+SLOW = 'forms = ["zero"]\nbandwidth = "100KB/s"'
+"""The largest file takes about eight seconds: there is time to die in it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +72,7 @@ class Host(Node):
 
     def is_safe(self, step: int) -> bool:
         """It calls that step safe."""
-        return bool(self.status()["safe"]["step"] == step)
+        return ((self.status().get("safe") or {}).get("step")) == step
 
 
 class Hosts:
@@ -112,6 +115,13 @@ class Hosts:
     def has_committed(self, key: str) -> bool:
         return key in self.first.commits()
 
+    def save(self, step: int) -> str:
+        """A save, until it is committed; each of its files was sent by one host alone."""
+        tag = self.first.save(step)
+        self.wait(f"the COMMIT of {tag}", partial(self.has_committed, f"{tag}~g1"))
+        each_file_once(self, tag)
+        return tag
+
 
 @contextlib.contextmanager
 def hosts(
@@ -146,15 +156,12 @@ def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) 
         3,
         local='save_total_limit = 2\nforms = ["universal"]',
         remote='forms = ["zero", "universal"]\nsave_total_limit = 3',
+        takeover="60s",
     ) as found:
-        found.first.save(1)
         found.start()
-        found.wait("the first COMMIT", lambda: "global_step1~g1" in found.first.commits())
         holder = found.wait_met()
-        for step in range(2, 6):
-            tag = found.first.save(step)
-            found.wait(f"the COMMIT of {tag}", partial(found.has_committed, f"{tag}~g1"))
-            each_file_once(found, tag)
+        for step in range(1, 6):
+            found.save(step)
         found.wait("local retention", lambda: len(found.first.local_tags()) == 2)
         found.wait("remote retention", lambda: len(found.first.commits()) == 3)
         found.wait("the universal form", lambda: "global_step5~g1" in found.first.commits("universal"))
@@ -167,3 +174,43 @@ def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) 
         converted = [host.name for host in found if "has its universal form" in host.log.read_text()]
         assert converted == [holder.name]
         assert len(list((found.first.nas / "_ckptd" / "shared" / "lease").iterdir())) == 1
+
+
+def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(tmp_path: Path) -> None:
+    """SIGSTOP the holder, let another delete in its place, wake it; then SIGKILL that one while it sends."""
+    with hosts(tmp_path, 3, local="save_total_limit = 1\nforms = []", remote=SLOW, takeover="15s") as found:
+        found.start()
+        stopped = found.wait_met()
+        found.save(1)
+        found.wait("the first one safe", partial(stopped.is_safe, 1))
+        stopped.processes[-1].send_signal(signal.SIGSTOP)
+        others = [host for host in found if host is not stopped]
+        found.wait("another lease", lambda: any(host.holds for host in others))
+        heir = next(host for host in others if host.holds)
+        found.save(2)
+        heir.wait("its retention", lambda: found.first.local_tags() == {"global_step2"}, SECONDS)
+        stopped.processes[-1].send_signal(signal.SIGCONT)
+        stopped.wait("it hears of it", lambda: stopped.shared()["holder"] == heir.name, SECONDS)
+        stopped.wait("it sees what is safe", partial(stopped.is_safe, 2), SECONDS)
+        assert not stopped.holds
+        assert stopped.audit("prune") == []
+
+        found.wait_met()
+        step = next(s for s in range(3, 9) if falls_to(heir, found, s))
+        tag = found.first.save(step)
+        heir.wait("it sends", lambda: heir.checkpoint(tag)["state"] == "uploading", SECONDS)
+        assert f"{tag}~g1" not in found.first.commits()
+        heir.kill()
+        found.wait("the COMMIT without it", partial(found.has_committed, f"{tag}~g1"))
+        assert heir.name not in found.manifests(tag)
+        each_file_once(found, tag)
+        found.wait("a third lease", lambda: any(h.holds for h in found if h is not heir))
+        found.wait("its retention", lambda: found.first.local_tags() == {tag})
+        assert found.audit("prune") == Counter({"global_step1": 1, "global_step2": 1})
+        assert len(found.first.commits()) == 3
+
+
+def falls_to(host: Host, found: Hosts, step: int) -> bool:
+    """Whether a file of that save is that host's to send."""
+    names = [path.name for path in (save_dir_of(RUN) / f"global_step{step}").iterdir()]
+    return bool(share_of(f"global_step{step}", names, [one.name for one in found], host.name))
