@@ -70,9 +70,9 @@ class Host(Node):
         """It knows so many hosts, itself included."""
         return len(self.shared().get("hosts", ())) == count
 
-    def is_safe(self, step: int) -> bool:
-        """It calls that step safe."""
-        return ((self.status().get("safe") or {}).get("step")) == step
+    def knows_committed(self, step: int) -> bool:
+        """It has heard that the save of that step is committed."""
+        return bool(self.checkpoint(f"global_step{step}")["state"] == "committed")
 
 
 class Hosts:
@@ -166,7 +166,7 @@ def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) 
         found.wait("remote retention", lambda: len(found.first.commits()) == 3)
         found.wait("the universal form", lambda: "global_step5~g1" in found.first.commits("universal"))
         for host in found:
-            host.wait("all safe", partial(host.is_safe, 5), SECONDS)
+            host.wait("all safe", partial(host.knows_committed, 5), SECONDS)
             assert host.audit("prune") == [] or host is holder
             assert not host.problems() & {"vanished-uncommitted", "save-dir-shared", "retire-blocked"}
         assert found.audit("prune") == Counter({"global_step1": 1, "global_step2": 1, "global_step3": 1})
@@ -182,7 +182,7 @@ def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(tm
         found.start()
         stopped = found.wait_met()
         found.save(1)
-        found.wait("the first one safe", partial(stopped.is_safe, 1))
+        found.wait("it to hear", partial(stopped.knows_committed, 1))
         stopped.processes[-1].send_signal(signal.SIGSTOP)
         others = [host for host in found if host is not stopped]
         found.wait("another lease", lambda: any(host.holds for host in others))
@@ -191,7 +191,7 @@ def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(tm
         heir.wait("its retention", lambda: found.first.local_tags() == {"global_step2"}, SECONDS)
         stopped.processes[-1].send_signal(signal.SIGCONT)
         stopped.wait("it hears of it", lambda: stopped.shared()["holder"] == heir.name, SECONDS)
-        stopped.wait("it sees what is safe", partial(stopped.is_safe, 2), SECONDS)
+        stopped.wait("it to hear", partial(stopped.knows_committed, 2), SECONDS)
         assert not stopped.holds
         assert stopped.audit("prune") == []
 
