@@ -169,6 +169,8 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
             parts.append(Text(f"  {line}", style=_STYLES.get(severity, "")))
         if line := words.disk_line(job):
             parts.append(Text(f"  {line}", style="dim"))
+        if line := words.shared_line(job):
+            parts.append(Text(f"  {line}", style="dim"))
         said = (words.abilities(remote, is_all=retention) for remote in job.get("remotes", []))
         parts += [Text(f"  {line}", style="dim") for line in said if line]
         if job["checkpoints"]:

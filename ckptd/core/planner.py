@@ -24,11 +24,19 @@ from ckptd.core.actions import (
     StopConverting,
     Supplement,
 )
-from ckptd.core.deriving import PRESSURE, first_to_go, is_open, is_streamed, keep_derived, to_derive
+from ckptd.core.deriving import (
+    PRESSURE,
+    first_to_go,
+    is_open,
+    is_streamed,
+    keep_derived,
+    to_derive,
+)
 from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local
 from ckptd.core.keeping_remote import is_configured_otherwise, is_our_turn, keep_remote
 from ckptd.core.pruning import prune, victims
+from ckptd.core.shared import on_shared
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
@@ -63,6 +71,7 @@ def plan(view: JobView) -> Plan:
         # a remote does one thing at a time, and what sends comes before what removes
         busy = {move.remote for move in moves if isinstance(move, Ship | Supplement)}
         actions += [action for action in _retire(view, remote_fates) if action.remote not in busy]
+    actions = on_shared(actions, view.tenure)
     return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates, drained=drained)
 
 

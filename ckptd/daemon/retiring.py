@@ -130,12 +130,12 @@ class Retiring:
         link.observe()
         self._wake()
 
-    def finish(self, *, is_first_scan: bool) -> None:
+    def finish(self, *, rests: bool) -> None:
         """Removals that a crash cut short: the tombstone is there, the rest goes now (P7).
 
         Called when the turn's uploads have their remotes: what sends comes before what removes.
         """
-        for link in () if is_first_scan else self._links.values():
+        for link in () if rests else self._links.values():
             seen = link.observation
             if seen is None or not link.may_move:
                 continue

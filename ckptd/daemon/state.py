@@ -84,6 +84,8 @@ class JobState:
     journal: Journal
     config_digest: str = ""
     """Of what all nodes of the job must agree on."""
+    is_shared: bool = False
+    """save_dir is shared by hosts on purpose (adr/0110)."""
     sharer: Sharer | None = None
     """Another host over the same directory."""
     due_since_seconds: dict[tuple[str, str], float] = field(default_factory=dict)

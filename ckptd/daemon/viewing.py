@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptd.core.listing import FolderListing, ListedFile
     from ckptd.core.retention import RetentionPolicy
     from ckptd.core.save import SealedFile
+    from ckptd.core.view import Tenure
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
@@ -71,6 +72,7 @@ def build_view(
     may_delete: bool,
     is_paused: bool = False,
     drain: Drain | None = None,
+    tenure: Tenure | None = None,
 ) -> JobView:
     """The view of this turn."""
     assert state.listing is not None
@@ -98,6 +100,7 @@ def build_view(
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
         drain=drain,
+        tenure=tenure,
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,

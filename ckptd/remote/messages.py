@@ -123,6 +123,8 @@ class ShipOrder(Model):
     """Replicas that nobody listed are sent too: their owner had its time."""
     supplement_to: str | None = None
     """Digest of a COMMIT: the files came after it, and are committed beside it."""
+    takeover_seconds: float | None = None
+    """The folder is shared: send this node's share, and that of who was silent for so long (adr/0110)."""
 
 
 class Confirm(Model):
@@ -280,6 +282,8 @@ class ShipResult(Model):
     manifest_sha256: str | None = None
     bytes_sent: int = 0
     bytes_skipped: int = 0
+    unlisted: tuple[str, ...] = ()
+    """committed: files of the folder that the COMMIT does not list."""
     supplements: tuple[SupplementView, ...] = ()
     """Of a supplement: all that list a file of the order."""
 

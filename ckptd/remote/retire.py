@@ -30,6 +30,7 @@ from ckptd.remote.documents import (
     stem_of,
 )
 from ckptd.remote.observe import is_pinned, point, still_ours
+from ckptd.remote.shared import forget_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,7 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
     for known in manifests:
         check()
         store.delete(known.key)
+    forget_shares(store, where)
     point(store)
 
 
