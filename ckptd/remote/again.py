@@ -26,7 +26,7 @@ _VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard
 
 
 def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
-    """`action` in at most three tries, the second at once, then full jitter: on these errors, or on what passes."""
+    """`action` in at most three tries, full jitter after the second: on these errors, or what passes."""
 
     def is_worth_it(error: BaseException) -> bool:
         return isinstance(error, kinds) if kinds else _is_passing(error)
@@ -43,7 +43,7 @@ def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
 
 
 def _retrying(is_worth_it: Callable[[BaseException], bool]) -> Retrying:
-    """What follows a first try that failed; tenacity is loaded only then: with asyncio it takes 4 MiB (P12)."""
+    """What follows a first try that failed; only then is tenacity loaded: asyncio takes 4 MiB (P12)."""
     from tenacity import Retrying, retry_if_exception, stop_after_attempt
     from tenacity.wait import wait_random_exponential
 
