@@ -7,38 +7,50 @@ same call works. Everything that lasts longer is the daemon's to try again, with
 from __future__ import annotations
 
 import errno
-import random
-import time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tenacity import Retrying
 
     from ckptd.remote.store import Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _TRIES = 3
-_FIRST_SECONDS = 0.1
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
 _PASSING = {errno.ESTALE, errno.EAGAIN}
 _VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard", "free_bytes")
 """Each may be done twice; an upload goes on at the next attempt, a listing is asked for again as a whole."""
 
 
 def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
-    """`action` in at most three tries within seconds, full jitter: on these errors, or on what passes."""
+    """`action` in at most three tries, full jitter after the second: on these errors, or what passes."""
+
+    def is_worth_it(error: BaseException) -> bool:
+        return isinstance(error, kinds) if kinds else _is_passing(error)
 
     def tried(*arguments: P.args, **more: P.kwargs) -> T:
-        for number in range(_TRIES - 1):
-            try:
-                return action(*arguments, **more)
-            except Exception as error:
-                if not (isinstance(error, kinds) if kinds else _is_passing(error)):
-                    raise
-            time.sleep(random.uniform(0, _FIRST_SECONDS * 2**number))  # noqa: S311 — no secret
-        return action(*arguments, **more)
+        try:
+            return action(*arguments, **more)
+        except Exception as error:
+            if not is_worth_it(error):
+                raise
+        return _retrying(is_worth_it)(action, *arguments, **more)
 
     return tried
+
+
+def _retrying(is_worth_it: Callable[[BaseException], bool]) -> Retrying:
+    """What follows a first try that failed; only then is tenacity loaded: asyncio takes 4 MiB (P12)."""
+    from tenacity import Retrying, retry_if_exception, stop_after_attempt
+    from tenacity.wait import wait_random_exponential
+
+    wait = wait_random_exponential(multiplier=_FIRST_SECONDS, max=_LONGEST_SECONDS)
+    return Retrying(
+        stop=stop_after_attempt(_TRIES - 1), wait=wait, retry=retry_if_exception(is_worth_it), reraise=True
+    )
 
 
 def tried_again(store: Store) -> Store:

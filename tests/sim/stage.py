@@ -18,6 +18,9 @@ import types
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import tenacity.nap
+import tenacity.wait
+
 from ckptd import files, journal, pages
 from ckptd.convert import inspect_child, inspection, supervise
 from ckptd.core.facts import FileFacts
@@ -217,6 +220,8 @@ class Stage:
                         self._plan(module, attribute, world)
         self._plan(pathlib, "os", system)
         self._plan(pathlib, "io", _copy(io, open=kernel.open_stream))
+        self._plan(tenacity.nap, "time", clock)
+        self._plan(tenacity.wait, "random", chance)
         self._plan(workers, "ThreadPoolExecutor", lambda *_, **__: Queued(tasks))
         self._plan(transfer, "ThreadPoolExecutor", Inline)
         self._plan(flights, "SMALL_BYTES", SMALL_BYTES)
