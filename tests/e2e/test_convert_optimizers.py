@@ -11,7 +11,7 @@ from ckptd.cli.inspect_look import look
 from ckptd.convert.supervise import ConvertOptions, convert
 from tests import stock
 from tests.disguise import disguise
-from tests.real import TAG, Recipe, prepare, save_dir_of
+from tests.real import TAG, Recipe, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -34,6 +34,7 @@ OTHERS = {
 if os.environ.get("CKPTD_FULL"):  # compiled for half a minute
     OTHERS["DeepSpeedCPUAdagrad, stage 3"] = (Recipe(stage=3, world_size=2, optimizer="cpu_adagrad"), {})
 """These it reads with their states under the names of Adam's."""
+expect(*ADAMS.values(), *(recipe for recipe, _ in OTHERS.values()))
 STAGE_3_LACKS = "loads in stages 1 and 2"
 
 

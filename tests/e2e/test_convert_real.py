@@ -13,7 +13,7 @@ import pytest
 from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
 from ckptd.errors import CkptdError
 from tests import stock
-from tests.real import REPOSITORY, TAG, Recipe, prepare, save_dir_of
+from tests.real import REPOSITORY, TAG, Recipe, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -67,6 +67,7 @@ CONVERTED |= MORE
 if os.environ.get("CKPTD_FULL"):
     CONVERTED |= FULL
 STAGE_0 = Recipe(stage=0, world_size=2)
+expect(*CONVERTED.values(), STAGE_0)
 
 
 @pytest.fixture(scope="module")
