@@ -109,10 +109,7 @@ class Clustered(Ranged):
             except (errors.CkptdError, OSError):
                 remove_workplace(parent, name)
                 raise
-        if self._options.write_latest and self._options.form == "universal":
-            with files.opened_dir(parent) as fd:
-                files.write_atomic(fd, POINTER, os.fsencode(name))
-        remove_workplace(parent, name)
+        self._published_here(parent, name, parent)
         return report
 
     def _published_before(self, parent: str, target: str, started: float) -> ConvertReport | None:
