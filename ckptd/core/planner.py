@@ -319,7 +319,10 @@ def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Retire]:
         if instead is None and fate.instead is not None:
             continue
         reason = f"{fate.goes} of {remote.name}"
-        actions.append(Retire(remote=remote.name, commit=first, reason=reason, instead=instead))
+        counted = tuple(c.sha256 for c in remote.commits if fates[remote.name, c.key].keeps)
+        actions.append(
+            Retire(remote=remote.name, commit=first, reason=reason, instead=instead, counted=counted)
+        )
     return actions
 
 

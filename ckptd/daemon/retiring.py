@@ -96,6 +96,7 @@ class Retiring:
             reason=action.reason,
             commit_sha256=commit.sha256,
             instead=None if instead is None else (instead.form, instead.sha256),
+            counted=action.counted,
         )
         link.ship_order = link.order(order, partial(self._retired, action))
         log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)

@@ -146,6 +146,8 @@ class Retire(Model):
     commit_sha256: str
     instead: tuple[str, str] | None = None
     """(form, digest of its COMMIT) of the same save: it must be whole there, or nothing goes (adr/0094)."""
+    counted: tuple[str, ...] = ()
+    """Digests of the COMMITs that stay: is one of them disputed by now, this one may have to stay too."""
 
 
 class Record(Model):

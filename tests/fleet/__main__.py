@@ -141,10 +141,11 @@ def figures(known: dict[str, Any], chosen: argparse.Namespace, size: str) -> dic
     """What is reported of a run, as `make figures` collects it."""
     sums = known["sums"]
     more = "" if size == "drawn" else f" --nodes {chosen.nodes} --checkpoints {chosen.checkpoints}"
+    minutes = known["seconds"] / 60
     return {
         "name": "fleet" if size == "drawn" else f"fleet {size}",
         "fault": "F19",
-        "command": f"python -m tests.fleet --seeds {chosen.seeds}{more} --minutes {chosen.minutes:g}",
+        "command": f"python -m tests.fleet --seeds {chosen.seeds}{more} --minutes {minutes:.0f}",
         "runs": sums.get("runs", 0),
         "crashes": sums.get("deaths", 0),
         "replaced": sums.get("replaced", 0),
