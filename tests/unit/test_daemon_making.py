@@ -36,7 +36,9 @@ class Life:
         self.state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
         nothing = cast("Any", None)
-        config = cast("Any", type("Config", (), {"remotes": ()}))
+        config = cast(
+            "Any", type("Config", (), {"remotes": (), "shared_fs": False, "shared_takeover_seconds": 180.0})
+        )
         self.shipping = Shipping(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
         record = self.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "generation": 1})
         self.state.put_ship(1, record)
