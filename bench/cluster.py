@@ -31,7 +31,7 @@ WORK = REPOSITORY / ".build" / "bench-cluster"
 RAW = WORK / "runs.json"
 PICTURE = REPOSITORY / "docs" / "cluster.png"
 BEGIN, END = "<!-- cluster: begin -->", "<!-- cluster: end -->"
-RATE = 8e6
+RATE = 24e6
 """Bytes per second of a connection, each way."""
 BUDGET = "512MiB"
 THREADS = 4

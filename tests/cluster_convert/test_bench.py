@@ -15,12 +15,15 @@ pytestmark = [pytest.mark.stores, pytest.mark.full]
 
 
 def test_small() -> None:
-    """One and two workers: the wire carries the checkpoint once each way."""
+    """One and two workers: the wire carries each byte once each way; placed ones read their disks."""
     command = [sys.executable, "-m", "bench.cluster", "--small"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    one, two = json.loads((WORK / "small.json").read_text())
+    one, two, placed = json.loads((WORK / "small.json").read_text())
     assert (one["workers"], two["workers"]) == (1, 2)
     for run in (one, two):
         assert run["up_bytes"] >= run["bytes"]
-        assert 12 * run["parameters"] <= run["down_bytes"] < 30 * run["parameters"]
+        assert 12 * run["parameters"] <= run["source_bytes"] < run["down_bytes"] < 32 * run["parameters"]
+    assert placed["placed"]
+    assert placed["up_bytes"] < 1.02 * two["up_bytes"]
+    assert placed["source_bytes"] < 0.2 * placed["parameters"]
