@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckptd.core.keeping import best_tag, score_of
@@ -88,10 +89,16 @@ def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
     """
     if len(commit.nodes) < 2 or not view.node:
         return True
-    drawn = {name: _draw(commit.sha256, name) for name in {*commit.nodes, view.node}}
-    earlier = sum(1 for mark in drawn.values() if mark < drawn[view.node])
+    earlier = _earlier(commit.sha256, commit.nodes, view.node)
     since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
     return view.now_seconds - since >= earlier * TURN_SECONDS
+
+
+@lru_cache(maxsize=1024)
+def _earlier(sha256: str, nodes: frozenset[str], node: str) -> int:
+    """How many nodes are drawn before this one; of a COMMIT it never changes."""
+    ours = _draw(sha256, node)
+    return sum(1 for name in nodes if name != node and _draw(sha256, name) < ours)
 
 
 def _draw(sha256: str, node: str) -> str:

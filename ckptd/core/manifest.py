@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from datetime import datetime
+from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import FailFast, Field, ValidationError
@@ -294,6 +295,7 @@ def stem(tag: str, generation: int, form: str) -> str:
     return f"{encode_name(tag)}~g{generation}~{form}"
 
 
+@lru_cache(maxsize=4096)
 def parse_stem(name: str) -> tuple[str, int, str] | None:
     """(tag, generation, form) of a stem, or None."""
     parts = name.split("~")

@@ -9,6 +9,8 @@ from ckptd.core.generation import SeenCommit, SeenManifest
 from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import Order
     from ckptd.core.view import ShipRecord
@@ -16,23 +18,30 @@ if TYPE_CHECKING:
     from ckptd.remote.messages import Observation, TagView
 
 
-def committed_order(record: ShipRecord, own: Order, seen: Observation | None) -> Order | None:
+def committed_orders(seen: Observation | None) -> dict[tuple[str | None, str | None], Order]:
+    """(key, digest) of each COMMIT → its order."""
+    return {} if seen is None else {(v.key, v.sha256): order_of(v.commit) for v in seen.commits}
+
+
+def committed_order(
+    record: ShipRecord, own: Order, orders: Mapping[tuple[str | None, str | None], Order]
+) -> Order | None:
     """The order of the COMMIT that a save rests on, where that is above its own; else None.
 
     A node whose daemon was down while the run was rewound sealed its part as of the old branch. The COMMIT
     takes the highest of all, and what every node keeps follows the COMMIT (P9, adr/0105).
     """
-    if record.state is not ShipState.COMMITTED or seen is None:
+    if record.state is not ShipState.COMMITTED:
         return None
-    wanted = record.commit_key, record.commit_sha256
-    order = next((order_of(v.commit) for v in seen.commits if (v.key, v.sha256) == wanted), None)
+    order = orders.get((record.commit_key, record.commit_sha256))
     return order if order is not None and order > own else None
 
 
 def adopt_orders(state: JobState, remote: str, form: str, seen: Observation | None) -> None:
     """Let each save here count as its COMMIT says."""
+    orders = committed_orders(seen)
     for row in list(state.rows.values()):
-        order = committed_order(state.ship(row.id, remote, form), row.save.order, seen)
+        order = committed_order(state.ship(row.id, remote, form), row.save.order, orders)
         if order is not None:
             update = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
             state.journal.replace_sealed(row.id, row.save.model_copy(update=update))

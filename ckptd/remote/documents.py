@@ -284,7 +284,9 @@ def read_supplements(store: Store, where: Stem) -> list[CommitView]:
 
 def generations_with_manifests(store: Store) -> set[Stem]:
     """(tag, generation, form) of everything that has a node manifest."""
-    return {where for info in store.list(f"{ROOT}/nodes/") if (where := stem_of_key(info.key)) is not None}
+    # thousands of nodes list their files in few folders, and a name is taken apart once for each
+    folders = {info.key.rpartition("/")[0] for info in store.list(f"{ROOT}/nodes/")}
+    return {where for folder in folders if (where := stem_of_key(folder)) is not None}
 
 
 def committed_digests(commits: Iterable[CommitView]) -> set[str]:

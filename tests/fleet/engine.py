@@ -33,6 +33,7 @@ class Program:
         self._go = threading.Lock()
         self._go.acquire()
         self._is_killed = False
+        self._is_dozing = False
         self._wakes = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -52,8 +53,11 @@ class Program:
 
     def wake_in(self, seconds: float) -> None:
         """Go on then; a wake that was set before counts no more."""
+        self._wake_at(self.engine.now + seconds)
+
+    def _wake_at(self, when: float) -> None:
         self._wakes += 1
-        self.engine.at(self.engine.now + seconds, self, self._wakes)
+        self.engine.at(when, self, self._wakes)
 
     def resume(self, wake: int) -> None:
         """Let it run until it waits again (called by the engine)."""
@@ -72,12 +76,28 @@ class Program:
         Raises:
             Killed: it was ended meanwhile.
         """
-        engine = self.engine
-        if not engine.pass_by(seconds):
-            self.wake_in(seconds)
-            engine.back.release()
+        self.wait_until(self.engine.now + seconds)
+
+    def wait_until(self, when: float) -> None:
+        """As `wait`: go on at that time."""
+        if not self.engine.pass_by(when):
+            self._wake_at(when)
+            self.engine.back.release()
             self._go.acquire()
         self._end_if_killed()
+
+    def doze(self, until: float) -> None:
+        """As `wait_until`, or until somebody stirs it."""
+        self._is_dozing = True
+        try:
+            self.wait_until(until)
+        finally:
+            self._is_dozing = False
+
+    def stir(self) -> None:
+        """End its doze, if it is in one."""
+        if self._is_dozing:
+            self.wake_in(0.0)
 
     def _end_if_killed(self) -> None:
         if self._is_killed:
@@ -120,9 +140,8 @@ class Engine:
         """Resume a program, or call a function, at that time."""
         heapq.heappush(self._due, (when, next(self._numbers), what, wake))
 
-    def pass_by(self, seconds: float) -> bool:
+    def pass_by(self, then: float) -> bool:
         """Nobody else is due before: the clock goes on at once, and no baton changes hands."""
-        then = self.now + seconds
         if then > self._until or (self._due and self._due[0][0] <= then):
             return False
         self.now = then

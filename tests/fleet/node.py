@@ -7,7 +7,7 @@ shipping, committing and retiring are ckptd's own; the journal is a list, a file
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.core import actions as act
 from ckptd.core.generation import Already, Retired, Use, choose_generation
 from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.core.keeping_remote import TURN_SECONDS
 from ckptd.core.layouts import Grid, Role, parse_shard_name
 from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
 from ckptd.core.order import next_order, sealing_order
@@ -38,16 +39,17 @@ from ckptd.core.view import (
 )
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.retiring import patience_seconds, since_when
-from ckptd.daemon.seen import committed_order, named_in, seen_in
+from ckptd.daemon.seen import committed_order, committed_orders, named_in, seen_in
 from ckptd.daemon.viewing import as_planned
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
-from ckptd.remote.documents import DocumentCache
+from ckptd.remote.documents import IDENTITY_KEY, DocumentCache
 from ckptd.remote.messages import Retire, ShipFile, ShipOrder, Shipped
 from ckptd.remote.pacing import Pacer
 from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
 from tests.fleet.engine import Program
+from tests.fleet.nap import MOST_MORE_SECONDS, OBSERVE_SECONDS, PAUSE_SECONDS, Look, Nap, Phase
 from tests.fleet.remote import FleetStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM
 
@@ -64,7 +66,6 @@ if TYPE_CHECKING:
 NAS = "nas"
 SPREAD_SECONDS = 60.0
 SETTLE_SECONDS = 5.0
-OBSERVE_SECONDS = 10.0
 AT_REST_SECONDS = 60.0
 ABILITIES = Abilities(create_only=True, checksum="crc64nvme", resumable=True)
 _BESIDE = (Role.SIDE, Role.EXTRA)
@@ -156,6 +157,8 @@ class Daemon:
         chance: Random,
         counts: Counter[str],
         latest_looks: float = 0.0,
+        *,
+        naps: bool = True,
     ) -> None:
         self.machine = machine
         self.engine = engine
@@ -176,7 +179,12 @@ class Daemon:
         self.retiring_since: dict[Stem, float] = {}
         self.is_first_scan = True
         self.is_idle = False
-        self.turns = 0
+        self.naps = naps
+        self.nap: Nap | None = None
+        self.begun: Nap | None = None
+        """A nap that ended in the middle of a look."""
+        self.usual: Look | None = None
+        """What a look asks as long as the remote stays as it is."""
         self.program = Program(engine, machine.name, self.run)
         self.store.program = self.program
 
@@ -189,21 +197,68 @@ class Daemon:
                 did = self.turn()
             except CkptdError:
                 self.observation, self.is_stale = None, True
-                self.program.wait(5 + 10 * self.chance.random())
+                self.program.wait(PAUSE_SECONDS + MOST_MORE_SECONDS * self.chance.random())
                 continue
             if not did:
-                self.is_idle = True
-                self.program.wait(self._rest_seconds())
-                self.is_idle = False
+                self._rest()
 
     def hint(self) -> None:
         """The trainer wrote something."""
         if self.is_idle:
             self.program.wake_in(SETTLE_SECONDS + 0.1)
 
+    def _rest(self) -> None:
+        """Until the next turn; those that nothing can come of are not lived."""
+        now = self.engine.now
+        until, rest_seconds = self._nothing_before(), self._rest_seconds()
+        if until <= now or self.usual is None:
+            self._idle_until(now + rest_seconds)
+            return
+        nap = self.nap = Nap(
+            self.usual, self.store, self.chance, self.late_looks,
+            now=now, observed_at=self.observed_at, rest_seconds=rest_seconds,
+        )  # fmt: skip
+        try:
+            self.program.doze(until)
+        finally:
+            nap.advance(self.engine.now)
+            self.nap = None
+        self.observed_at = nap.observed_at
+        if nap.has_failed:
+            self.observation, self.is_stale = None, True
+        if nap.phase is Phase.REST:
+            self._idle_until(nap.ends)
+        elif nap.phase is Phase.PAUSE:
+            self.program.wait_until(nap.ends)
+        else:
+            self.begun = nap
+
+    def _idle_until(self, when: float) -> None:
+        self.is_idle = True
+        self.program.wait_until(when)
+        self.is_idle = False
+
+    def _nothing_before(self) -> float:
+        """Until when turns decide nothing, as the last one did not, unless somebody changes something; 0: no
+        telling."""
+        machine, seen, usual, now = self.machine, self.observation, self.usual, self.engine.now
+        is_known = usual is not None and usual.version == self.store.remote.version
+        if not self.naps or not is_known or seen is None or seen.retiring or self.is_stale:
+            return 0.0
+        if self.confirmations or self._young():
+            return 0.0
+        due = [r.record.retry_at_seconds for r in machine.rows if r.record.state in _OPEN]
+        # whose turn it is to retire something changes each minute, until it has been every node's
+        turns = ((since, int((now - since) // TURN_SECONDS) + 1) for since in self.due_since.values())
+        due += [since + turn * TURN_SECONDS for since, turn in turns if turn <= 2 * machine.job.ranks + 2]
+        return min((at for at in due if at > now), default=NEVER)
+
+    def _young(self) -> list[Written]:
+        return [w for tag, w in self.machine.disk.items() if self._row(tag, w) is None]
+
     def _rest_seconds(self) -> float:
         machine, now = self.machine, self.engine.now
-        young = [w for tag, w in machine.disk.items() if self._row(tag, w) is None]
+        young = self._young()
         if young:
             return max(0.1, min(w.done_seconds for w in young) + SETTLE_SECONDS - now + 0.1)
         is_open = any(r.record.state in _OPEN for r in machine.rows if r.state == "present")
@@ -212,7 +267,6 @@ class Daemon:
 
     def turn(self) -> bool:
         """Look, decide, do; True: something was done."""
-        self.turns += 1
         self._look()
         assert self.observation is not None
         self._seal()
@@ -226,13 +280,24 @@ class Daemon:
         return any(did) or was_first
 
     def _look(self) -> None:
-        now = self.engine.now
-        is_due = self.is_stale or now - self.observed_at >= OBSERVE_SECONDS
-        is_late = self.observation is not None and self.chance.random() < self.late_looks
-        if not is_due or (is_late and not self.is_stale):
-            return
+        now, store, begun = self.engine.now, self.store, self.begun
+        store.log, version, self.begun = [], store.remote.version, None
+        if begun is None:
+            is_due = self.is_stale or now - self.observed_at >= OBSERVE_SECONDS
+            is_late = self.observation is not None and self.chance.random() < self.late_looks
+            if not is_due or (is_late and not self.is_stale):
+                return
+        else:
+            now, version = begun.began, begun.look.version
+            store.due, store.ahead = begun.ends, deque(begun.look.asked[: begun.step])
         found = observe.observe(self.store, self.identity, self.cache)  # type: ignore[arg-type]
         self.observation, self.observed_at, self.is_stale = found, now, False
+        if version != store.remote.version:
+            self.usual = None
+        elif begun is None:
+            # documents that were read once are not read again
+            again = (a for a in store.log if a.verb == "list" or a.key in _READ_EACH_TIME)
+            self.usual = Look(version, tuple(again))
 
     # --- sealing (daemon/intake.py) --------------------------------------------------------------------
 
@@ -328,6 +393,7 @@ class Daemon:
         made = {(v.commit.tag, v.commit.generation) for v in seen.commits}
         disputed = {v.sha256 for v in seen.commits if v.disputed}
         held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
+        orders = committed_orders(seen)
         for row in self.machine.rows:
             record = row.record
             update: dict[str, object] = {}
@@ -341,7 +407,7 @@ class Daemon:
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
-            order = committed_order(row.record, row.save.order, seen)
+            order = committed_order(row.record, row.save.order, orders)
             if order is not None:
                 fields = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
                 row.save = row.save.model_copy(update=fields)
@@ -677,6 +743,8 @@ class LocalFile:
 
 CURRENT: dict[str, Daemon] = {}
 """By thread: `commit` asks for files by descriptor, which is none here."""
+NEVER = 1e18
+_READ_EACH_TIME = (IDENTITY_KEY, "latest", "latest_universal")
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 _REFUSED = DerivedRecord(state=DerivedState.REFUSED)
 _PACER = Pacer()

@@ -6,14 +6,15 @@ the last request of a process that dies may still arrive.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64
 from ckptd.remote.store import ObjectInfo
 from tests.fleet.engine import Killed
+from tests.fleet.nap import Asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PAGE = 1000
 """Keys that one request of a listing gives."""
+_POINTERS = ("latest", "latest_universal")
+_DOCUMENTS = ("_ckptd", *(f"_ckptd/{name}" for name in ("commits", "retired", "disputes", "decisions", "pins")))
 LATE_SECONDS = 30.0
 """How long after its sender's death a request may arrive."""
 
@@ -34,6 +37,9 @@ class Remote:
     folders: dict[str, dict[str, bytes]] = field(default_factory=dict)
     on_change: Callable[[str, str, bytes | None, bytes | None], None] = lambda *_: None
     changes: int = 0
+    version: int = 0
+    """Changes of anything that an observation tells."""
+    _manifests: int = 0
     _listed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     _below: dict[str, tuple[int, list[ObjectInfo]]] = field(default_factory=dict)
     _times: dict[str, int] = field(default_factory=dict)
@@ -53,8 +59,17 @@ class Remote:
         elif not folder:
             del self.folders[name]
         self.changes += 1
+        self.version += self._is_seen(key, name, (data is not None) - (before is not None), len(folder))
         self._listed.pop(name, None)
         self.on_change(verb, key, before, data)
+
+    def _is_seen(self, key: str, name: str, more: int, left: int) -> bool:
+        """Whether an observation differs by this change: of manifests it tells only where there are some."""
+        if not name.startswith("_ckptd/nodes/"):
+            return key in _POINTERS or name in _DOCUMENTS
+        pages, self._manifests = -(-self._manifests // PAGE), self._manifests + more
+        is_first_or_last = (more > 0 and left == 1) or left == 0
+        return is_first_or_last or pages != -(-self._manifests // PAGE)
 
     def listing(self, prefix: str) -> list[ObjectInfo]:
         """Everything below a folder."""
@@ -97,28 +112,44 @@ class FleetStore:
 
     def __init__(self, remote: Remote, network: Network, chance: Random, counts: Counter[str]) -> None:
         self.program: Program | None = None
-        self._remote = remote
+        self.remote = remote
         self._network = network
         self._chance = chance
         self._counts = counts
+        self.log: list[Asked] = []
+        """What was read since the log was emptied."""
+        self.ahead: deque[Asked] = deque()
+        """Requests that were answered already (after a nap)."""
+        self.due: float | None = None
+        """When the answer comes of the one that is under way."""
+
+    def delay_seconds(self, verb: str, requests: int) -> float:
+        """How long the answer of a request takes that is asked now."""
+        network = self._network
+        self._counts[verb] += requests
+        seconds = network.latency_seconds * requests
+        return seconds * (1 + network.jitter * self._chance.random()) if network.jitter else seconds
+
+    def is_refused(self) -> bool:
+        """Whether the request that is under way gets no answer."""
+        return bool(self._network.refused) and self._chance.random() < self._network.refused
 
     def _ask(self, verb: str, deed: Callable[[], None] | None = None, requests: int = 1) -> None:
         """Wait for the answer of a request, whose deed is done meanwhile."""
         network, chance = self._network, self._chance
-        self._counts[verb] += requests
-        seconds = network.latency_seconds * requests
-        if network.jitter:
-            seconds *= 1 + network.jitter * chance.random()
         assert self.program is not None
+        when, self.due = self.due, None
+        if when is None:
+            when = self.program.engine.now + self.delay_seconds(verb, requests)
         try:
-            self.program.wait(seconds)
+            self.program.wait_until(when)
         except Killed:
             # a removal that comes late may hit what a successor sent: no order survives that (adr/0098)
             if deed is not None and verb in ("create", "upload") and chance.random() < network.late:
                 engine = self.program.engine
                 engine.at(engine.now + chance.random() * LATE_SECONDS, deed)
             raise
-        if network.refused and chance.random() < network.refused:
+        if self.is_refused():
             raise RemoteUnreachable("no answer")
         if deed is not None:
             deed()
@@ -126,30 +157,42 @@ class FleetStore:
                 raise RemoteUnreachable("the answer was lost")
 
     def get(self, key: str) -> bytes | None:
+        if self.ahead:
+            return self._again("get", key)
         self._ask("get")
-        return self._remote.get(key)
+        self.log.append(Asked("get", key, 1, self.remote.get(key)))
+        return self.log[-1].answer
 
     def put(self, key: str, data: bytes) -> None:
-        self._ask("put", lambda: self._remote.put("put", key, data))
+        self._ask("put", lambda: self.remote.put("put", key, data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         made: list[bool] = []
 
         def deed() -> None:
-            made.append(self._remote.get(key) is None)
+            made.append(self.remote.get(key) is None)
             if made[-1]:
-                self._remote.put("create", key, data)
+                self.remote.put("create", key, data)
 
         self._ask("create", deed)
         return made[-1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self._ask("list", requests=max(1, -(-len(self._remote.listing(prefix)) // PAGE)))
-        return iter(self._remote.listing(prefix))
+        if self.ahead:
+            return iter(self._again("list", prefix))
+        requests = max(1, -(-len(self.remote.listing(prefix)) // PAGE))
+        self._ask("list", requests=requests)
+        self.log.append(Asked("list", prefix, requests, self.remote.listing(prefix)))
+        return iter(self.log[-1].answer)
+
+    def _again(self, verb: str, key: str) -> Any:
+        asked = self.ahead.popleft()
+        assert (asked.verb, asked.key) == (verb, key), f"{verb} {key} after a nap, {asked} before it"
+        return asked.answer
 
     def stat(self, key: str) -> ObjectInfo | None:
         self._ask("stat")
-        data = self._remote.get(key)
+        data = self.remote.get(key)
         return None if data is None else ObjectInfo(key=key, bytes=len(data))
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
@@ -157,8 +200,8 @@ class FleetStore:
 
     def delete(self, key: str) -> None:
         def deed() -> None:
-            if self._remote.get(key) is not None:
-                self._remote.put("delete", key, None)
+            if self.remote.get(key) is not None:
+                self.remote.put("delete", key, None)
 
         self._ask("delete", deed)
 
@@ -176,9 +219,9 @@ class FleetStore:
         taken: list[bool] = []
 
         def deed() -> None:
-            taken.append(self._remote.get(key) is not None)
+            taken.append(self.remote.get(key) is not None)
             if not taken[-1]:
-                self._remote.put("upload", key, data)
+                self.remote.put("upload", key, data)
 
         self._ask("upload", deed)
         if taken[-1]:
@@ -187,7 +230,7 @@ class FleetStore:
 
     def verify(self, key: str, size_bytes: int, crc: int, _: object) -> str:
         self._ask("stat")
-        data = self._remote.get(key) or b""
+        data = self.remote.get(key) or b""
         if (len(data), crc64(data)) != (size_bytes, crc):
             raise VerifyError(f"{key} differs")
         return "store-checksum"

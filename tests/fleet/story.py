@@ -7,6 +7,7 @@ end everything heals, all go on, and the judge asks whether what is whole is com
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ class Shape:
     remote_limit: int | None = 0
     """0: drawn."""
     network: Network | None = None
+    naps: bool = True
+    """Turns that nothing can come of are not lived."""
 
 
 @dataclass
@@ -106,6 +109,7 @@ class Fleet:
         self.judge.clock = lambda: self.engine.now
         self.remote.on_change = self._on_change
         self.daemons: list[Daemon | None] = [None] * shape.nodes
+        self.version = self.remote.version
         self.step, self.number = 0, 0
         self.sealed_at: dict[int, float] = {}
         self.committed_at: dict[int, float] = {}
@@ -167,7 +171,7 @@ class Fleet:
         self.say(f"{machine.name}: daemon starts")
         daemon = Daemon(
             machine, self.engine, self.remote, self.network, IDENTITY,
-            Random(self.chance.random()), counts, late,
+            Random(self.chance.random()), counts, late, naps=self.shape.naps,
         )  # fmt: skip
         daemon.on_prune = lambda row: self.judge.on_prune(daemon, row)  # type: ignore[method-assign]
         CURRENT[machine.name] = daemon
@@ -184,6 +188,11 @@ class Fleet:
     def _on_change(self, verb: str, key: str, before: bytes | None, after: bytes | None) -> None:
         self.say(f"   {verb} {key}")
         self.judge.on_change(verb, key, before, after)
+        if self.remote.version != self.version:
+            self.version = self.remote.version
+            for daemon in self.daemons:
+                if daemon is not None:
+                    daemon.program.stir()
         if after is not None and key.startswith("_ckptd/commits/"):
             self.committed_at.setdefault(self.judge.live[key].number, self.engine.now)
 
@@ -235,7 +244,8 @@ class Fleet:
             machine.latest = tag
         daemon = self.daemons[slot]
         if daemon is not None:
-            daemon.hint()
+            daemon.program.stir()
+            self.engine.at(self.engine.now, daemon.hint)
 
     def _rewind(self) -> None:
         steps = self.chance.randrange(1, 3)
@@ -272,7 +282,8 @@ class Fleet:
         daemon = self.daemons[slot]
         if daemon is not None:
             self.say(f"{daemon.machine.name}: hangs for {seconds:.0f} s")
-            daemon.program.wake_in(seconds)
+            daemon.program.stir()
+            self.engine.at(self.engine.now, partial(daemon.program.wake_in, seconds))
 
     def _replace(self, slot: int, name: str) -> None:
         """The machine is lost with its disk; the run begins anew from the newest COMMIT, on all nodes."""
@@ -293,17 +304,28 @@ class Fleet:
                 if there is None or there.number != best.number:
                     at = self.engine.now
                     machine.disk[tag] = Written(best.number, best.order[1], START + at, at, best.by)
+            for daemon in self.daemons:
+                if daemon is not None:
+                    daemon.program.stir()
         self.engine.at(self.engine.now + 20, lambda: self.start(slot))
 
     def _heal(self) -> None:
         self.say("all heals")
+        self._settle()
         if self.shape.faults:
             self.network.lost = self.network.refused = 0.0
             self.network.latency_seconds, self.network.jitter = 0.02, 1.0
         for slot in range(self.shape.nodes):
             self.start(slot)
 
+    def _settle(self) -> None:
+        """Who naps has asked what it would have asked by now."""
+        for daemon in self.daemons:
+            if daemon is not None and daemon.nap is not None:
+                daemon.nap.advance(self.engine.now)
+
     def _end(self) -> None:
+        self._settle()
         disks = [{w.number for w in m.disk.values()} for m in self.machines]
         tags = {w.number: tag for m in self.machines for tag, w in m.disk.items()}
         self.judge.at_the_end(disks, tags, [daemon for daemon in self.daemons if daemon is not None])
@@ -378,6 +400,7 @@ _NOWHERE = os.open("/", os.O_PATH)
 
 def tell(seed: int, shape: Shape, *, is_loud: bool = False) -> Told:
     """Live one history; `broken` says what went wrong."""
+    random.seed(seed)  # how long shipped code waits after a failure
     fleet = Fleet(seed, shape, is_loud=is_loud)
     # of few nodes all manifests are read: every second history goes as if they were many
     few = 0 if seed % 2 and shape.faults else look.FEW
