@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import newest_revisions, objects_of, order_of
-from ckptd.core.manifest import ROOT, Commit, folder_name, parse
+from ckptd.core.manifest import ROOT, Commit, Tombstone, folder_name, parse
 from ckptd.errors import RefusedError
 from ckptd.remote.commit import Ground
 from ckptd.remote.documents import (
@@ -18,6 +18,7 @@ from ckptd.remote.documents import (
     generations_with_manifests,
     read_commits,
     read_generation,
+    read_stones,
     stem_of,
     stem_of_key,
 )
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import RemoteIdentity, Tombstone
+    from ckptd.core.manifest import RemoteIdentity
     from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
@@ -79,21 +80,23 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
     found = read_commits(store)
     keys = _manifest_keys(store)
     manifests = _manifests(store)
-    if found.damaged:
-        raise RefusedError(f"nothing in {store.url} is removed: {found.damaged[0]}", hint=_HINT)
     sizes = {
         info.key: info.bytes
         for info in store.list("")
         if not info.key.startswith(f"{ROOT}/") and info.key not in _POINTERS
     }
-    stones = {stem_of(stone): stone for stone in found.retired}
+    left = {key.partition("/")[0] for key in sizes}
+    speaking = {w for w in found.stones if w in manifests or w in _stems(found) or folder_name(*w) in left}
+    stones = {stem_of(stone): stone for stone in read_stones(store, found, speaking, Tombstone)}
+    if found.damaged:
+        raise RefusedError(f"nothing in {store.url} is removed: {found.damaged[0]}", hint=_HINT)
     open_stones = {where: s for where, s in stones.items() if where in manifests or where in _stems(found)}
     dead = _dead(store, found, manifests, open_stones)
     objects = _objects(manifests, dead, {w: t for w, t in stones.items() if w not in open_stones}, sizes)
     documents = [_garbage(k.key, 0, "a replaced revision of a manifest", stem_of(k.manifest)) for k in dead]
     spares = {info.key: info.bytes for info in store.list(SPARE)}
     needed_spares = _needed(store, spares, manifests) if spares else set()
-    over = _stems(found) | stones.keys()
+    over = _stems(found) | found.stones.keys()
     leases = [
         _garbage(info.key, 0, "a lease of a generation that is over", stem_of_key(info.key))
         for info in store.list(LEASES)

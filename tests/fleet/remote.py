@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 PAGE = 1000
 """Keys that one request of a listing gives."""
 _POINTERS = ("latest", "latest_universal")
-_DOCUMENTS = ("_ckptd", *(f"_ckptd/{name}" for name in ("commits", "retired", "disputes", "decisions", "pins")))
+_DOCUMENTS = (
+    "_ckptd",
+    *(f"_ckptd/{name}" for name in ("commits", "retired", "disputes", "decisions", "pins")),
+)
 LATE_SECONDS = 30.0
 """How long after its sender's death a request may arrive."""
 

@@ -112,7 +112,7 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
         committed = {view.commit.tag for view in seen.commits}
         whole = all(key in after.objects for key in before if key.startswith("global_step10/"))
         assert whole or "global_step10" not in committed
-        if seen.retired and after.objects != finished.objects:
+        if seen.retired_tags and after.objects != finished.objects:
             assert seen.retiring == (("global_step10", 1, "zero"),)
         retire(
             Ground(store=after, abilities=ground.abilities, identity=ground.identity),
