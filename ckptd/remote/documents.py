@@ -93,7 +93,7 @@ def read_commit(store: Store, where: Stem) -> CommitView | None:
 class DocumentCache:
     """Documents that were read, by key, size and time: they are created once and never changed (contract).
 
-    For observations alone; what a permit rests on is read afresh.
+    Which there are is listed each time; what a permit rests on is read afresh.
     """
 
     def __init__(self) -> None:
