@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Grid, NamedShard, Role, absent_ranks, missing_shards
 from ckptd.core.manifest import Commit, ManifestFile, ManifestRef, NodeManifest
-from ckptd.core.save import Order, differs, mark_of_manifest
+from ckptd.core.save import Order, SaveMark, differs, mark_of_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,14 +50,23 @@ def conflict(
     ours: NodeManifest, others: Iterable[KnownManifest], *, save_spread_seconds: float
 ) -> str | None:
     """Why a generation cannot hold `ours` beside what it holds already; None: nothing speaks against it."""
-    mark = mark_of_manifest(ours)
-    for known in others:
+    marked = ((known, mark_of_manifest(known.manifest)) for known in others)
+    return _conflict(ours, mark_of_manifest(ours), marked, save_spread_seconds)
+
+
+def _conflict(
+    ours: NodeManifest,
+    mark: SaveMark,
+    others: Iterable[tuple[KnownManifest, SaveMark]],
+    save_spread_seconds: float,
+) -> str | None:
+    for known, theirs in others:
         if known.manifest.job_id != ours.job_id:
             return f"{known.key} is of job {known.manifest.job_id}"
         if ours.form != "zero":
             reason = _other_source(ours, known.manifest)
         else:
-            reason = differs(mark, mark_of_manifest(known.manifest), save_spread_seconds=save_spread_seconds)
+            reason = differs(mark, theirs, save_spread_seconds=save_spread_seconds)
         if reason is not None:
             return f"{known.manifest.node} shipped another save: {reason}"
     return None
@@ -76,8 +85,9 @@ def _other_source(ours: NodeManifest, other: NodeManifest) -> str | None:
 
 def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: float) -> str | None:
     """Why manifests cannot be committed together: two saves, or one key with two contents."""
-    for index, known in enumerate(manifests):
-        reason = conflict(known.manifest, manifests[:index], save_spread_seconds=save_spread_seconds)
+    marked = [(known, mark_of_manifest(known.manifest)) for known in manifests]  # each once, not per pair
+    for index, (known, mark) in enumerate(marked):
+        reason = _conflict(known.manifest, mark, marked[:index], save_spread_seconds)
         if reason is not None:
             return reason
     contents: dict[str, str] = {}

@@ -288,3 +288,13 @@ class TestCoverage:
 def test_a_shard_key_is_what_its_name_says(save: SealedSave) -> None:
     shards = {f.path: f.shard for f in save.files if f.role is Role.OPTIM}
     assert shards[OPTIM.format(d=1)] == ShardKey(d=1, mm=0)
+
+
+def test_each_manifest_is_marked_once(save: SealedSave, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of nodes: the tensors of a manifest are gathered once, not once for each pair."""
+    marked: list[str] = []
+    whole = coverage.mark_of_manifest
+    monkeypatch.setattr(coverage, "mark_of_manifest", lambda m: marked.append(m.node) or whole(m))
+    manifests = [known(manifest_of(save, node=f"n{number}")) for number in range(12)]
+    assert coverage.contradiction(manifests, save_spread_seconds=60) is None
+    assert len(marked) == 12
