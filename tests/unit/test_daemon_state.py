@@ -14,7 +14,7 @@ from ckptd.daemon.chores import Chores
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
 from ckptd.errors import NoSpaceError, RefusedError
-from ckptd.journal import DeletionIntent, Journal
+from ckptd.journal import DeletionIntent, Journal, SaveRow
 from tests.unit.core_views import job_view, save_view, sealed
 
 if TYPE_CHECKING:
@@ -100,7 +100,12 @@ def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state, ids = _state_of(tmp_path / "journal.db", 40)
     read: list[int] = []
     whole = journal_past.save_row
-    monkeypatch.setattr(journal_past, "save_row", lambda row: read.append(row[0]) or whole(row))
+
+    def noted(row: tuple[Any, ...]) -> SaveRow:
+        read.append(row[0])
+        return whole(row)
+
+    monkeypatch.setattr(journal_past, "save_row", noted)
     failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
     state.put_ship(ids[3], failed)
     state.journal.set_held(ids[3], held=True)

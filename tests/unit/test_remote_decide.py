@@ -28,13 +28,14 @@ from ckptd.core.manifest import (
     sha256_of,
     to_bytes,
 )
+from ckptd.core.save import mark_of_manifest
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.core.generation import GenerationChoice
-    from ckptd.core.save import SealedSave
+    from ckptd.core.save import SaveMark, SealedSave
 
 
 @pytest.fixture
@@ -293,8 +294,13 @@ def test_a_shard_key_is_what_its_name_says(save: SealedSave) -> None:
 def test_each_manifest_is_marked_once(save: SealedSave, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of hundreds of nodes: the tensors of a manifest are gathered once, not once for each pair."""
     marked: list[str] = []
-    whole = coverage.mark_of_manifest
-    monkeypatch.setattr(coverage, "mark_of_manifest", lambda m: marked.append(m.node) or whole(m))
+    whole = mark_of_manifest
+
+    def noted(manifest: NodeManifest) -> SaveMark:
+        marked.append(manifest.node)
+        return whole(manifest)
+
+    monkeypatch.setattr(coverage, "mark_of_manifest", noted)
     manifests = [known(manifest_of(save, node=f"n{number}")) for number in range(12)]
     assert coverage.contradiction(manifests, save_spread_seconds=60) is None
     assert len(marked) == 12
