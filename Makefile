@@ -21,6 +21,7 @@ export PATH            := $(CURDIR)/$(VENV)/bin:$(PATH)
 TORCH   := $(VENV)/.stamp-torch
 INSTALL := $(VENV)/.stamp-install
 JIT     := $(VENV)/.stamp-jit
+ADAMS   := $(VENV)/.stamp-FusedAdamBuilder $(VENV)/.stamp-CPUAdamBuilder
 PEERS   := .build/.stamp-peers
 AUDIT   := .build/.stamp-audit
 DOCS    := .build/.stamp-docs
@@ -28,8 +29,12 @@ DOCS    := .build/.stamp-docs
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
+# Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
+# new venv has it, takes twice as long to find its way through constraints.txt.)
+PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
+
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test bench bench-weights bench-scale bench-idle bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim seeded figures docs \
+.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim seeded figures docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -51,14 +56,15 @@ check-tools:
 
 $(PY): | check-tools
 	"$(PYTHON)" -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 # torch first: DeepSpeed's build looks at it.
 $(TORCH): constraints.txt | $(PY)
-	$(PY) -m pip install -q -c constraints.txt torch==2.13.0 setuptools wheel ninja numpy packaging py-cpuinfo psutil
+	$(PIP) torch==2.13.0 setuptools wheel ninja numpy packaging py-cpuinfo psutil
 	@touch $@
 
 $(INSTALL): $(TORCH) pyproject.toml
-	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e '.[quickstart,dev]'
+	DS_BUILD_OPS=0 $(PIP) -e '.[quickstart,dev]'
 	@touch $@
 
 # One tiny run of two ranks compiles DeepSpeed's shared-memory collective, once per machine.
@@ -71,6 +77,13 @@ setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
 run: setup ## the quickstart: real training, crashes, resume, judge (REMOTE=s3, ARGS="--stage 3 --keep DIR")
 	$(VENV)/bin/ckptd quickstart --remote $(REMOTE) $(ARGS)
 
+# DeepSpeed's own Adams, which the tests train with: a compiler's minute each, so neither waits for the other.
+$(ADAMS): $(VENV)/.stamp-%: | $(INSTALL)
+	DS_ACCELERATOR=cpu $(PY) -c 'from deepspeed.accelerator import get_accelerator as found; found().create_op_builder("$*").load(verbose=False)'
+	@touch $@
+
+adams: $(ADAMS) ## compile DeepSpeed's Adams ahead of the tests
+
 lint: $(INSTALL) ## format check and lint
 	$(VENV)/bin/ruff format --check ckptd tests bench examples
 	$(VENV)/bin/ruff check ckptd tests bench examples
@@ -78,7 +91,9 @@ lint: $(INSTALL) ## format check and lint
 types: $(INSTALL) ## mypy --strict
 	$(VENV)/bin/mypy
 
-test: setup lint types ## everything: format, lint, types, tests with branch coverage
+test: setup lint types pytest ## everything: format, lint, types, tests with branch coverage
+
+pytest: setup adams ## the tests alone
 	rm -f .coverage .coverage.*
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
 
@@ -94,6 +109,9 @@ bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of
 
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour
 	$(PY) -m bench.idle $(ARGS)
+
+bench-status: setup ## how long `ckptd status` takes and what it imports (writes docs/performance.md)
+	$(PY) -m bench.status $(ARGS)
 
 # The tools that transfers are compared with, away from ckptd's own environment.
 $(PEERS): bench/peers.txt | $(PY)

@@ -132,7 +132,7 @@ def run(jobs: int, checkpoints: int, remote: str, seconds: float) -> Cost:
                 env=os.environ | servers.environment(server),
             )
             try:
-                _wait(root, server, daemon, jobs * checkpoints)
+                wait(root, server, daemon, jobs * checkpoints)
                 time.sleep(SETTLE_SECONDS)
                 return measure(psutil.Process(daemon.pid), seconds)
             finally:
@@ -142,7 +142,8 @@ def run(jobs: int, checkpoints: int, remote: str, seconds: float) -> Cost:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _wait(root: Path, server: servers.Server | None, daemon: subprocess.Popen[bytes], wanted: int) -> None:
+def wait(root: Path, server: servers.Server | None, daemon: subprocess.Popen[bytes], wanted: int) -> None:
+    """Until so many are committed."""
     end = time.monotonic() + 900
     while (found := committed(root, server)) < wanted:
         if daemon.poll() is not None or time.monotonic() > end:

@@ -1,6 +1,6 @@
 """What training feels of ckptd: step and save times of a real training, with and without it in turns.
 
-    make bench-interference            (python -m bench.interference --pairs 20 --steps 12)
+    make bench-interference            (python -m bench.interference --pairs 20 --steps 12 --minutes 10)
 
 One DeepSpeed training on CPU (two ranks, ZeRO 2) runs through all segments, each with two saves; the second
 falls into the shipping and converting of the first. In every A/B pair one segment runs beside a daemon that
@@ -199,8 +199,13 @@ def cleared() -> None:
     time.sleep(0.5)
 
 
-def run(recipe: Recipe, pairs: int, steps: int) -> tuple[list[Pair], list[Pair], Beside, float]:
-    """A/B pairs, A/A pairs, the daemon's account, and how much of the trainer's data is still cached."""
+def run(
+    recipe: Recipe, pairs: int, steps: int, minutes: float
+) -> tuple[list[Pair], list[Pair], Beside, float]:
+    """A/B pairs, A/A pairs, the daemon's account, and how much of the trainer's data is still cached.
+
+    No pair is begun after `minutes`, but as many A/B as A/A pairs are finished.
+    """
     shutil.rmtree(ROOT, ignore_errors=True)
     (ROOT / "save").mkdir(parents=True)
     data = ROOT / "data.bin"
@@ -212,7 +217,10 @@ def run(recipe: Recipe, pairs: int, steps: int) -> tuple[list[Pair], list[Pair],
         beside = Beside(server, theirs)
         training.segment(steps)
         make_warm([data])
+        end = time.monotonic() + 60 * minutes
         for number in range(2 * pairs):
+            if number % 2 == 0 and number and time.monotonic() > end:
+                break
             kind = "AB" if number % 2 else "AA"
             # ABBA: a drift of the machine falls on both
             order = (False, kind == "AB") if number % 4 < 2 else (kind == "AB", False)
@@ -234,9 +242,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further pair after them")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, nothing is written")
     given = parser.parse_args()
-    both, none, beside, kept = run(TINY if given.tiny else LARGE, given.pairs, given.steps)
+    recipe = TINY if given.tiny else LARGE
+    both, none, beside, kept = run(recipe, given.pairs, given.steps, given.minutes)
     text = render(both, none, beside.memory, beside.busy_seconds, kept, BUDGET_BYTES, len(halves()[0]))
     print(text)
     if not given.tiny:

@@ -26,6 +26,8 @@ AIMS: tuple[tuple[str, Quantity, float], ...] = (
     ("save time, mean", mean_save, 2.0),
 )
 
+KEPT_AIM = 0.99
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -65,8 +67,7 @@ def render(
     ]
     for words, quantity, aim in AIMS:
         ours, control = difference(both, quantity), difference(none, quantity)
-        is_reached = ours.high <= aim or ours.high <= control.high
-        verdict = "reached" if is_reached else "NOT reached"
+        verdict = _verdict(ours.high <= aim or ours.high <= control.high)
         lines.append(
             f"| {words} | {_words(ours)} | {_words(control)} | at most {ours.high:+.1f} % "
             f"| ≤ {aim:g} %, or not above A/A: {verdict} |"
@@ -75,7 +76,10 @@ def render(
     lines += [
         "",
         f"* ckptd was at work {least:.0f} – {longest:.0f} s per segment, until all was committed",
-        f"* the trainer's data file in the page cache afterwards: {kept:.0%}",
+        (
+            f"* the trainer's data file, all in the page cache before, {kept:.0%} afterwards "
+            f"({_verdict(kept >= KEPT_AIM)})"
+        ),
         _memory(memory, budget_bytes),
     ]
     return "\n".join(lines) + "\n"
@@ -100,15 +104,20 @@ def _memory(memory: Memory, budget_bytes: int) -> str:
     return (
         f"* all processes of ckptd in a cgroup of its budget, {budget} MiB: anonymous memory at most "
         f"{memory.anonymous_bytes / 2**20:.0f} MiB, dirty pages {memory.dirty_bytes / 2**20:.0f} MiB, "
-        f"killed for want of memory: {memory.killed}"
+        f"killed for want of memory: {memory.killed} ({_verdict(memory.killed == 0)})"
     )
+
+
+def _verdict(is_reached: bool) -> str:
+    return "reached" if is_reached else "NOT reached"
 
 
 def write(text: str, both: Sequence[Pair], none: Sequence[Pair]) -> None:
     """Into the page, with its picture."""
-    replace_part(text, BEGIN, END)
     if importlib.util.find_spec("matplotlib") is not None:
         _draw(both, none)
+        text += f"\n![differences in a pair]({PICTURE.name})\n"
+    replace_part(text, BEGIN, END)
 
 
 def _draw(both: Sequence[Pair], none: Sequence[Pair]) -> None:

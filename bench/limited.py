@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_STEP_BYTES = 64 << 10
+_STEP_BYTES = 256 << 10
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.real import REPOSITORY, SCRIPT, Recipe, launch
+from tests.real import MODULE, REPOSITORY, SCRIPTS, Recipe, launch
 
 CACHE = REPOSITORY / ".build" / "bench"
 LARGE = {
@@ -22,7 +22,7 @@ TINY = {stage: Recipe(stage=stage, world_size=2) for stage in (2, 3)}
 def checkpoint(recipe: Recipe) -> Path:
     """The tag folder of a recipe, made when it is not cached."""
     versions = [importlib.metadata.version(p) for p in ("torch", "deepspeed")]
-    text = json.dumps([asdict(recipe), versions, SCRIPT.read_text()], sort_keys=True)
+    text = json.dumps([asdict(recipe), versions, SCRIPTS[0].read_text()], sort_keys=True)
     place = CACHE / f"z{recipe.stage}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not (place / "done").exists():
         shutil.rmtree(place, ignore_errors=True)
@@ -37,6 +37,6 @@ def checkpoint(recipe: Recipe) -> Path:
             "init_seed": 7,
             "losses": str(place / "losses.json"),
         }
-        launch(recipe.world_size, [job], place)
+        launch(recipe.world_size, [job], place, MODULE)
         (place / "done").touch()
     return place / "save" / "global_step1"

@@ -2,7 +2,8 @@
 
 Against a null S3 server, over a link of 1 Gb/s and 20 ms, to a directory, through a server that keeps what it
 gets, and under a real daemon (memory). Tools of a case run in turn, `--rounds` times. `--tiny` tries the
-benchmark itself and writes nothing; `--only WORDS` runs the cases whose name has them.
+benchmark itself and writes nothing; `--only WORDS` runs the cases whose name has them, `--tool WORDS` the
+tools whose name begins so (what is not the whole case is printed and not written).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from bench.transfer_runs import Sample, Way
 LINK_BITS, LINK_SECONDS = 1e9, 0.02
 OWN = ("ckptd", "cp", "daemon")
 """How the names of rows begin that need nothing beside this repository."""
+MADE = ("zero", "universal", "weights-bf16")
+"""Two of these lie nowhere: they are made of the shards while they are sent."""
+LARGE = ("daemon, 4 GB", "daemon, 4 GB, made on the way")
 SAME_WHEN_TINY = ("up, null server, 4 GB",)
 RAW = CACHE / "runs.json"
 
@@ -141,6 +145,7 @@ def cases(it: Sizes, ways: Ways, rounds: int) -> list[Case]:
         "daemon, 1 GB": partial(runs.under_daemon, it.one, near, ("zero",)),
         "daemon, 4 GB": partial(runs.under_daemon, it.four, near, ("zero",)),
         "daemon, 3,000 files": partial(runs.under_daemon, it.many, near, ("zero", "universal")),
+        "daemon, 4 GB, made on the way": partial(runs.under_daemon, it.four, near, MADE),
     }
     few, once = max(1, rounds - 1), max(1, rounds - 2)
     return [
@@ -168,8 +173,13 @@ def _killed(save: Save, far: Way) -> Sample:
 
 def own(case: Case) -> Case:
     """The same without other projects' tools."""
-    tools = {t: once for t, once in case.tools.items() if t.startswith(OWN) and t != "daemon, 4 GB"}
+    tools = {t: once for t, once in case.tools.items() if t.startswith(OWN) and t not in LARGE}
     return replace(case, tools=tools)
+
+
+def chosen(case: Case, words: str) -> Case:
+    """Its tools whose name begins so."""
+    return replace(case, tools={tool: once for tool, once in case.tools.items() if tool.startswith(words)})
 
 
 def run(case: Case) -> list[Series]:
@@ -220,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
+    parser.add_argument("--tool", default="")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--from-raw", action="store_true", help="write the page from the last raw runs")
     given = parser.parse_args()
@@ -232,10 +243,13 @@ def main() -> None:
     with ways() as running:
         for case in cases(it, running, 1 if given.tiny else given.rounds):
             if given.only in case.name and not (given.tiny and case.name in SAME_WHEN_TINY):
-                found += run(own(case) if given.tiny else case)
-    _keep(found, is_part=bool(given.only), is_tiny=given.tiny)
+                found += run(chosen(own(case) if given.tiny else case, given.tool))
+    if not given.tool:
+        _keep(found, is_part=bool(given.only), is_tiny=given.tiny)
     print(f"{time.monotonic() - started:.0f} s")
-    if given.tiny:
+    if given.tool:
+        print(transfer_report.render([series for series in found if series.samples]))
+    elif given.tiny:
         print(transfer_report.render(found))
         failed = [f"{s.case}: {s.tool}: {s.failed}" for s in found if s.failed]
         if failed:

@@ -129,6 +129,11 @@ AIMS: tuple[tuple[str, Callable[[Found], float], Callable[[float], bool]], ...] 
     ("daemon and its children, 1 GB, at most 128 MiB", _peak("daemon, 1 GB"), _most(128)),
     ("daemon and its children, 4 GB, at most 128 MiB", _peak("daemon, 4 GB"), _most(128)),
     ("daemon and its children, 3,000 files, at most 128 MiB", _peak("daemon, 3,000 files"), _most(128)),
+    (
+        "daemon and its children, 4 GB with two forms made on the way, at most 128 MiB",
+        _peak("daemon, 4 GB, made on the way"),
+        _most(128),
+    ),
     ("restore, at least 1.0 × boto3", _faster(DOWN, "boto3"), _least(1.0)),
     ("restore, at least 1.0 × s3fs", _faster(DOWN, "s3fs"), _least(1.0)),
     ("restore, at least 0.6 × s5cmd", _faster(DOWN, "s5cmd"), _least(0.6)),

@@ -6,7 +6,6 @@ meant, and the jobs beside it go on (H31). The models themselves are in `config_
 
 from __future__ import annotations
 
-import getpass
 import os
 import tomllib
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ckptd.config_env import remote_settings, settings_from_environment
 from ckptd.config_explain import explain
 from ckptd.config_globs import expand, is_glob, root_of
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
-from ckptd.config_places import fill_in
+from ckptd.config_places import default_config_dir, fill_in, user_name
 from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
 from ckptd.config_section import Section
@@ -46,6 +45,7 @@ __all__ = [
     "load_jobs",
     "resolve_job",
     "url_path",
+    "user_name",
 ]
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -65,23 +65,6 @@ class LoadedConfig:
     def has_globs(self) -> bool:
         """Some save_dir is a glob."""
         return bool(self.glob_roots)
-
-
-def user_name() -> str:
-    """Of whoever runs this; the number where it has no name, as in a container under any user id."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def default_config_dir(environ: Mapping[str, str]) -> Path:
-    """`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>` (docs/contract.md)."""
-    if given := environ.get("CKPTD_CONFIG_DIR"):
-        return Path(given)
-    if base := environ.get("XDG_CONFIG_HOME"):
-        return Path(base) / "ckptd"
-    return Path("/etc/ckptd") / user_name()
 
 
 def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:

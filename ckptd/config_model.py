@@ -41,8 +41,9 @@ from ckptd.config_values import (
     Url,
     check_part_size,
     check_save_dir,
+    check_takeover,
     local_form,
-    not_shared,
+    not_shareable,
     only_never,
     reject,
     shown_remote,
@@ -200,8 +201,14 @@ class JobConfig(Section):
         None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
-    shared_fs: Annotated[Literal[False], BeforeValidator(not_shared)] = _key(
-        False, "shared_fs", "false", "save_dir is shared by nodes (later version)"
+    shared_fs: bool = _key(
+        False,
+        "shared_fs",
+        "false",
+        "save_dir is one directory on all hosts; each runs a daemon (clusters.md)",
+    )
+    shared_takeover_seconds: Annotated[Seconds, AfterValidator(check_takeover)] = _key(
+        180.0, "shared_takeover", '"3m"', "with shared_fs: a host silent for so long is replaced"
     )
     local: LocalConfig = Field(default_factory=LocalConfig)
     remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
@@ -221,6 +228,10 @@ class JobConfig(Section):
                 f'unuploaded = "{self.unuploaded}" lets nothing go while [local] keeps everything; '
                 "set save_total_limit there"
             )
+        if self.shared_fs and (
+            problem := not_shareable([(r.url, r.required, r.forms) for r in self.remotes])
+        ):
+            reject(problem)
         if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
             reject('keep_best compares a metric; name it: metric = "eval_loss"')
         if self.metric is None and self.metrics_file is not None:

@@ -1,14 +1,17 @@
-"""One job file for every node: what `{hostname}` and `{SLURM_JOB_ID}` stand for in it, and a node's name.
+"""Where the configuration lies, what a node is called, and one job file for every node.
 
-Filled in before the file is judged, in save_dir, node_name and the remotes' URLs alone; a name that means
-nothing here is refused with what does. `{dir}` is a glob's and left alone (config_globs.py).
+`{hostname}` and `{SLURM_JOB_ID}` are filled in before a file is judged, in save_dir, node_name and the
+remotes' URLs alone; a name that means nothing here is refused with what does. `{dir}` is a glob's and left
+alone (config_globs.py).
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import ConfigError
@@ -25,6 +28,25 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 def this_node(environ: Mapping[str, str]) -> str:
     """What this node is called where nobody says it: as Slurm calls it, else its host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def user_name() -> str:
+    """Of whoever runs this; the number where it has no name, as in a container under any user id."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def default_config_dir(environ: Mapping[str, str]) -> Path:
+    """`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>` (docs/contract.md)."""
+    if given := environ.get("CKPTD_CONFIG_DIR"):
+        return Path(given)
+    if base := environ.get("XDG_CONFIG_HOME"):
+        return Path(base) / "ckptd"
+    return Path("/etc/ckptd") / user_name()
 
 
 def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
@@ -15,8 +15,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from ckptd.config_quantities import parse_optional_duration
 from ckptd.config_schemes import url_fault
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
 
+
+SHORTEST_TAKEOVER_SECONDS = 6.0
 
 UNNAMED = "remote"
 """Name of a remote that only a command line gives."""
@@ -184,11 +189,20 @@ def only_never(value: object) -> float | None:
     return None
 
 
-def not_shared(value: object) -> object:
-    """One node saves below a save_dir so far."""
-    if value is True:
-        reject("a save_dir that several nodes share is not in this version")
-    return value
+def check_takeover(seconds: float) -> float:
+    """Six heartbeats of a second at least."""
+    if seconds < SHORTEST_TAKEOVER_SECONDS:
+        reject(f'a host is silent for at least "{SHORTEST_TAKEOVER_SECONDS:.0f}s" before it is replaced')
+    return seconds
+
+
+def not_shareable(remotes: Iterable[tuple[str, bool, tuple[str, ...]]]) -> str:
+    """Why hosts over one directory could not meet in these remotes (URL, required, forms); "": they can."""
+    known = list(remotes)
+    if not any(required and "zero" in forms for _, required, forms in known):
+        return "shared_fs = true: the hosts agree in a remote; set required = true on one"
+    kept = next((url for url, _, _ in known if url.startswith("hf://")), None)
+    return f"shared_fs = true: {kept} keeps every heartbeat for ever; use another remote" if kept else ""
 
 
 Trainer = Literal["auto", "deepspeed", "huggingface", "accelerate", "lightning", "megatron"]

@@ -261,11 +261,10 @@ class Journal:
 
     def forget_objects(self, save_id: int, remote: str, form: str) -> None:
         """A new generation or attempt begins: earlier keys do not count, half uploads are leftovers."""
+        which, values = "save_id=? AND remote=? AND form=?", (save_id, remote, form)
         with self._transaction():
-            self._leave("save_id=? AND remote=? AND form=?", (save_id, remote, form))
-            self._db.execute(
-                "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?", (save_id, remote, form)
-            )
+            self._leave(which, values)
+            self._db.execute(f"DELETE FROM objects WHERE {which}", values)  # noqa: S608 - constants
 
     @whole
     def _leave(self, which: str, values: tuple[object, ...]) -> None:
@@ -284,12 +283,13 @@ class Journal:
     @whole
     def leftovers(self, remote: str) -> list[tuple[str, str]]:
         """(key, token) of uploads in a remote that no attempt goes on with."""
-        rows = self._db.execute("SELECT key, token FROM objects WHERE remote=? AND form LIKE '%~'", (remote,))
-        return [(row[0], row[1]) for row in rows]
+        query = "SELECT key, token FROM objects WHERE remote=? AND form LIKE '%~'"
+        return [(row[0], row[1]) for row in self._db.execute(query, (remote,))]
 
-    def forget_leftovers(self, remote: str) -> None:
-        """They were given up."""
-        self._db.execute("DELETE FROM objects WHERE remote=? AND form LIKE '%~'", (remote,))
+    def forget_leftovers(self, remote: str, uploads: Iterable[tuple[str, str]]) -> None:
+        """Those (key, token) were given up; what was left there meanwhile stays on the list."""
+        query = "DELETE FROM objects WHERE remote=? AND form LIKE '%~' AND key=? AND token=?"
+        self._db.executemany(query, [(remote, *upload) for upload in uploads])
 
     # --- deletions -------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ with a `total_limit` it dies of a name without a number (measured). So nothing o
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import stat
@@ -57,9 +59,32 @@ def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
         os.mkdir(f"../{name}", mode, dir_fd=save_dir_fd)
 
 
+def lock(fd: int, how: int) -> None:
+    """flock; a file system that has none for directories (NFS: EBADF) goes without.
+
+    Raises:
+        BlockingIOError: with LOCK_NB, somebody else holds it.
+    """
+    try:
+        fcntl.flock(fd, how)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+def lies_in_save_dir(path: Path, save_dir: Path) -> bool:
+    """In it, or in our folder beside it."""
+    return path.is_relative_to(save_dir) or path.is_relative_to(path_beside(save_dir))
+
+
+def path_beside(save_dir: Path) -> Path:
+    """Where our folder lies that may not lie in save_dir."""
+    return save_dir.parent / f"{OURS}.{save_dir.name}"
+
+
 def path_of(save_dir: Path, relative: str) -> Path:
     """A path in our folder; `relative` begins with `_ckptd`."""
-    beside = save_dir.parent / f"{OURS}.{save_dir.name}"
+    beside = path_beside(save_dir)
     if relative.split("/")[0] == OURS and not (save_dir / OURS).exists() and beside.is_dir():
         return beside / relative.partition("/")[2]
     return save_dir / relative

@@ -6,6 +6,8 @@ Hypothesis judges no time: a slow moment of a shared machine is no defect.
 from __future__ import annotations
 
 import os
+from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,19 +16,39 @@ from hypothesis import settings
 from tests.stores import servers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 settings.register_profile("ckptd", deadline=None)
 settings.load_profile("ckptd")
 
 
+WAITING = ("e2e", "cluster", "cluster_convert", "faults", "stores", "service")
+"""Folders whose tests wait for trainings, daemons and servers most of their time."""
+SHORT = "unit"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without CKPTD_FULL=1 the tests marked `full` are left out."""
-    if os.environ.get("CKPTD_FULL"):
-        return
-    longer = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=longer)
+    """Without CKPTD_FULL=1 the tests marked `full` are left out; files come in the order of `in_order`."""
+    if not os.environ.get("CKPTD_FULL"):
+        longer = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=longer)
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    items[:] = [item for file in in_order(files) for item in files[file]]
+
+
+def in_order(files: Iterable[Path]) -> list[Path]:
+    """In turns one that waits and one that computes; the short ones last, so that workers end together."""
+
+    def folder(file: Path) -> str:
+        return file.relative_to(Path(__file__).parent).parts[0]
+
+    waiting = [file for file in files if folder(file) in WAITING]
+    waiting.sort(key=lambda file: WAITING.index(folder(file)))
+    computing = sorted((f for f in files if folder(f) not in WAITING), key=lambda f: folder(f) == SHORT)
+    return [file for pair in zip_longest(waiting, computing) for file in pair if file is not None]
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.real import CACHE, REPOSITORY, SAVED_AT, START_SECONDS, STEPS, Recipe, locked
+from tests.real import CACHE, SAVED_AT, STEPS, Recipe, launch, locked
 
-SCRIPT = Path(__file__).resolve().parent / "make_experts.py"
+MODULE = "tests.make_experts"
+SCRIPT = Path(__file__).with_name("make_experts.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ def prepare(experts: Experts) -> Path:
                 save_at=[SAVED_AT],
                 init_seed=7,
             )
-            launch(experts.recipe.world_size, [job], experts.place)
+            launch(experts.recipe.world_size, [job], experts.place, MODULE)
             (experts.place / "done").touch()
     return experts.place / "save"
 
@@ -75,23 +73,6 @@ def resume(
         )
         for i, (one, out, tag, load) in enumerate(runs)
     ]
-    launch(world_size, jobs, work)
+    launch(world_size, jobs, work, MODULE)
     found = [json.loads((work / f"losses{i}.json").read_text()) for i in range(len(runs))]
     return [{int(step): float(loss) for step, loss in losses.items()} for losses in found]
-
-
-def launch(world_size: int, jobs: list[dict[str, Any]], work: Path) -> None:
-    """One start of torchrun over `jobs`."""
-    listed = work / "jobs.json"
-    listed.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    done = subprocess.run(
-        [*command, str(world_size), str(SCRIPT), str(listed)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-9000:]}")

@@ -37,30 +37,88 @@ FAULTS = {
         "growing shards, `latest` ahead, aborted and repeated saves",
         "`tests/attacks/test_interleavings.py`",
     ),
-    "F11": ("the trainer deletes while it is shipped", "`test_daemon_rotation.py`, `test_daemon_input.py`"),
+    "F11": (
+        "the trainer deletes while it is shipped",
+        (
+            "`tests/faults/test_daemon_input.py` `test_the_trainer_deletes_while_it_is_shipped`, "
+            "`test_the_trainer_saves_again_while_it_is_shipped`; "
+            "`tests/faults/test_daemon_rotation.py` "
+            "`test_one_that_vanishes_while_it_is_sent_ends_with_the_file_under_way`"
+        ),
+    ),
     "F12": ("slow, stalled, half-open links", "table below"),
     "F13": ("storms of 503, errors inside 200", "table below"),
     "F14": ("partitions, flapping, RST", "table below"),
     "F15": ("lost answers", "table below"),
     "F16": ("weak and lying stores", "table below; `tests/stores`"),
-    "F17": ("a COMMIT damaged before the prune", "`test_daemon_remote.py`"),
-    "F18": ("clocks that jump, stop, go back", "`python -m tests.sim`; `test_core_retention.py`"),
+    "F17": (
+        "a COMMIT damaged before the prune",
+        (
+            "`tests/faults/test_daemon_remote.py` `test_a_commit_that_vanishes_before_the_prune`; "
+            "steps `forget` and `vanish` of `python -m tests.sim`"
+        ),
+    ),
+    "F18": (
+        "clocks that jump, stop, go back",
+        (
+            "`python -m tests.sim`; `tests/unit/test_core_retention.py` "
+            "`test_a_clock_that_jumps_lets_nothing_go`; `tests/unit/test_recover_resume.py` "
+            "`test_no_clock_decides`"
+        ),
+    ),
     "F19": ("two daemons, two nodes", "`tests/attacks`; `python -m tests.model`"),
     "F20": ("configuration mutants", "`tests/attacks/test_config_mutants.py`"),
     "F21": ("rights or credentials lost while it runs", "table below"),
     "F22": ("inotify overflows, watch limits, a directory replaced", "`test_local_watch.py`"),
     "F23": ("symlinks and mounts swapped under it", "`tests/attacks/test_swaps.py`"),
     "F24": ("hostile pickles, archives, remotes", "`tests/attacks`"),
-    "F25": ("children killed, stopped, short of memory, wrong", "`test_convert_killed.py`, `test_hungry.py`"),
-    "F26": ("the daemon short of memory, descriptors, threads", "`tests/faults/test_hungry.py`"),
-    "F27": ("a worker that hangs", "table below (a FUSE mount whose process is stopped)"),
+    "F25": (
+        "children killed, stopped, short of memory, wrong",
+        (
+            "`tests/faults/test_convert_killed.py`; `tests/faults/test_hungry.py` "
+            "`test_a_child_that_the_kernel_kills_for_memory`, "
+            "`test_an_executor_that_is_stopped_is_ended`, "
+            "`test_an_executor_that_ends_well_without_a_result`"
+        ),
+    ),
+    "F26": (
+        "the daemon short of memory, descriptors, threads",
+        (
+            "`tests/faults/test_hungry.py` `test_too_few_descriptors_are_said_and_nothing_is_lost`, "
+            "`test_too_few_processes_and_threads_are_said_and_nothing_is_lost`, "
+            "`test_a_daemon_that_the_kernel_kills_for_memory_goes_on`"
+        ),
+    ),
+    "F27": (
+        "a worker that hangs",
+        (
+            "`tests/faults/test_transfer_nfs.py` `test_a_mount_that_hangs_hurts_only_its_own_child` "
+            "(a FUSE mount whose process is stopped)"
+        ),
+    ),
     "F28": ("the journal lost, torn, flipped, of the future", ""),
-    "F29": ("stop, reload, upgrade", "`test_daemon_service.py`, `tests/e2e/test_daemon_life.py`"),
+    "F29": (
+        "stop, reload, upgrade",
+        (
+            "`tests/faults/test_daemon_service.py` `test_reload_with_good_and_bad_files`; "
+            "`tests/e2e/test_daemon_life.py` `test_sigterm_in_mid_upload`; `tests/golden`"
+        ),
+    ),
     "F30": (
         "strangers on a socket",
-        "there is no socket: status is a file, commands go by files and signals",
+        (
+            "hints (adr/0109) are not read, and only root and our own user are heard: "
+            "`tests/unit/test_trainer_side.py`; status is a file, commands go by files and signals; "
+            "`tests/unit/test_metrics_page.py`"
+        ),
     ),
-    "F31": ("secrets in outputs", "`test_remote_child.py`, `test_s3_daemon.py`"),
+    "F31": (
+        "secrets in outputs",
+        (
+            "`tests/attacks/test_secrets.py` `test_nothing_planted_is_found_anywhere`; "
+            "`tests/faults/test_s3_words.py` `test_secrets_are_nowhere`"
+        ),
+    ),
     "F32": (
         "interference with training",
         "`make bench-idle`, docs/performance.md; no real trainer at 10 GB here",

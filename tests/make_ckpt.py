@@ -1,6 +1,6 @@
-"""Real DeepSpeed training on CPU, run by torchrun: makes checkpoints and resumes from them for the tests.
+"""Real DeepSpeed training on CPU: makes checkpoints and resumes from them for the tests.
 
-`python -m torch.distributed.run --standalone --nproc_per_node N make_ckpt.py JOBS.json`: JOBS is a list of
+Every rank runs `make_ckpt.py JOBS.json` (tests/ranks.py, or torchrun): JOBS is a list of
 {"out", "recipe", "load": null | "zero" | "universal", "load_optimizer_states", "tag", "steps", "save_at",
 "init_seed", "losses"}. Several jobs share one start, because the start costs more than the training. Data
 depend on (seed, step, sample) alone, never on the world size, so a run resumed with another one must show

@@ -1,6 +1,6 @@
 """Real saves with `exclude_frozen_parameters=True`, as PEFT makes them, at stages 2 and 3.
 
-`python -m torch.distributed.run --standalone --nproc_per_node 2 -m tests.make_excluded OUT` writes
+Two ranks of `python -m tests.make_excluded OUT` (tests/ranks.py) write
 OUT/z2/step and OUT/z3/step, and into OUT/whole-z… the same with everything.
 """
 

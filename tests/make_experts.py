@@ -1,6 +1,6 @@
 """make_ckpt.py with what only mixtures of experts need: the other order of ranks, and AutoEP over a Mixtral.
 
-Started by torchrun as make_ckpt.py is; a job's recipe has two keys more: `in_blocks`
+Started as make_ckpt.py is; a job's recipe has two keys more: `in_blocks`
 (use_data_before_expert_parallelism) and `auto` (AutoEP's expert-parallel size; 0 = native).
 """
 

@@ -1,6 +1,6 @@
 """make_ckpt.py with a further setting of DeepSpeed's: CKPTD_DS_CONFIG holds JSON, merged section by section.
 
-Run by torchrun in its place, for settings that one or two tests need and no recipe has.
+Run in its place, for settings that one or two tests need and no recipe has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real DeepSpeed checkpoints for tests: made once per recipe and version, kept under `.build/ckpts`.
 
 A checkpoint's folder is keyed by recipe, versions and the script that makes it, so a second test run
-starts no training. Recipes of one world size share one start of torchrun.
+starts no training. Recipes of one world size share one start of the ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests import ranks
+
+REPOSITORY = ranks.REPOSITORY
 CACHE = REPOSITORY / ".build" / "ckpts"
-SCRIPT = Path(__file__).resolve().parent / "make_ckpt.py"
-SCRIPTS = (SCRIPT, SCRIPT.with_name("make_optimizers.py"))
+MODULE = "tests.make_ckpt"
+SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("make_ckpt.py", "make_optimizers.py"))
 SAVED_AT = 2
 STEPS = 6
 TAG = f"global_step{SAVED_AT}"
@@ -103,14 +104,8 @@ class Resumed:
     """Right after loading: steps (sorted, distinct), states (names), param_groups (values as text)."""
 
 
-def real_checkpoint(stage: int, world_size: int, dtype: str = "bf16", **options: Any) -> Path:
-    """The save_dir of a real training run (`latest`, `global_step2/`); never write into it.
-
-    `options` are further fields of `Recipe`. `losses.json` beside it holds {step: loss} of steps 1–6.
-    """
-    recipe = Recipe(stage=stage, world_size=world_size, dtype=dtype, **options)
-    prepare([recipe])
-    return save_dir_of(recipe)
+EXPECTED: dict[Recipe, None] = {}
+"""What test modules said they will ask for, in order."""
 
 
 def save_dir_of(recipe: Recipe) -> Path:
@@ -128,21 +123,30 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
     return _facts(CACHE / recipe.key / "losses.json")
 
 
+def expect(*recipes: Recipe) -> None:
+    """Said by a test module at its import: it will ask for these.
+
+    The first `prepare` that has to start ranks makes them in the same start, whoever asked for them.
+    """
+    EXPECTED.update(dict.fromkeys(recipes))
+
+
 def prepare(recipes: Sequence[Recipe]) -> None:
     """Make what is not cached yet, one start per world size and process groups."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with locked():
-        missing = [r for r in dict.fromkeys(recipes) if not (CACHE / r.key / "done").exists()]
-        batches: dict[tuple[int, ...], list[Recipe]] = {}
-        for recipe in missing:
-            batches.setdefault((recipe.world_size, *_process_groups(recipe)), []).append(recipe)
-        for (world_size, *_), batch in batches.items():
-            _make(world_size, batch)
+        starts = {_start(recipe) for recipe in _missing(recipes)}
+        for start in sorted(starts):
+            _make(start[0], [r for r in _missing([*recipes, *EXPECTED]) if _start(r) == start])
 
 
-def _process_groups(recipe: Recipe) -> tuple[int, ...]:
-    """What DeepSpeed keeps in globals: runs that differ here cannot share a start."""
-    return (recipe.pipe, recipe.moe and recipe.ep, recipe.tp, recipe.sp)
+def _missing(recipes: Iterable[Recipe]) -> list[Recipe]:
+    return [r for r in dict.fromkeys(recipes) if not (CACHE / r.key / "done").exists()]
+
+
+def _start(recipe: Recipe) -> tuple[int, ...]:
+    """World size, and what DeepSpeed keeps in globals: runs that differ here cannot share a start."""
+    return (recipe.world_size, recipe.pipe, recipe.moe and recipe.ep, recipe.tp, recipe.sp)
 
 
 def resume(world_size: int, resumes: Sequence[Resume], work: Path) -> list[dict[int, float]]:
@@ -166,33 +170,17 @@ def resumed(world_size: int, resumes: Sequence[Resume], work: Path) -> list[Resu
         }
         for i, r in enumerate(resumes)
     ]
-    launch(world_size, jobs, work)
+    launch(world_size, jobs, work, MODULE)
     files = [work / f"losses{i}.json" for i in range(len(resumes))]
     return [Resumed(losses=_losses(f), optimizer=_facts(f).get("loaded", {})) for f in files]
 
 
-def launch(world_size: int, jobs: list[dict[str, Any]], work: Path) -> None:
-    """One start of torchrun over `jobs`."""
+def launch(world_size: int, jobs: list[dict[str, Any]], work: Path, module: str) -> None:
+    """One start of `world_size` ranks over `jobs`."""
     listed = work / "jobs.json"
     listed.write_text(json.dumps(jobs))
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if p),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    done = subprocess.run(
-        [*command, str(world_size), str(SCRIPT), str(listed)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"training failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    seconds = START_SECONDS + 10 * len(jobs)
+    ranks.train(module, [str(listed)], work, ranks=world_size, seconds=seconds)
 
 
 def _make(world_size: int, batch: list[Recipe]) -> None:
@@ -217,12 +205,13 @@ def _make(world_size: int, batch: list[Recipe]) -> None:
                     "losses": str(place / "losses.json"),
                 }
             )
-        launch(world_size, jobs, work)
-        for recipe in batch:
+        launch(world_size, jobs, work, MODULE)
+    finally:
+        # what was made before a failure is not made again by the next who asks
+        for recipe in (r for r in batch if (work / r.key / "losses.facts.json").exists()):
             shutil.rmtree(CACHE / recipe.key, ignore_errors=True)
             (work / recipe.key / "done").touch()
             (work / recipe.key).rename(CACHE / recipe.key)
-    finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -249,17 +238,7 @@ def copy_of(save_dir: Path, destination: Path) -> Path:
     return destination
 
 
-def run_module(module: str, *arguments: str, timeout_seconds: float = 280) -> str:
-    """`python -m MODULE ARGUMENTS` in a child that may import torch and DeepSpeed; its standard output."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{module} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
+def run_module(module: str, *arguments: str) -> str:
+    """`python -m MODULE ARGUMENTS` in a child that may use torch and DeepSpeed; what it printed."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-module-") as folder:
+        return ranks.run_module(module, *arguments, log=Path(folder) / "said", seconds=START_SECONDS)

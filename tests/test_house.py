@@ -6,10 +6,12 @@ Import directions, sizes, purity of core, who may remove anything, and what stat
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -316,6 +318,47 @@ def test_status_loads_neither_the_training_stack_nor_the_cloud() -> None:
         "try:\n    main(['status', '/nowhere/at/all'])\nexcept SystemExit:\n    pass"
     )
     assert not loaded_by(program) & {*HEAVY, *CLOUD}
+
+
+def test_status_of_a_job_loads_what_it_shows_alone(tmp_path: Path) -> None:
+    """Neither pydantic nor the journal nor metrics; a table's library only for a table (≤ 0.2 s)."""
+    state = tmp_path / "state" / "a"
+    (tmp_path / "jobs.d").mkdir()
+    state.mkdir(parents=True)
+    (tmp_path / "ckptd.toml").write_text(f'state_dir = "{tmp_path}/state"\n')
+    (tmp_path / "jobs.d" / "a.toml").write_text(f'save_dir = "{tmp_path}/nvme"\n')
+    at = "2026-01-01T00:00:00.000Z"
+    empty: dict[str, Any] = {"opt_outs": [], "problems": [], "checkpoints": []}
+    job = {"name": "a", "save_dir": f"{tmp_path}/nvme", "state": "ok", "as_of": at, **empty}
+    daemon = {"pid": 1, "alive": False, "version": "0", "started_at": at}
+    text = json.dumps({"schema_version": 1, "generated_at": at, "daemon": daemon, "jobs": [job]})
+    (state / "status.json").write_text(text)
+    unwanted = {*HEAVY, *CLOUD, "pydantic", "prometheus_client", "sqlite3", "psutil", "awscrt", "fsspec"}
+    for words in ([], ["a"], ["--json"], ["--live"]):
+        arguments = ["status", *words, "--config-dir", str(tmp_path)]
+        program = (
+            "import contextlib, io\nfrom ckptd.cli.main import main\nsaid = io.StringIO()\n"
+            "with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):\n"
+            f"    main({arguments})\n"
+            "assert 'stopped' in said.getvalue() or '\"jobs\"' in said.getvalue()"
+        )
+        if words == ["--live"]:
+            program = program.replace(f", '--config-dir', '{tmp_path}'", f", '--state-dir', '{state}'")
+        found = loaded_by(program)
+        assert not found & (unwanted | ({"rich"} if words[:1] in (["--json"], ["--live"]) else set())), words
+
+
+def test_a_daemon_without_need_loads_neither_metrics_nor_clouds(tmp_path: Path) -> None:
+    """The real process, after it has looked, published and found nothing to do."""
+    (tmp_path / "nvme").mkdir()
+    arguments = ["run", f"{tmp_path}/nvme", f"{tmp_path}/nas", "--same-filesystem", "--once"]
+    program = (
+        "import contextlib\nfrom ckptd.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit):\n    main({arguments})"
+    )
+    found = loaded_by(program)
+    assert {"watchdog", "sqlite3", "pydantic"} & found
+    assert not found & {*HEAVY, *CLOUD, "prometheus_client", "rich", "fsspec", "awscrt", "paramiko", "dask"}
 
 
 def test_daemon_loads_neither_the_training_stack_nor_the_cloud() -> None:

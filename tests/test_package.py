@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 280
+MOST_BYTES = 120_000_000
+"""Of a base install, by the bytes of its files; pip and setuptools, which the venv brought, are not of it."""
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
@@ -29,6 +31,13 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def installed_bytes(home: Path) -> int:
+    """All of site-packages but what any venv has."""
+    (packages,) = home.glob("lib/python3*/site-packages")
+    ours = (p for p in packages.iterdir() if not p.name.startswith(("pip", "setuptools", "_distutils")))
+    return sum(f.lstat().st_size for p in ours for f in (p, *p.rglob("*")) if f.is_file())
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,7 @@ def test_a_clean_environment_has_no_torch_and_the_command_works(wheel: Path, tmp
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
     listed = {row["name"].lower() for row in json.loads(run(python, "-m", "pip", "list", "--format=json"))}
     assert "ckptd" in listed
+    assert installed_bytes(home) <= MOST_BYTES
     assert not listed & {"torch", "deepspeed", "numpy", "matplotlib", "moto"}
     assert "quickstart" in run(home / "bin" / "ckptd", "--help", cwd=tmp_path)
     assert run(home / "bin" / "ckptd", "--version", cwd=tmp_path).startswith("ckptd ")

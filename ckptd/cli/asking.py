@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptd.cli.reload_cmd import daemon_pid
-from ckptd.cli.status_cmd import is_meant, published, state_places
+from ckptd.cli.status_cmd import is_meant, published
+from ckptd.cli.status_places import state_places
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
 
 if TYPE_CHECKING:

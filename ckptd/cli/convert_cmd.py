@@ -280,8 +280,9 @@ def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
     if seen is None:
         return []
     share = seen.bytes_read / max(1, seen.bytes_needed)
+    local = f"; {seen.bytes_local:,} on the workers' own disks" if seen.bytes_local else ""
     again = f", {seen.tasks_again} again" if seen.tasks_again else ""
     return [
         ("by", f"{seen.workers} workers, {seen.tasks} tasks{again}"),
-        ("read", f"{seen.bytes_read:,} bytes, {share:.3f} of what was needed"),
+        ("read", f"{seen.bytes_read:,} bytes, {share:.3f} of what was needed{local}"),
     ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ckptd import __version__
+from ckptd.cli.light import take_texts_as_they_are
 from ckptd.cli.text import printable
 from ckptd.errors import CkptdError, UsageError, from_os_error
 
@@ -99,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verbs = (wanted,) if wanted in VERBS else VERBS
     if wanted == "status":
         gc.disable()
+        take_texts_as_they_are()
     try:
         _refuse_empty(arguments)
         build_app(verbs)(arguments, prog_name="ckptd")

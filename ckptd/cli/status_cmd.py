@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptd.cli import status_words as words
+from ckptd.cli.status_places import STATUS, state_places
 from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.status_url import is_remote, show_url
 from ckptd.cli.text import ENV_JOB, printable_everywhere
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-_SERVICES = Path("/var/lib/ckptd")
-"""Where systemd keeps the state of `ckptd@USER.service`, by user and job."""
+    from collections.abc import Callable
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("status", help="Is my run safe? What is under way, what needs a person, and what to type.")
+    @app.command(
+        "status",
+        help="Is my run safe? What is under way, what needs a person, and what to type. "
+        "Exit code 0: safe; 3: behind; 1: a person is needed, or no daemon watches.",
+    )
     def status(
         job: str | None = typer.Argument(
             None,
@@ -167,6 +169,8 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
             parts.append(Text(f"  {line}", style=_STYLES.get(severity, "")))
         if line := words.disk_line(job):
             parts.append(Text(f"  {line}", style="dim"))
+        if line := words.shared_line(job):
+            parts.append(Text(f"  {line}", style="dim"))
         said = (words.abilities(remote, is_all=retention) for remote in job.get("remotes", []))
         parts += [Text(f"  {line}", style="dim") for line in said if line]
         if job["checkpoints"]:
@@ -207,7 +211,7 @@ def published(
     found: list[tuple[Path, dict[str, Any]]] = []
     looked: list[str] = []
     for place in _given(state_dir) if state_dir else state_places(job, config_dir):
-        path = place / "status.json"
+        path = place / STATUS
         looked.append(str(path))
         try:
             found.append((place, json.loads(path.read_bytes())))
@@ -229,9 +233,9 @@ def published(
 
 def _given(state_dir: Path) -> list[Path]:
     """A job's state directory, or one that holds those of several."""
-    if (state_dir / "status.json").exists() or not state_dir.is_dir():
+    if (state_dir / STATUS).exists() or not state_dir.is_dir():
         return [state_dir]
-    return sorted(path.parent for path in state_dir.glob("*/status.json")) or [state_dir]
+    return sorted(path.parent for path in state_dir.glob(f"*/{STATUS}")) or [state_dir]
 
 
 def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,60 +248,6 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
             for job in document["jobs"]:
                 jobs.setdefault((job["name"], job["save_dir"]), job)
     return newest | {"jobs": list(jobs.values())}
-
-
-def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
-    """Where a state directory may be; the configuration is read only when a save_dir's own place has none."""
-    if job is None:
-        yield from _all_known(config_dir)
-        return
-    if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
-        save_dir = Path(os.path.normpath(os.path.abspath(job)))
-        yield from _state_dirs(save_dir)
-        yield from _base_dirs(save_dir.name)
-    yield from _configured(job, config_dir)
-
-
-def _configured(job: str, config_dir: Path | None) -> list[Path]:
-    """Where a job that the configuration knows keeps its state."""
-    from ckptd.config import default_config_dir, load_daemon, resolve_job
-
-    directory = config_dir or default_config_dir(os.environ)
-    config = resolve_job(job, os.environ, config_dir=directory)
-    base = load_daemon(directory / "ckptd.toml", os.environ).state_dir
-    named = [base / config.name] if base is not None else []
-    return [*named, *_base_dirs(config.name), *_state_dirs(config.save_dir)]
-
-
-def _state_dirs(save_dir: Path) -> list[Path]:
-    import hashlib
-
-    from ckptd.place import path_of
-
-    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
-    return [
-        path_of(save_dir, "_ckptd/state"),
-        Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest,  # noqa: S108 — read only
-    ]
-
-
-def _base_dirs(name: str) -> list[Path]:
-    bases = [os.environ.get("CKPTD_STATE_DIR"), os.environ.get("STATE_DIRECTORY")]
-    places = [Path(base.split(":")[0]) / name for base in bases if base]
-    return places + sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())
-
-
-def _all_known(config_dir: Path | None) -> list[Path]:
-    from ckptd.config import default_config_dir, load_all
-
-    loaded = load_all(config_dir or default_config_dir(os.environ), os.environ)
-    found: list[Path] = []
-    for config in loaded.jobs:
-        if loaded.daemon.state_dir is not None:
-            found.append(loaded.daemon.state_dir / config.name)
-        found += [*_base_dirs(config.name), *_state_dirs(config.save_dir)]
-    # whoever asks: what the node's services publish
-    return found or sorted(path.parent for path in _SERVICES.glob("*/*/status.json"))
 
 
 def is_meant(status: dict[str, Any], job: str) -> bool:

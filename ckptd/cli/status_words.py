@@ -209,6 +209,24 @@ def disk_line(job: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def shared_line(job: dict[str, Any]) -> str:
+    """Of a directory that hosts share: how the work is divided and who holds the lease; empty: it is not."""
+    shared = job.get("shared")
+    if not shared:
+        return ""
+    hosts, holder = shared["hosts"], shared["holder"]
+    several = f"{len(hosts)} hosts ({', '.join(hosts)})" if len(hosts) > 1 else f"{hosts[0]} alone"
+    if holder is None:
+        whose = "the lease was not read yet: nothing is deleted or converted"
+    elif shared["holds_lease"]:
+        whose = f"this host holds the lease (epoch {shared['epoch']}): it deletes and converts"
+    elif holder in hosts:
+        whose = f"{holder} holds the lease (epoch {shared['epoch']}): it deletes and converts"
+    else:
+        whose = f"{holder} held the lease and is silent: another host takes it over"
+    return f"shared by {several}, files divided by name; {whose}"
+
+
 def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
     """What the store was seen to do, and what it does not; without `is_all` only if that is unusual."""
     is_usual = remote["attached"] and remote["create_only"] and remote["proof"] != "none"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import errors
 from ckptd.cluster.messages import Extent, Join, Result, Task, TaskSource
-from ckptd.cluster.sending import part_bytes, shares_uploads
+from ckptd.cluster.placing import ANYWHERE
+from ckptd.cluster.sending import shares_uploads, upload_of
 from ckptd.cluster.tasking import Tasking
 from ckptd.convert.options import ConvertProgress
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ckptd.cluster.grouping import Index
     from ckptd.cluster.messages import Job
     from ckptd.cluster.note import Note
+    from ckptd.cluster.placing import Home
     from ckptd.remote.store import Store
 
 QUEUED_PER_THREAD = 2
@@ -34,6 +36,9 @@ POLL_SECONDS = 0.05
 class Tally:
     """What an attempt came to; bytes of sources, but `bytes_done` of outputs."""
 
+    bytes_local: int = 0
+    """Of `bytes_read`: from workers' own disks."""
+
     bytes_done: int = 0
     files_resumed: int = 0
     bytes_read: int = 0
@@ -44,8 +49,33 @@ class Tally:
     extents: list[Extent] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Feed:
+    """Tasks of one home: what comes, what waits, and how many are asked for."""
+
+    home: Home
+    handfuls: Iterator[list[Task]]
+    waiting: list[Task] = field(default_factory=list)
+    asked: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A task that is under way, for the `tries`th time."""
+
+    task: Task
+    tries: int
+    feed: _Feed
+    home: Home
+    future: Any
+
+
 class Attempt:
-    """See the module's first lines. `stream`: the plan; `known`: every source that it names, by number."""
+    """See the module's first lines.
+
+    `stream`: the plan; `known`: every source that it names, by number; `holders`: who has which.
+    """
 
     def __init__(
         self,
@@ -56,6 +86,7 @@ class Attempt:
         stream: IO[bytes],
         index: Index,
         known: Mapping[int, TaskSource],
+        holders: Mapping[int, Home],
         *,
         verify: bool,
         tell: Callable[[ConvertProgress], None],
@@ -66,7 +97,7 @@ class Attempt:
         self._store = store
         self._note = note
         self._index = index
-        self._tasking = Tasking(job, store, note, stream, index, known)
+        self._tasking = Tasking(job, store, note, stream, index, known, holders)
         self._verify = verify
         self._tell = tell
         self._should_stop = should_stop
@@ -74,7 +105,7 @@ class Attempt:
         self._links = {name for item in index.items for name in item.names[1:]}
         """Whose bytes count with their first name."""
         self._there: dict[str, int] = {}
-        self._asked: dict[str, tuple[Task, int, object]] = {}
+        self._asked: dict[str, _Asked] = {}
         self._ready_joins: list[Join] = []
         self.tally = Tally()
 
@@ -89,13 +120,13 @@ class Attempt:
         try:
             threads = self._crew.threads
             making = self._tasking.making(missing, self._there, threads=threads, verify=self._verify)
-            self._drain(making)
+            self._drain([_Feed(home, handfuls) for home, handfuls in making.items()])
             self._check_coverage()
             if self._verify:
                 self._tell_phase("verifying")
-                self._drain(self._tasking.proving(self._sizes))
+                self._drain([_Feed(ANYWHERE, self._tasking.proving(self._sizes))])
         except BaseException:
-            self._crew.end(self._job.attempt, [future for _, _, future in self._asked.values()])
+            self._crew.end(self._job.attempt, [asked.future for asked in self._asked.values()])
             raise
         finally:
             if self._note.progress.done:
@@ -144,28 +175,36 @@ class Attempt:
 
     # --- results -----------------------------------------------------------------------------------------
 
-    def _drain(self, handfuls: Iterator[list[Task]]) -> None:
+    def _drain(self, feeds: list[_Feed]) -> None:
         """Keep the workers busy with what comes until nothing is left."""
-        waiting: list[Task] = []
-        is_over = False
+        joins = _Feed(ANYWHERE, iter(()))
         while True:
-            most = QUEUED_PER_THREAD * max(1, self._crew.threads) + 2
             while self._ready_joins:
-                waiting.insert(0, self._tasking.task(joins=(self._ready_joins.pop(),)))
-            while not is_over and len(waiting) + len(self._asked) < most:
-                handful = next(handfuls, None)
-                is_over = handful is None
-                waiting += handful or []
-            while waiting and len(self._asked) < most:
-                self._ask(waiting.pop(0), 1)
-            if is_over and not waiting and not self._asked and not self._ready_joins:
+                joins.waiting.append(self._tasking.task(joins=(self._ready_joins.pop(),)))
+            for feed in (joins, *feeds):
+                self._feed(feed)
+            is_idle = not self._asked and not self._ready_joins and not joins.waiting
+            if is_idle and all(feed.is_over and not feed.waiting for feed in feeds):
                 return
             self._take_what_is_ready()
 
-    def _ask(self, task: Task, tries: int) -> None:
-        key = f"ckptd-{self._job.attempt}-{task.number}-{tries}"
-        future = self._crew.ask(self._job.model_dump_json(), task.model_dump_json(), key)
-        self._asked[key] = (task, tries, future)
+    def _feed(self, feed: _Feed) -> None:
+        """As many tasks as the workers of that home need to stay busy."""
+        most = QUEUED_PER_THREAD * max(1, self._crew.threads_of(feed.home)) + 2
+        while not feed.is_over and len(feed.waiting) + feed.asked < most:
+            handful = next(feed.handfuls, None)
+            feed.is_over = handful is None
+            feed.waiting += handful or []
+        while feed.waiting and feed.asked < most:
+            self._ask(feed.waiting.pop(0), 1, feed)
+
+    def _ask(self, task: Task, tries: int, feed: _Feed) -> None:
+        # a home whose workers are gone is nobody's: its sources are read from the remote then
+        home = feed.home & self._crew.alive
+        key = f"ckptd-{self._job.attempt}-{task.number}-{tries}{'' if home or not feed.home else '-anywhere'}"
+        future = self._crew.ask(self._job.model_dump_json(), task.model_dump_json(), key, home)
+        self._asked[key] = _Asked(task, tries, feed, home, future)
+        feed.asked += 1
         self.tally.tasks += 1
 
     def _take_what_is_ready(self) -> None:
@@ -173,32 +212,51 @@ class Attempt:
             raise errors.BehindError("converting was stopped", hint="the next attempt goes on where it ended")
         ready = self._crew.ready()
         for future in ready:
-            task, tries, _ = self._asked.pop(future.key)
+            asked = self._asked.pop(future.key, None)
+            if asked is None:
+                continue  # cancelled, and asked of somebody else
+            asked.feed.asked -= 1
             text = self._crew.answer(future)
-            result = Result.model_validate_json(text) if text is not None else _killed(task)
+            result = Result.model_validate_json(text) if text is not None else _killed(asked.task)
             self.tally.peak_rss_bytes = max(self.tally.peak_rss_bytes, result.peak_rss_bytes)
             if result.error:
-                self._try_again(task, tries, result)
+                self._try_again(asked, result)
             else:
                 self._take(result)
+        self._take_from_the_dead()
         self._note.write(force=False)
         if ready:
             self._tell_phase("copying")
         else:
             time.sleep(POLL_SECONDS)
 
-    def _try_again(self, task: Task, tries: int, result: Result) -> None:
+    def _take_from_the_dead(self) -> None:
+        """Tasks of homes without a worker: dask would keep them until one of that address comes back."""
+        for key, asked in list(self._asked.items()):
+            if asked.home and not asked.home & self._crew.alive:
+                self._crew.cancel(asked.future)
+                del self._asked[key]
+                asked.feed.asked -= 1
+                self.tally.tasks_again += 1
+                self._ask(asked.task, asked.tries, asked.feed)
+
+    def _try_again(self, asked: _Asked, result: Result) -> None:
         kind = getattr(errors, result.error, errors.StorageError)
         error = kind(result.message, hint=result.hint)
-        if error.retry is not errors.Retry.BACKOFF or tries >= TRIES or isinstance(error, errors.BehindError):
+        if (
+            error.retry is not errors.Retry.BACKOFF
+            or asked.tries >= TRIES
+            or isinstance(error, errors.BehindError)
+        ):
             raise error
         self.tally.tasks_again += 1
-        self._ask(task, tries + 1)
+        self._ask(asked.task, asked.tries + 1, asked.feed)
 
     def _take(self, result: Result) -> None:
         known, tally = self._note.progress, self.tally
         self._note.is_behind = True
         tally.bytes_read += result.read_bytes
+        tally.bytes_local += result.local_bytes
         tally.bytes_needed += result.needed_bytes
         tally.extents += result.extents
         for done in result.done:
@@ -220,14 +278,14 @@ class Attempt:
             self._join_if_whole(sent.path)
 
     def _count_part(self, path: str, number: int) -> None:
-        size = part_bytes(self._note.progress.uploads[path])
         if path not in self._links:
-            self.tally.bytes_done += min(size, self._sizes[path] - (number - 1) * size)
+            upload = upload_of(self._note.progress.uploads[path], self._sizes[path])
+            self.tally.bytes_done += upload.range_of(number)[1]
 
     def _join_if_whole(self, path: str) -> None:
         known, nbytes = self._note.progress, self._sizes[path]
         token, parts = known.uploads[path], known.parts.get(path, {})
-        if len(parts) == -(-nbytes // part_bytes(token)):
+        if len(parts) == upload_of(token, nbytes).parts:
             join = Join(path=path, nbytes=nbytes, token=token, parts=tuple(parts.values()))
             if all(join.path != other.path for other in self._ready_joins):
                 self._ready_joins.append(join)

@@ -109,10 +109,7 @@ class Clustered(Ranged):
             except (errors.CkptdError, OSError):
                 remove_workplace(parent, name)
                 raise
-        if self._options.write_latest and self._options.form == "universal":
-            with files.opened_dir(parent) as fd:
-                files.write_atomic(fd, POINTER, os.fsencode(name))
-        remove_workplace(parent, name)
+        self._published_here(parent, name, parent)
         return report
 
     def _published_before(self, parent: str, target: str, started: float) -> ConvertReport | None:
@@ -196,6 +193,7 @@ class Clustered(Ranged):
                 stream,
                 index if self._target is not None else without_links(index),
                 known,
+                self._crew.holders(known.values()),
                 verify=self._options.verify,
                 tell=conversion.tell,
                 should_stop=self._should_stop,
@@ -275,7 +273,8 @@ class Clustered(Ranged):
                 bytes=source.bytes,
                 mtime_ns=found.mtime_ns if found is not None else index.identities[number][3],
                 fingerprint=source.fingerprint,
-                hashed=found is not None and found.crc64 is not None,
+                crc64=found.crc64 or "" if found is not None else "",
+                local=found.local if found is not None else "",
             )
         return known, wanted
 
@@ -313,5 +312,6 @@ def _report_of(tally: Tally, crew: Crew) -> ClusterReport:
         tasks=tally.tasks,
         tasks_again=tally.tasks_again,
         bytes_read=tally.bytes_read,
+        bytes_local=tally.bytes_local,
         bytes_needed=tally.bytes_needed,
     )

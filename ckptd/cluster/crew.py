@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import ckptd
 from ckptd.cluster import work
+from ckptd.cluster.messages import Claims, Question
 from ckptd.errors import BehindError, ConfigError, RemoteUnreachable, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ckptd.cluster.messages import TaskSource
+    from ckptd.cluster.placing import Home
 
 CONNECT_SECONDS = 15.0
 WORKER_SECONDS = 120.0
@@ -155,7 +159,7 @@ class Crew:
         self._asked = distributed.as_completed(loop=client.loop)
         self._alone_since: float | None = None
         self._looked_at = 0.0
-        self.workers = self.threads = 0
+        self._threads: dict[str, int] = {}
 
     def wait(self, should_stop: Callable[[], bool] | None) -> None:
         """Until there is a worker; see `gathered`."""
@@ -178,16 +182,65 @@ class Crew:
                 )
 
     def _look(self) -> int:
-        workers = self._client.scheduler_info(n_workers=-1)["workers"]
-        self.workers = len(workers)
-        self.threads = sum(int(one["nthreads"]) for one in workers.values())
+        # not `scheduler_info`: dask's own look every two seconds leaves no worker in what that returns
+        with suppress(OSError):
+            seen = self._client.sync(self._client.scheduler.identity, n_workers=-1)["workers"]
+            self._threads = {address: int(one["nthreads"]) for address, one in seen.items()}
         return self.workers
 
-    def ask(self, job_text: str, task_text: str, key: str) -> Any:
-        """Have a task done somewhere; `ready` hands its future out."""
-        future = self._client.submit(work.run, job_text, task_text, key=key, pure=False)
+    @property
+    def alive(self) -> frozenset[str]:
+        """Addresses of the workers, as of the last look."""
+        return frozenset(self._threads)
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self._threads)
+
+    @property
+    def threads(self) -> int:
+        """Of all workers."""
+        return sum(self._threads.values())
+
+    def threads_of(self, home: Home) -> int:
+        """Of the workers of a home; of all where none of them is left."""
+        return sum(n for address, n in self._threads.items() if address in home) or self.threads
+
+    def holders(self, sources: Iterable[TaskSource]) -> dict[int, Home]:
+        """By source the workers that say they have it on their own disk.
+
+        Raises:
+            ConfigError: the settings of one are wrong.
+        """
+        wanted = tuple(source for source in sources if source.local and source.crc64)
+        if not wanted:
+            return {}
+        text = Question(sources=wanted).model_dump_json()
+        found: dict[int, set[str]] = {}
+        for address, answer in self._client.run(work.claims, text, on_error="return").items():
+            if not isinstance(answer, str):
+                continue  # a worker that went
+            claims = Claims.model_validate_json(answer)
+            if claims.error:
+                raise ConfigError(f"worker {address}: {claims.error}", hint=claims.hint)
+            for number in claims.numbers:
+                found.setdefault(number, set()).add(address)
+        return {number: frozenset(addresses) for number, addresses in found.items()}
+
+    def ask(self, job_text: str, task_text: str, key: str, home: Home) -> Any:
+        """Have a task done by one of these workers, or by any; `ready` hands its future out."""
+        # restricted strictly: what dask may take elsewhere, idle workers steal, and read from the remote
+        future = self._client.submit(
+            work.run, job_text, task_text, key=key, pure=False, workers=sorted(home) or None
+        )
         self._asked.add(future)
         return future
+
+    def cancel(self, future: Any) -> None:
+        """A task whose workers are gone."""
+        with suppress(Exception):
+            future.cancel(force=True)
 
     def ready(self) -> list[Any]:
         """Futures of tasks that are over.

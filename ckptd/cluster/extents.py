@@ -56,6 +56,9 @@ def spans_of(ranges: Iterable[Range]) -> Spans:
 class Place(Protocol):
     """Where sources lie."""
 
+    local_bytes: int
+    """Of what was fetched: from this worker's own disk, though SRC is elsewhere."""
+
     def fetch(self, source: TaskSource, offset: int, nbytes: int) -> bytes:
         """Exactly those bytes.
 
@@ -67,6 +70,8 @@ class Place(Protocol):
 
 class StorePlace:
     """Objects of a store."""
+
+    local_bytes = 0
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -84,6 +89,8 @@ class StorePlace:
 
 class FolderPlace:
     """Files below an open folder, that this worker sees as the command does (another device number aside)."""
+
+    local_bytes = 0
 
     def __init__(self, root_fd: int, opened: Callable[[int, str], int]) -> None:
         self._root_fd = root_fd
@@ -181,7 +188,7 @@ class Extents(Ranges):
         try:
             begin, end = self._starts[source][number], self._ends[source][number]
             block = self._place.fetch(self._sources[source], begin, end - begin)
-            if self._sources[source].hashed:
+            if self._sources[source].crc64:
                 self._sums[key] = crc64(block)
         finally:
             with self._changed:

@@ -7,7 +7,7 @@ where the destination joins parts; elsewhere an output is one worker's.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING
 
 from ckptd.convert.cutting import pieces
@@ -16,7 +16,10 @@ from ckptd.convert.plan import MAX_LINE_BYTES, Header, PlanReader, Trailer
 from ckptd.errors import DamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
+
+    from ckptd.cluster.placing import Home, Layout
+    from ckptd.remote.s3_cuts import Cuts
 
 SHARED_BYTES = 1 << 20
 """Ranges below this are rather read twice than tied together."""
@@ -56,6 +59,17 @@ class Wanted:
     item: Item
     name: str
     parts: tuple[int, int] | None = None
+    cuts: Cuts | None = None
+    """Where its upload is cut."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A task that is not full yet."""
+
+    wanted: list[Wanted] = field(default_factory=list)
+    nbytes: int = 0
+    line_bytes: int = 0
 
 
 def index_of(stream: IO[bytes]) -> Index:
@@ -141,45 +155,40 @@ def clipped(parts: Iterable[Part], begin: int, end: int) -> tuple[tuple[Part, ..
 
 
 def tasks_of(
-    index: Index,
-    done: set[str],
-    *,
-    task_bytes: int,
-    part_bytes: Callable[[int], int] | None,
-    missing: dict[str, list[int]],
-) -> Iterator[list[Wanted]]:
-    """What each task makes; `done` names are left out.
+    index: Index, done: set[str], layout: Layout, *, task_bytes: int, missing: dict[str, list[int]]
+) -> Iterator[tuple[Home, list[Wanted]]]:
+    """What each task makes, and whose it is; `done` names are left out.
 
-    `part_bytes`: by an output's size that of its parts, where the destination joins them (what is no larger
-    goes whole); `missing`: of uploads that an earlier attempt began, the parts that lack.
+    `layout` says which outputs are sent in parts; `missing`: of uploads that an earlier attempt began, the
+    parts that lack.
     """
-    batch: list[Wanted] = []
-    batch_bytes = line_bytes = 0
+    batches: dict[Home, _Batch] = {}
     for group in _groups(index):
         alone: list[Wanted] = []
+        tied: list[Wanted] = []
         for one in (w for item in group for w in _wanted(item, done)):
-            size = part_bytes(one.item.nbytes) if one.name and part_bytes is not None else one.item.nbytes
-            if one.item.nbytes > size:
-                if one.name in missing:
-                    yield from _by_parts([one], size, task_bytes, missing[one.name])
-                    continue
-                if len(group) == 1:
-                    alone.append(one)
-                    continue
-                all_parts = 1, -(-one.item.nbytes // size)
-                one = replace(one, parts=all_parts)  # noqa: PLW2901
-            batch.append(one)
-            batch_bytes += one.item.nbytes
-            line_bytes += one.item.line_bytes
-        if alone and part_bytes is not None:
-            size = part_bytes(alone[0].item.nbytes)
-            numbers = list(range(1, -(-alone[0].item.nbytes // size) + 1))
-            yield from _by_parts(alone, size, task_bytes, numbers)
-        if batch_bytes >= task_bytes or len(batch) >= MOST_FILES or line_bytes >= MOST_LINE_BYTES:
-            yield batch
-            batch, batch_bytes, line_bytes = [], 0, 0
-    if batch:
-        yield batch
+            cuts = layout.cuts(one.item, one.name, is_alone=len(group) == 1)
+            if cuts is None:
+                tied.append(one)
+            elif one.name in missing:
+                yield from _by_parts([replace(one, cuts=cuts)], layout, task_bytes, missing[one.name])
+            elif len(group) == 1:
+                alone.append(replace(one, cuts=cuts))
+            else:
+                tied.append(replace(one, cuts=cuts, parts=(1, cuts.parts)))
+        if alone and alone[0].cuts is not None:
+            yield from _by_parts(alone, layout, task_bytes, list(range(1, alone[0].cuts.parts + 1)))
+        if tied:
+            home = layout.home(one.item for one in tied)
+            batch = batches.setdefault(home, _Batch())
+            batch.wanted += tied
+            batch.nbytes += sum(one.item.nbytes for one in tied)
+            batch.line_bytes += sum(one.item.line_bytes for one in tied)
+            is_large = batch.nbytes >= task_bytes or batch.line_bytes >= MOST_LINE_BYTES
+            if is_large or len(batch.wanted) >= MOST_FILES:
+                yield home, batches.pop(home).wanted
+    for home, batch in batches.items():
+        yield home, batch.wanted
 
 
 def _wanted(item: Item, done: set[str]) -> list[Wanted]:
@@ -189,15 +198,23 @@ def _wanted(item: Item, done: set[str]) -> list[Wanted]:
 
 
 def _by_parts(
-    ones: list[Wanted], part_bytes: int, task_bytes: int, numbers: list[int]
-) -> Iterator[list[Wanted]]:
+    ones: list[Wanted], layout: Layout, task_bytes: int, numbers: list[int]
+) -> Iterator[tuple[Home, list[Wanted]]]:
     """Runs of parts of one item, under all its names together: they read the same."""
-    each = max(1, task_bytes // part_bytes)
+    item, cuts = ones[0].item, ones[0].cuts
+    assert cuts is not None
     while numbers:
         first, run = numbers[0], 1
-        while run < each and run < len(numbers) and numbers[run] == first + run:
+        offset, nbytes = cuts.range_of(first)
+        home = layout.home_of_part(item, offset, nbytes)
+        for number in numbers[1:]:
+            offset, more = cuts.range_of(number)
+            nbytes += more
+            is_next = number == first + run and nbytes <= task_bytes
+            if not is_next or layout.home_of_part(item, offset, more) != home:
+                break
             run += 1
-        yield [replace(one, parts=(first, run)) for one in ones]
+        yield home, [replace(one, parts=(first, run)) for one in ones]
         numbers = numbers[run:]
 
 

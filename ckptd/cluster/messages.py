@@ -54,8 +54,24 @@ class TaskSource(Model):
     bytes: int
     mtime_ns: int
     fingerprint: str = ""
-    hashed: bool = False
-    """A manifest knows its CRC64: what is read of it is hashed."""
+    crc64: str = ""
+    """As a manifest says it: what is read of it is hashed."""
+    local: str = ""
+    """Where it lay below the save_dir of the node that saved it."""
+
+
+class Question(Model):
+    """Which of these does a worker have on its own disk?"""
+
+    sources: tuple[TaskSource, ...]
+
+
+class Claims(Model):
+    """Its answer, by number; `error`: what is wrong with its settings."""
+
+    numbers: tuple[int, ...] = ()
+    error: str = ""
+    hint: str = ""
 
 
 class SentPart(Model):
@@ -146,6 +162,8 @@ class Result(Model):
     parts: tuple[Parts, ...] = ()
     extents: tuple[Extent, ...] = ()
     read_bytes: int = 0
+    local_bytes: int = 0
+    """Of `read_bytes`: from this worker's own disk."""
     needed_bytes: int = 0
     peak_rss_bytes: int = 0
     error: str = ""

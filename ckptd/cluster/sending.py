@@ -23,7 +23,8 @@ from ckptd.recover.ranged_upload import PartsSource
 from ckptd.remote.again import briefly
 from ckptd.remote.checksums import crc64, crc64_combined, from_hex, to_hex
 from ckptd.remote.s3 import S3Store
-from ckptd.remote.s3_parts import Upload, send_range
+from ckptd.remote.s3_parts import send_range
+from ckptd.remote.s3_upload import shared_upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,15 +32,23 @@ if TYPE_CHECKING:
     from ckptd.cluster.messages import Job, Join, Proof
     from ckptd.convert.parts import Part
     from ckptd.convert.ranges import Ranges
+    from ckptd.remote.s3_parts import Upload
     from ckptd.remote.store import Store
 
 _HASH_BYTES = 1 << 20
 _HELD_BYTES = 16 << 20
 
 
-def part_bytes(token: str) -> int:
-    """Size of the parts of an upload."""
-    return int(token.partition(":")[0])
+def upload_of(token: str, nbytes: int) -> Upload:
+    """The upload that a token means, of an output of `nbytes` bytes.
+
+    Raises:
+        StorageError: it is no token.
+    """
+    upload = shared_upload(token, nbytes)
+    if upload is None:
+        raise StorageError(f"{token!r} is no upload of {nbytes} bytes", hint="convert again")
+    return upload
 
 
 def shares_uploads(store: Store) -> S3Store | None:
@@ -65,8 +74,8 @@ def units_of(piece: Piece) -> list[Unit]:
     whole = parts_of(piece.line)
     spans = [(0, 0, piece.nbytes)]
     if piece.token:
-        size = part_bytes(piece.token)
-        spans = [(n, (n - 1) * size, min(n * size, piece.nbytes)) for n in piece.parts]
+        cuts = upload_of(piece.token, piece.nbytes).cuts
+        spans = [(n, begin, begin + length) for n in piece.parts for begin, length in [cuts.range_of(n)]]
     found = []
     for number, begin, end in spans:
         parts, skip = clipped(whole, begin, end)
@@ -173,7 +182,7 @@ class Sender:
                 raise
             return crc
 
-        return int(briefly(VerifyError, RemoteUnreachable, TargetExists)(send))
+        return briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
 
     def _crc_of(self, unit: Unit) -> int:
         source, crc, at = self._source(unit), 0, unit.begin
@@ -196,9 +205,9 @@ class Sender:
             raise StorageError(f"{self._store.url} joins no parts")
         self._check_stop()
         key = f"{self._job.target_name}/{piece.path}"
-        request = {"UploadId": piece.token.partition(":")[2], "PartNumber": unit.number}
+        request = {"UploadId": upload_of(piece.token, piece.nbytes).upload_id, "PartNumber": unit.number}
         span = unit.begin, unit.end - unit.begin
-        answer = briefly(RemoteUnreachable)(send_range, store, key, self._source(unit), span, request)
+        answer = briefly(send_range, RemoteUnreachable)(store, key, self._source(unit), span, request)
         md5 = answer.md5.hex() if answer.md5 is not None else ""
         sent = SentPart(number=unit.number, etag=answer.etag, crc64=to_hex(answer.crc), md5=md5)
         self.parts.append(Parts(path=piece.path, parts=(sent,)))
@@ -208,8 +217,7 @@ class Sender:
         store, key = shares_uploads(self._store), f"{self._job.target_name}/{join.path}"
         if store is None:
             raise StorageError(f"{self._store.url} joins no parts")
-        size, _, upload_id = join.token.partition(":")
-        upload = Upload(upload_id=upload_id, part_bytes=int(size), size_bytes=join.nbytes)
+        upload = upload_of(join.token, join.nbytes)
         for part in sorted(join.parts, key=lambda part: part.number):
             _, length = upload.range_of(part.number)
             upload.etags[part.number] = part.etag

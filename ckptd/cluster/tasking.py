@@ -11,7 +11,8 @@ from typing import IO, TYPE_CHECKING
 
 from ckptd.cluster.grouping import parts_of, tasks_of
 from ckptd.cluster.messages import Join, Piece, Proof, Task, TaskSource
-from ckptd.cluster.sending import shares_uploads
+from ckptd.cluster.placing import ANYWHERE, Layout
+from ckptd.cluster.sending import shares_uploads, upload_of
 from ckptd.convert.parts import ranges_of
 from ckptd.errors import TargetExists
 from ckptd.remote.s3_upload import part_size
@@ -19,9 +20,12 @@ from ckptd.remote.s3_upload import part_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ckptd.cluster.grouping import Index, Wanted
+    from ckptd.cluster.grouping import Index, Item, Wanted
     from ckptd.cluster.messages import Job
     from ckptd.cluster.note import Note
+    from ckptd.cluster.placing import Home
+    from ckptd.convert.parts import Part
+    from ckptd.remote.s3_cuts import Cuts
     from ckptd.remote.store import Store
 
 MIB = 1 << 20
@@ -32,7 +36,7 @@ _PROOFS = 64
 
 
 class Tasking:
-    """Makes tasks. `stream`: the plan; `known`: every source that it names, by number."""
+    """Makes tasks. `stream`: the plan; `known`: its sources by number; `holders`: who has which."""
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Tasking:
         stream: IO[bytes],
         index: Index,
         known: Mapping[int, TaskSource],
+        holders: Mapping[int, Home],
     ) -> None:
         self._job = job
         self._store = store
@@ -49,36 +54,70 @@ class Tasking:
         self._stream = stream
         self._index = index
         self._known = known
+        self._holders = holders
         self._serial = 0
 
     def making(
         self, missing: dict[str, list[int]], there: Mapping[str, int], *, threads: int, verify: bool
-    ) -> Iterator[list[Task]]:
-        """Tasks in handfuls. `missing`: parts that lack of open uploads; `there`: what lies at the end."""
-        if verify and self._job.source_root:
-            yield [
-                self.task(sources=(source,), crc32s=(source.number,), nbytes=source.bytes)
-                for source in self._known.values()
-            ]
+    ) -> dict[Home, Iterator[list[Task]]]:
+        """Tasks in handfuls, by whose they are.
+
+        `missing`: parts that lack of open uploads; `there`: what lies at the end.
+        """
         known = self._note.progress
-        room = max(1, threads)
-        task_bytes = self._index.trailer.bytes // (TASKS_PER_THREAD * room)
-        store = shares_uploads(self._store)
-        wanted = None if store is None else store.access.part_size_bytes
-        batches = tasks_of(
+        task_bytes = self._index.trailer.bytes // (TASKS_PER_THREAD * max(1, threads))
+        found = tasks_of(
             self._index,
             set(known.done),
+            self._layout(),
             task_bytes=max(LEAST_TASK_BYTES, min(MOST_TASK_BYTES, task_bytes)),
-            part_bytes=None if store is None else lambda nbytes: part_size(nbytes, wanted),
             missing=missing,
         )
-        while some := list(islice(batches, room)):
-            self._begin_uploads({w.name: w.item.nbytes for batch in some for w in batch if w.parts})
+        first = self._proving_sources() if verify and self._job.source_root else []
+        if not self._holders:
+            return {ANYWHERE: self._handfuls((batch for _, batch in found), first, there, threads)}
+        # whose the last batch is nobody knows before all are made: lists of names, not of lines
+        homes: dict[Home, list[list[Wanted]]] = {}
+        for home, batch in found:
+            homes.setdefault(home, []).append(batch)
+        return {home: self._handfuls(iter(own), [], there, threads) for home, own in homes.items()}
+
+    def _layout(self) -> Layout:
+        store = shares_uploads(self._store)
+        if store is None:
+            return Layout(None, self._parts_of, self._holders)
+        wanted, sizes = (
+            store.access.part_size_bytes,
+            {n: i.nbytes for i in self._index.items for n in i.names},
+        )
+        begun = {name: upload_of(t, sizes[name]).cuts for name, t in self._note.progress.uploads.items()}
+        return Layout(lambda nbytes: part_size(nbytes, wanted), self._parts_of, self._holders, begun)
+
+    def _parts_of(self, item: Item) -> tuple[Part, ...]:
+        return parts_of(self._line(item))
+
+    def _line(self, item: Item) -> str:
+        self._stream.seek(item.offset)
+        return self._stream.read(item.line_bytes).decode()
+
+    def _proving_sources(self) -> list[Task]:
+        return [
+            self.task(sources=(source,), crc32s=(source.number,), nbytes=source.bytes)
+            for source in self._known.values()
+        ]
+
+    def _handfuls(
+        self, batches: Iterator[list[Wanted]], first: list[Task], there: Mapping[str, int], threads: int
+    ) -> Iterator[list[Task]]:
+        if first:
+            yield first
+        while some := list(islice(batches, max(1, threads))):
+            self._begin_uploads({w.name: w.cuts for batch in some for w in batch if w.cuts is not None})
             yield [self._task_of(batch, there) for batch in some]
 
-    def _begin_uploads(self, wanted: dict[str, int]) -> None:
+    def _begin_uploads(self, wanted: dict[str, Cuts]) -> None:
         store, known = shares_uploads(self._store), self._note.progress.uploads
-        new = {name: nbytes for name, nbytes in wanted.items() if name not in known}
+        new = {name: cuts for name, cuts in wanted.items() if name not in known}
         if store is None or not new:
             return
 
@@ -98,8 +137,7 @@ class Tasking:
     def _task_of(self, batch: list[Wanted], there: Mapping[str, int]) -> Task:
         checks, pieces, used = [], [], set()
         for one in batch:
-            self._stream.seek(one.item.offset)
-            line = self._stream.read(one.item.line_bytes).decode()
+            line = self._line(one.item)
             used |= {r.source for part in parts_of(line) for r in ranges_of(part)}
             if not one.name:
                 checks.append(line)

@@ -21,7 +21,8 @@ from ckptd import files
 from ckptd.cluster import sending
 from ckptd.cluster.extents import Extents, FolderPlace, StorePlace, spans_of
 from ckptd.cluster.grouping import parts_of
-from ckptd.cluster.messages import Job, Result, Task
+from ckptd.cluster.held import HeldPlace, Shelf, save_dirs
+from ckptd.cluster.messages import Claims, Job, Question, Result, Task
 from ckptd.convert.parts import decode, ranges_of
 from ckptd.convert.reading import same_bytes
 from ckptd.convert.rounding import numpy_folder, use_numpy_of
@@ -125,6 +126,20 @@ def stop(attempt: str) -> None:
 def running() -> int:
     """Tasks that run in this process."""
     return _attempts.running
+
+
+def claims(question_text: str) -> str:
+    """What this process's machine holds of the sources in question; a `Claims` as JSON."""
+    question = Question.model_validate_json(question_text)
+    try:
+        return Claims(numbers=_shelf().claims(question.sources)).model_dump_json()
+    except CkptdError as error:
+        return Claims(error=error.message, hint=error.hint).model_dump_json()
+
+
+@cache
+def _shelf() -> Shelf:
+    return Shelf(save_dirs(os.environ))
 
 
 def at_once(budget_bytes: int) -> int:
@@ -245,6 +260,7 @@ class _Work:
                 parts=tuple(sender.parts),
                 extents=extents.hashed(),
                 read_bytes=extents.read_bytes,
+                local_bytes=place.local_bytes,
                 needed_bytes=extents.needed_bytes,
                 peak_rss_bytes=peak_rss_bytes(),
             )
@@ -273,7 +289,9 @@ class _Work:
 
     def _place(self, store: Store | None, stack: ExitStack) -> Place:
         if store is not None:
-            return StorePlace(store)
+            held = HeldPlace(_shelf(), StorePlace(store), self.check_stop)
+            stack.callback(held.close)
+            return held
         if not self.sources:
             return FolderPlace(-1, files.open_beneath)
         root = self.job.source_root
@@ -283,11 +301,11 @@ class _Work:
                 hint="SRC must be the same place on every worker: a shared file system, or a URL",
             )
         root_fd = stack.enter_context(opened_real(root))
-        place = FolderPlace(root_fd, files.open_beneath)
-        stack.callback(place.close)
+        folder = FolderPlace(root_fd, files.open_beneath)
+        stack.callback(folder.close)
         for number in self.task.crc32s:
             self._verify_source(root_fd, self.sources[number])
-        return place
+        return folder
 
     def _verify_source(self, root_fd: int, source: TaskSource) -> None:
         self.check_stop()

@@ -57,6 +57,8 @@ class ClusterReport:
     tasks_again: int
     """Asked for again after an error that may pass; what dask does again after a lost worker is not in it."""
     bytes_read: int
+    bytes_local: int
+    """Of `bytes_read`: from the disks of the workers that read it, not from SRC."""
     bytes_needed: int
 
 

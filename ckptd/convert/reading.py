@@ -29,7 +29,7 @@ from ckptd.errors import SourceChanged
 
 Readable = Ranges | Sequence[int]
 """Ranges, or descriptors by number."""
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 256 << 10
 _NARROW_BYTES = 64
 """Strands below this width are gathered column by column, which is cheaper than row by row."""
 

@@ -20,6 +20,7 @@ from ckptd.convert.sources import identity_of
 from ckptd.core.layouts import NamedShard, parse_shard_name
 from ckptd.core.names import NAME_BYTES
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, StorageError, TargetExists, UsageError
+from ckptd.place import lock
 from ckptd.real import opened_real, real_path
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
         fd = files.open_dir_beneath(parent_fd, folder, create_mode=0o700)
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise LockHeld(
                     f"another conversion into {name} is running",

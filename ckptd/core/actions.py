@@ -121,6 +121,8 @@ class Retire:
     reason: str
     instead: RemoteCommit | None = None
     """The form of the same save that must be whole there before this one goes."""
+    counted: tuple[str, ...] = ()
+    """Digests of the COMMITs that stay there: with one of them disputed this one may have to stay too."""
 
 
 ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | Prune

@@ -35,6 +35,8 @@ class Blocked:
 
 def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     """The first thing in the way of what may go; else, on a short disk, why nothing may."""
+    if view.tenure is not None and not view.tenure.holds_lease:
+        return None  # another host's business (adr/0110)
     due = victims(view, fates)
     if not due:
         return _all_kept(view, fates) if view.disk.is_short else None

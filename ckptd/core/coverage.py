@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Grid, NamedShard, Role, absent_ranks, missing_shards
 from ckptd.core.manifest import Commit, ManifestFile, ManifestRef, NodeManifest
-from ckptd.core.save import Order, SaveMark, differs, mark_of_manifest
+from ckptd.core.save import Order, agree, differs, mark_of_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,23 +50,14 @@ def conflict(
     ours: NodeManifest, others: Iterable[KnownManifest], *, save_spread_seconds: float
 ) -> str | None:
     """Why a generation cannot hold `ours` beside what it holds already; None: nothing speaks against it."""
-    marked = ((known, mark_of_manifest(known.manifest)) for known in others)
-    return _conflict(ours, mark_of_manifest(ours), marked, save_spread_seconds)
-
-
-def _conflict(
-    ours: NodeManifest,
-    mark: SaveMark,
-    others: Iterable[tuple[KnownManifest, SaveMark]],
-    save_spread_seconds: float,
-) -> str | None:
-    for known, theirs in others:
+    mark = mark_of_manifest(ours)
+    for known in others:
         if known.manifest.job_id != ours.job_id:
             return f"{known.key} is of job {known.manifest.job_id}"
         if ours.form != "zero":
             reason = _other_source(ours, known.manifest)
         else:
-            reason = differs(mark, theirs, save_spread_seconds=save_spread_seconds)
+            reason = differs(mark, mark_of_manifest(known.manifest), save_spread_seconds=save_spread_seconds)
         if reason is not None:
             return f"{known.manifest.node} shipped another save: {reason}"
     return None
@@ -85,9 +76,10 @@ def _other_source(ours: NodeManifest, other: NodeManifest) -> str | None:
 
 def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: float) -> str | None:
     """Why manifests cannot be committed together: two saves, or one key with two contents."""
-    marked = [(known, mark_of_manifest(known.manifest)) for known in manifests]  # each once, not per pair
-    for index, (known, mark) in enumerate(marked):
-        reason = _conflict(known.manifest, mark, marked[:index], save_spread_seconds)
+    # of each two only to say which: of a thousand manifests there are half a million pairs
+    pairs = [] if _are_of_one(manifests, save_spread_seconds) else enumerate(manifests)
+    for index, known in pairs:
+        reason = conflict(known.manifest, manifests[:index], save_spread_seconds=save_spread_seconds)
         if reason is not None:
             return reason
     contents: dict[str, str] = {}
@@ -96,6 +88,14 @@ def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: fl
             if contents.setdefault(file.key, file.checksums.crc64nvme) != file.checksums.crc64nvme:
                 return f"{file.key} is listed with two contents"
     return None
+
+
+def _are_of_one(manifests: Sequence[KnownManifest], save_spread_seconds: float) -> bool:
+    """All are ZeRO forms of one job and no two of them differ."""
+    kinds = {(known.manifest.job_id, known.manifest.form) for known in manifests}
+    marks = [mark_of_manifest(known.manifest) for known in manifests]
+    is_one_kind = len(kinds) == 1 and all(form == "zero" for _, form in kinds)
+    return is_one_kind and agree(marks, save_spread_seconds=save_spread_seconds)
 
 
 def merged_grid(manifests: Sequence[KnownManifest]) -> Grid:

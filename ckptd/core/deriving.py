@@ -42,7 +42,8 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
     )
     begun = [s for s in ready if _is_begun(view, s, remote, form)]
     if remote.retention.has_rung(form):
-        return begun + [s for s in ready if s not in begun]
+        first = {s.id for s in begun}
+        return begun + [s for s in ready if s.id not in first]
     return begun or ready[:1]
 
 

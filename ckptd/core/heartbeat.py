@@ -1,4 +1,4 @@
-"""`_ckptd/heartbeats/<node>.json`: what a node says of itself, at most once a minute (docs/contract.md).
+"""`_ckptd/heartbeats/<node>.json`: what a node says of itself, about once a minute (docs/contract.md).
 
 Economy and words alone: who is missing, since when, what is at risk. Nothing is committed or deleted on the
 strength of one. Durations are by the node's own clock, so that a clock which is wrong changes none of them.

@@ -90,11 +90,12 @@ def keep_local(view: JobView) -> LocalFates:
 def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
     """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
     dates = _dates(view)
-    held = [_held(view, save, dates) for save in committed]
+    required = [remote.name for remote in view.remotes if remote.is_required]
+    held = [_held(view, save, required, dates) for save in committed]
     by_policy = fates(held, view.local_retention)
     if not loose:
         return by_policy
-    everything = [*held, *(_held(view, save, dates) for save in loose)]
+    everything = [*held, *(_held(view, save, required, dates) for save in loose)]
     among_all = fates(everything, loose_policy(view))
     mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
     return (fates(everything, view.local_retention) if view.unuploaded == "delete" else by_policy) | mine
@@ -118,10 +119,11 @@ def _dates(view: JobView) -> dict[str, float | None]:
     return found
 
 
-def _held(view: JobView, save: SaveView, dates: Mapping[str, float | None]) -> Held:
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Mapping[str, float | None]) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
-    times = [dates[ref.key] for ref in commits_of(view, save) if ref.key in dates]
+    keys = (save.ship(name, ZERO).commit_key for name in required)
+    times = [dates[key] for key in keys if key is not None and key in dates]
     known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
     return Held(

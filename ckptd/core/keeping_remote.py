@@ -87,8 +87,8 @@ def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
 
     Economy, never safety: each reads what it needs and finishes what another began (adr/0105).
     """
-    if len(commit.nodes) < 2 or not view.node:
-        return True
+    if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
+        return True  # of a shared directory the lease says whose turn it is
     earlier = _earlier(commit.sha256, commit.nodes, view.node)
     since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
     return view.now_seconds - since >= earlier * TURN_SECONDS

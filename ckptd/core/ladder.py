@@ -7,6 +7,7 @@ rung's own form is there, so that nothing is left without a form before the rung
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptd.core.identity import Model
@@ -93,6 +94,7 @@ def step_down(
     return dict.fromkeys(forms, Fate(keeps=(f"ladder: {why}",)))
 
 
+@cache
 def span(seconds: float | None) -> str:
     """A duration as a job file says it."""
     left = int(seconds or 0)

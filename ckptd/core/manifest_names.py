@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
@@ -16,13 +18,14 @@ from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.names import decode_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from ckptd.core.manifest import NodeManifest
     from ckptd.core.save import SaveMark
 
 _HINT = re.compile(r"d(\d+)\.n(\d+)of(\d+)\.m([0-9a-f]{8})\.t(-?\d+)_(-?\d+)")
 _MOST_DIGITS = 18
+_HAVE, _WANT = attrgetter("have"), attrgetter("want")
 _ROUNDING_SECONDS = 1
 
 
@@ -61,6 +64,7 @@ def _mark(step: int, grid: tuple[int, int, int], ds_version: str | None) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
+@lru_cache(maxsize=8192)
 def name_in(key: str) -> ManifestName | None:
     """What a key tells; None: of a derived form, or of a version that did not say it."""
     parts = key.rpartition("/")[2].split("~")
@@ -84,8 +88,11 @@ def node_in(key: str) -> str:
     return decode_name(key.rpartition("/")[2].partition("~")[0])
 
 
-def may_cover(names: Iterable[ManifestName]) -> bool:
+def may_cover(names: Sequence[ManifestName]) -> bool:
     """Whether all optimizer shards may be listed; a grid without any is for a reader to judge."""
+    # each of a thousand nodes asks this of a thousand names, and nearly always they are too few
+    if sum(map(_HAVE, names)) < min(map(_WANT, names), default=1):
+        return False
     most: dict[tuple[str, int], dict[str, int]] = {}
     for name in names:
         have = most.setdefault((name.mark, name.want), {})

@@ -42,6 +42,8 @@ class DeletePermit:
     issued_at_seconds: float
     """Monotonic."""
     reason: str
+    until_seconds: float | None = None
+    """Monotonic; of a shared directory, when the lease must have been read again."""
 
     @property
     def is_grounded(self) -> bool:
@@ -50,7 +52,8 @@ class DeletePermit:
 
     def is_valid_at(self, now_seconds: float) -> bool:
         """Within its sixty seconds."""
-        return 0 <= now_seconds - self.issued_at_seconds <= VALID_SECONDS
+        is_young = 0 <= now_seconds - self.issued_at_seconds <= VALID_SECONDS
+        return is_young and (self.until_seconds is None or now_seconds <= self.until_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

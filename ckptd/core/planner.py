@@ -24,11 +24,19 @@ from ckptd.core.actions import (
     StopConverting,
     Supplement,
 )
-from ckptd.core.deriving import PRESSURE, first_to_go, is_open, is_streamed, keep_derived, to_derive
+from ckptd.core.deriving import (
+    PRESSURE,
+    first_to_go,
+    is_open,
+    is_streamed,
+    keep_derived,
+    to_derive,
+)
 from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local
 from ckptd.core.keeping_remote import is_configured_otherwise, is_our_turn, keep_remote
 from ckptd.core.pruning import prune, victims
+from ckptd.core.shared import on_shared
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
@@ -55,12 +63,15 @@ def plan(view: JobView) -> Plan:
     else:
         loose = _let_go(view, local.zero)
         actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
-        for remote in view.remotes:
-            actions += _ship(view, remote, loose)
+        moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
+        actions += moves
         actions += _convert(view)
         actions += keep_derived(view, local)
         actions += prune(view, local.zero)
-        actions += _retire(view, remote_fates)
+        # a remote does one thing at a time, and what sends comes before what removes
+        busy = {move.remote for move in moves if isinstance(move, Ship | Supplement)}
+        actions += [action for action in _retire(view, remote_fates) if action.remote not in busy]
+    actions = on_shared(actions, view.tenure)
     return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates, drained=drained)
 
 
@@ -195,8 +206,9 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
         return True
     if view.backfill == "none":
         return False
-    found = [s.save.order for s in view.saves if s.was_found_first and s.is_model_only == save.is_model_only]
-    return save.save.order == max(found)
+    # the newest were sealed last: the first one looked at ends it for nearly all
+    found = (s for s in reversed(view.saves) if s.was_found_first and s.is_model_only == save.is_model_only)
+    return not any(s.save.order > save.save.order for s in found)
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
@@ -283,11 +295,11 @@ def _convert(view: JobView) -> list[Action]:
     return []
 
 
-def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
+def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Retire]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete or view.retirements_left <= 0:
         return []
-    actions: list[Action] = []
+    actions: list[Retire] = []
     for remote in view.remotes:
         if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
             continue
@@ -307,7 +319,10 @@ def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Action]:
         if instead is None and fate.instead is not None:
             continue
         reason = f"{fate.goes} of {remote.name}"
-        actions.append(Retire(remote=remote.name, commit=first, reason=reason, instead=instead))
+        counted = tuple(c.sha256 for c in remote.commits if fates[remote.name, c.key].keeps)
+        actions.append(
+            Retire(remote=remote.name, commit=first, reason=reason, instead=instead, counted=counted)
+        )
     return actions
 
 

@@ -61,6 +61,7 @@ def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
         files=save.save.files + save.added + save.late,
         commits=commits,
         issued_at_seconds=view.now_seconds,
+        until_seconds=view.tenure.until_seconds if view.tenure is not None else None,
         reason=reason,
     )
     return Prune(save_id=save.id, permit=permit)
@@ -76,6 +77,7 @@ def _by_opt_out(view: JobView, save: SaveView, commits: tuple[CommitRef, ...]) -
         files=save.save.files + save.added + save.late,
         commits=commits,
         issued_at_seconds=view.now_seconds,
+        until_seconds=view.tenure.until_seconds if view.tenure is not None else None,
         reason=f'unuploaded = "{view.unuploaded}": {why}',
         unuploaded=view.unuploaded,
     )

@@ -109,6 +109,7 @@ def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, 
     if len(whole) < len(everything):
         reasons |= keep_reasons(whole, policy)
     ages = ages_of(everything) if policy.ladder else {}
+    lets_go = policy.lets_go
     found: dict[str, dict[str, Fate]] = {}
     for one in held:
         key = one.item.key
@@ -116,7 +117,7 @@ def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, 
             found[key] = dict.fromkeys(one.forms, Fate(keeps=reasons[key]))
         else:
             age = ages.get(key, Age(0, None))
-            found[key] = step_down(policy.ladder, age, one.forms, one.standing, policy.lets_go)
+            found[key] = step_down(policy.ladder, age, one.forms, one.standing, lets_go)
     return found
 
 
@@ -141,8 +142,9 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     newest_first = sorted(items, key=lambda item: item.order, reverse=True)
     reasons: dict[str, list[str]] = {item.key: [] for item in newest_first}
     permanent = [item for item in newest_first if not policy.is_ephemeral(item.order.step)]
+    unlimited = _unlimited(policy)
     for rank, item in enumerate(permanent, start=1):
-        reasons[item.key] += _permanent(item, rank, policy)
+        reasons[item.key] += [*unlimited, *_permanent(item, rank, policy)]
     for key in _spaced(permanent, policy):
         reasons[key].append(f"keep_every {span(policy.keep_every_seconds)}")
     if policy.ephemeral is not None:
@@ -161,13 +163,16 @@ def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tu
     return {key: tuple(why) for key, why in reasons.items()}
 
 
+def _unlimited(policy: RetentionPolicy) -> tuple[str, ...]:
+    """Why every permanent checkpoint stays, where no key limits them."""
+    if not policy.deletes:
+        return ("nothing is deleted: no retention key is set",)
+    return () if policy.limits else ("permanent: only ephemeral ones are limited",)
+
+
 def _permanent(item: Item, rank: int, policy: RetentionPolicy) -> list[str]:
     """The keys that count or divide permanent checkpoints."""
     why: list[str] = []
-    if not policy.deletes:
-        why.append("nothing is deleted: no retention key is set")
-    elif not policy.limits:
-        why.append("permanent: only ephemeral ones are limited")
     if policy.save_total_limit is not None and rank <= policy.save_total_limit:
         why.append(f"save_total_limit: {rank} of {policy.save_total_limit}")
     if policy.keep_every_steps and item.order.step % policy.keep_every_steps == 0:

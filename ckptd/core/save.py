@@ -13,6 +13,8 @@ from ckptd.core.layouts import Grid, Role, ShardKey
 from ckptd.core.manifest import Best, SaveWindow, Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptd.core.manifest import NodeManifest
 
 
@@ -156,3 +158,20 @@ def differs(a: SaveMark, b: SaveMark, *, save_spread_seconds: float) -> str | No
     if apart_ns > save_spread_seconds * 1e9:
         return f"written {apart_ns / 1e9:.0f} s apart"
     return None
+
+
+def agree(marks: Sequence[SaveMark], *, save_spread_seconds: float) -> bool:
+    """True exactly where no two of them differ; in one pass, since nodes may be thousands."""
+    if not marks:
+        return True
+    runs = {mark.run_id for mark in marks if mark.run_id}
+    if len(runs) > 1 or len({(mark.step, mark.grid, mark.ds_version) for mark in marks}) > 1:
+        return False
+    tensors: dict[str, str] = {}
+    for mark in marks:
+        # within a mark a path may stand twice; only others are compared with it
+        if any(tensors.get(path, held) != held for path, held in mark.tensors):
+            return False
+        tensors.update(mark.tensors)
+    apart_ns = max(mark.window.first for mark in marks) - min(mark.window.last for mark in marks)
+    return apart_ns <= save_spread_seconds * 1e9

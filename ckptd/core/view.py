@@ -144,7 +144,8 @@ class SaveView:
 
     def ship(self, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""
-        return self.ships.get((remote, form)) or ShipRecord(remote=remote, form=form)
+        known = self.ships.get((remote, form))
+        return known if known is not None else ShipRecord(remote=remote, form=form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +235,16 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tenure:
+    """A job on a shared directory, as the planner of one host sees it."""
+
+    holds_lease: bool
+    """Read back a short while ago by this host's monotonic clock, which a stopped process does not escape."""
+    until_seconds: float = 0.0
+    """Monotonic: after this nothing is deleted or converted before the lease is read again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """Everything the planner needs of one job."""
 
@@ -279,5 +290,7 @@ class JobView:
     """This node's name."""
     due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
+    tenure: Tenure | None = None
+    """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

@@ -63,6 +63,8 @@ class Actor:
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""
+        if isinstance(action, a.Ship | a.Supplement | a.Retire) and self._links[action.remote].is_shipping:
+            return False
         if isinstance(action, a.Ship | a.Supplement):
             is_streamed = isinstance(action, a.Ship) and action.is_streamed
             if is_streamed and not self._totals.conversions.may_start(self, self._wake):
@@ -119,10 +121,10 @@ class Actor:
             left = self._journal.leftovers(link.name)
             self._journal.with_leftovers.discard(link.name)
             if left:
-                link.order(m.Discard(uploads=tuple(left)), partial(self._swept, link.name))
+                link.order(m.Discard(uploads=tuple(left)), partial(self._swept, link.name, left))
 
-    def _swept(self, remote: str, answer: m.Answer) -> None:
+    def _swept(self, remote: str, uploads: list[tuple[str, str]], answer: m.Answer) -> None:
         if isinstance(answer, m.Done):
-            self._journal.forget_leftovers(remote)
+            self._journal.forget_leftovers(remote, uploads)
         else:
             self._journal.with_leftovers.add(remote)

@@ -11,33 +11,30 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tenacity import RetryCallState, Retrying, wait_exponential, wait_random_exponential
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PATIENCE = 6
 """Failures in a row before something is left alone."""
-_SOON = wait_random_exponential(multiplier=2, max=60, min=0.5)
-_SELDOM = wait_exponential(multiplier=30, max=60)
+_LONGEST_SECONDS, _LEAST_SECONDS = 60.0, 0.5
+_SOON_SECONDS, _SELDOM_SECONDS = 2.0, 30.0
 _LEAST_SHARE = 0.75
 
 
 def backoff_seconds(tries: int) -> float:
     """Full jitter: anywhere up to 2, 4, 8 … 60 s; never less than half a second."""
-    return _SOON(_after(tries))
+    return random.uniform(_LEAST_SECONDS, _doubled(_SOON_SECONDS, tries))  # noqa: S311 — no secret
 
 
 def seldom_seconds(failures: int) -> float:
     """Between two probes of what is left alone: 30 s, then a minute, up to a quarter less."""
-    longest = _SELDOM(_after(failures - PATIENCE + 1))
+    longest = _doubled(_SELDOM_SECONDS, failures - PATIENCE + 1)
     return longest * random.uniform(_LEAST_SHARE, 1.0)  # noqa: S311 — no secret
 
 
-def _after(tries: int) -> RetryCallState:
-    state = RetryCallState(Retrying(), None, (), {})
-    state.attempt_number = max(tries, 1)
-    return state
+def _doubled(first_seconds: float, tries: int) -> float:
+    """Twice as long after each failure, up to a minute."""
+    return min(first_seconds * 2.0 ** min(max(tries, 1) - 1, 10), _LONGEST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from ckptd.core.keeping import newest as newest_save
 from ckptd.core.parts import ranks_of
 from ckptd.daemon.nodes import Nodes
 from ckptd.daemon.report import job_status
+from ckptd.daemon.tenancy import Tenancy
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
     """The other nodes of a job."""
     digest = config_digest(job.config)
-    return Nodes(state, job.links, lambda: heartbeat_of(job, node_id), digest, os.environ, job.wake)
+    tenancy = Tenancy(job.config) if job.config.shared_fs else None
+    state.is_shared = tenancy is not None
+    if tenancy is not None:
+        job.chores.signals.holds = tenancy.holds
+    return Nodes(state, job.links, lambda: heartbeat_of(job, node_id), digest, os.environ, job.wake, tenancy)
 
 
 def heartbeat_of(job: Job, node_id: str) -> Heartbeat:

@@ -54,7 +54,7 @@ class Chores:
         self._audit = audit
         self._conversion_bytes = conversion_bytes
         self._wake = wake
-        self._signals = Signals()
+        self.signals = Signals()
         self.pruner = Pruner(state, audit, self._in_worker, wake)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
@@ -62,14 +62,14 @@ class Chores:
     def pace(self, *, is_resting: bool) -> None:
         """Pause conversions: a save is in flight (P11), or a person asked for it."""
         if is_resting:
-            self._signals.pause.set()
+            self.signals.pause.set()
         else:
-            self._signals.pause.clear()
+            self.signals.pause.clear()
 
     def stop(self) -> None:
         """Tell conversions to end; what they finished is taken up again after a restart."""
-        self._signals.stop.set()
-        self._signals.pause.clear()
+        self.signals.stop.set()
+        self.signals.pause.clear()
 
     # --- holds -----------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Chores:
             why = "made from another save of the tag"
             self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=why)
 
-        self._signals.give_room.clear()
+        self.signals.give_room.clear()
         options = supervise.ConvertOptions(
             memory_budget_bytes=self._conversion_bytes(), reserve_bytes=reserve_bytes
         )
@@ -168,7 +168,7 @@ class Chores:
             f"converting {tag}",
             save_dir_fd,
             lambda fd: make_universal(
-                fd, self._config.save_dir, row, options, progress, self._signals, replaced
+                fd, self._config.save_dir, row, options, progress, self.signals, replaced
             ),
             lambda record: self._converted(row.id, record),
             lambda error: self._not_converted(row.id, error),
@@ -195,7 +195,7 @@ class Chores:
             "reason": error.message,
             "hint": error.hint,
         }
-        if self._signals.stop.is_set():
+        if self.signals.stop.is_set() or not self.signals.holds():
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
@@ -210,9 +210,9 @@ class Chores:
 
     def stop_converting(self, action: StopConverting) -> None:
         """What it has written goes at once; it is tried again when there is room."""
-        if not self._signals.give_room.is_set():
+        if not self.signals.give_room.is_set():
             log.warning("the conversion under way is given up: %s", action.reason)
-            self._signals.give_room.set()
+            self.signals.give_room.set()
 
     def drop_derived(self, action: DropDerived, save_dir_fd: int) -> None:
         """Remove the universal form of a save."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PLACE = f"{fs.DERIVED}/{UNIVERSAL}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Signals:
     """What the deciding thread tells a conversion under way."""
 
@@ -39,10 +39,12 @@ class Signals:
     """The daemon ends; the next start goes on."""
     give_room: threading.Event = field(default_factory=threading.Event)
     """The trainer needs the room (P13)."""
+    holds: Callable[[], bool] = lambda: True
+    """The lease of a shared directory is this host's."""
 
     def must_end(self) -> bool:
         """For whatever reason."""
-        return self.stop.is_set() or self.give_room.is_set()
+        return self.stop.is_set() or self.give_room.is_set() or not self.holds()
 
 
 def make_universal(

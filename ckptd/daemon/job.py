@@ -6,7 +6,6 @@ is created before, P11), then *active*.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -31,16 +30,18 @@ from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.setup import (
     check_device,
     is_still,
+    let_go,
     make_state,
     node_id_of,
     on_attached,
-    open_locked,
+    open_job,
     prove_rights,
     remote_settings,
     say_set_aside,
 )
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
+from ckptd.daemon.tenancy import finish_begun
 from ckptd.daemon.viewing import build_view, folders_to_watch
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
@@ -91,6 +92,7 @@ class Job:
         self.workers = workers.for_one(self.patience.guard)
         self._post = post
         self._fd: int | None = None
+        self._lock: int = -1
         self.watcher: Watcher | None = None
         self._hinted_at: float | None = None
         self.needs_turn = True
@@ -119,13 +121,13 @@ class Job:
             LockHeld: another daemon owns it (75).
         """
         save_dir = str(self.config.save_dir)
-        fd = open_locked(save_dir)
-        if fd is None:
+        opened = open_job(self.config, self.state_dir)
+        if opened is None:
             self._tags_at_start = frozenset()
             hint = "it appears when training starts"
             self.problems.put("save-dir-missing", save_dir, f"{save_dir} does not exist yet", hint)
             return
-        self._fd = fd
+        self._fd, self._lock = opened
         self.problems.clear("save-dir-missing", save_dir)
         self.watcher = Watcher(save_dir, self.hint)
         self.watcher.start()
@@ -148,7 +150,7 @@ class Job:
     def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
         state = JobState(journal, config_digest(self.config), problems=self.problems)
         state.load()
-        self._audit = Audit(self.state_dir / "audit.jsonl")
+        self.audit = Audit(self.state_dir / "audit.jsonl")
         node_id = node_id_of(self.state_dir)
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
@@ -170,9 +172,9 @@ class Job:
             self.wake,
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
-        self.shipping = Shipping(self.config, state.config_digest, state, self.links, self._audit, self.wake)
+        self.shipping = Shipping(self.config, state.config_digest, state, self.links, self.audit, self.wake)
         self.chores = Chores(
-            self.config, state, self.workers, self._audit, self._totals.conversion_bytes, self.wake
+            self.config, state, self.workers, self.audit, self._totals.conversion_bytes, self.wake
         )
         scrubber = Scrubber(self.config, state, self.links)
         self.nodes = nodes_of(self, state, node_id)
@@ -210,9 +212,11 @@ class Job:
         return max(0.0, min(waits))
 
     def _rescan_seconds(self) -> float:
-        hears_all = self.watcher is not None and self.watcher.hears_all
+        hears_all = self.watcher is not None and self.watcher.hears_all and not self.config.shared_fs
         # a turn looks at the remotes too: one that is away is tried again without much delay
-        return self.rest.rescan_seconds(hears_all=hears_all and all(x.is_ready for x in self.links.values()))
+        hears_all = hears_all and all(link.is_ready for link in self.links.values())
+        rescan = self.rest.rescan_seconds(hears_all=hears_all)
+        return min(rescan, self.nodes.beat_seconds) if self.state is not None else rescan
 
     # --- the turn --------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Job:
         if self.state is None:
             if not listing.folders and self.state_dir.is_relative_to(self.config.save_dir):
                 return
-            recover(self._activate(save_dir_fd), save_dir_fd, self._audit)
+            recover(self._activate(save_dir_fd), save_dir_fd, self.audit)
             self.needs_turn = True
             return
         state = self.state
@@ -280,9 +284,9 @@ class Job:
         self.control.pace(self, state)
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
-        self.shipping.retiring.finish(is_first_scan=state.is_first_scan)
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
+        finish_begun(self, state, save_dir_fd)
         see_problems(self, state)
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         self.patience.works()
@@ -299,6 +303,7 @@ class Job:
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self._may_delete and not self.nodes.differing(),
             is_paused=self.control.pause is not None or bool(state.sharer and state.sharer.stands_by),
+            tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
         )
         state.plan = plan(self.view)
@@ -341,7 +346,5 @@ class Job:
             self.view = None
         self.rest = Rest()
         if self._fd is not None:
-            # workers may hold duplicates for a moment longer; the lock must not outlive the job with them
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
+            let_go(self._fd, self._lock)
             self._fd = None

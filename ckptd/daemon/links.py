@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.config_timetable import constant
 from ckptd.daemon.backoff import Breaker
-from ckptd.daemon.processes import Processes, error_of
+from ckptd.daemon.processes import Process, error_of
 from ckptd.daemon.seen import seen_in
 from ckptd.daemon.standstill import NEXT_STEP, Standstill
 from ckptd.remote import messages as m
@@ -68,7 +68,7 @@ class RemoteLink:
         self._post = post
         self._on_attached = on_attached
         self._wake = wake
-        self._client = Processes(settings, self._deliver)
+        self._client = Process(settings, self._deliver)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
         self._answering = Breaker()
         self._moving = Breaker()
@@ -190,7 +190,7 @@ class RemoteLink:
 
     def order(self, order: m.Order, on_answer: Callable[[m.Answer], None]) -> int:
         """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""
-        order_id = self._client.submit(order, self.settings)
+        order_id = self._client.submit(order)
         self._open[order_id] = on_answer
         return order_id
 

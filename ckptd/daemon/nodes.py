@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.heartbeat import BEAT_SECONDS, SeenNode
 from ckptd.core.layouts import Role
 from ckptd.core.parts import Spread, Told, ranks_of, role_of
+from ckptd.core.shared import living
 from ckptd.core.view import ZERO
 from ckptd.remote import messages as m
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
     from ckptd.core.heartbeat import Heartbeat
     from ckptd.core.manifest import Commit
+    from ckptd.core.view import Tenure
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
+    from ckptd.daemon.tenancy import Tenancy
 
 log = logging.getLogger("ckptd.nodes")
 
@@ -53,12 +56,16 @@ class Nodes:
         config_digest: str,
         environ: Mapping[str, str],
         wake: Callable[[], None],
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._state = state
         self._links = links
         self._heartbeat = heartbeat
         self._digest = config_digest
+        self._node = next((link.settings.node for link in links.values()), "")
         self._wake = wake
+        self.tenancy = tenancy
+        """Of a directory that hosts share."""
         self._is_told = any(
             environ.get(name, "1").isdigit() and int(environ.get(name, "1")) > 1 for name in NODE_COUNTS
         )
@@ -76,7 +83,10 @@ class Nodes:
             if link.attached is None or link.beat_order is not None or job_id is None:
                 continue
             is_kept_for_ever = link.settings.url.startswith(NO_BEAT)
-            if not is_kept_for_ever and now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= BEAT_SECONDS:
+            if (
+                not is_kept_for_ever
+                and now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
+            ):
                 self._beat_at[name] = now_seconds
                 heartbeat = self._heartbeat().model_copy(update={"job_id": job_id})
                 self._send(name, link, heartbeat)
@@ -84,26 +94,50 @@ class Nodes:
                 self._send(name, link, None)
 
     def _send(self, name: str, link: RemoteLink, heartbeat: Heartbeat | None) -> None:
-        self._looked_at[name] = time.monotonic()
+        asked_at = self._looked_at[name] = time.monotonic()
         waits = bool(self._state.waiting)
+        tenancy = self.tenancy if self.tenancy is not None and self.tenancy.remote == name else None
 
         def heard(answer: m.Answer) -> None:
             if isinstance(answer, m.Beats):
-                before = self.is_spread
+                before, hosts = self.is_spread, self.hosts
                 self._heard[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
-                if self.is_spread != before:
+                is_news = tenancy is not None and tenancy.heard(answer.lease, asked_at)
+                if is_news or self.is_spread != before or self.hosts != hosts:
                     self._wake()
             else:
                 log.debug("heartbeat on %s: %s", name, answer)
 
-        beat = m.Beat(heartbeat=heartbeat, node=link.settings.node, reads_all=waits)
+        beat = m.Beat(
+            heartbeat=heartbeat,
+            node=link.settings.node,
+            reads_all=waits,
+            takeover_seconds=tenancy.takeover_seconds if tenancy is not None else None,
+        )
         link.beat_order = link.order(beat, heard)
+
+    @property
+    def tenure(self) -> Tenure | None:
+        """For the planner; None: save_dir is this host's alone."""
+        return None if self.tenancy is None else self.tenancy.view
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Who share the directory and live, this one included; none where it is this host's alone."""
+        if self.tenancy is None:
+            return frozenset()
+        return living(self._node, self.others, self.tenancy.takeover_seconds)
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between heartbeats."""
+        return BEAT_SECONDS if self.tenancy is None else self.tenancy.beat_seconds(BEAT_SECONDS)
 
     @property
     def _is_in_doubt(self) -> bool:
         """Shards lack, and nobody but us is known."""
         is_lacking = any(v.missing for v in self._state.verdicts.values()) or bool(self._without_model())
-        return is_lacking and not self.is_spread
+        return is_lacking and not self.is_spread and self.tenancy is None
 
     @property
     def others(self) -> tuple[SeenNode, ...]:
@@ -131,8 +165,8 @@ class Nodes:
         return newest is not None and len(newest.manifests) > 1
 
     def spread(self, tag: str) -> Spread | None:
-        """For the verdict on one folder; None: all of it should lie here."""
-        if not self.is_spread:
+        """For the verdict on one folder; None: all of it should lie here, as where hosts share it."""
+        if not self.is_spread or self.tenancy is not None:
             return None
         parts = [row for row in self._state.rows.values() if row.save.is_part]
         newest = max(parts, key=lambda row: row.save.order, default=None)

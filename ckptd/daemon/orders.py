@@ -171,6 +171,7 @@ def ship_order(
     objects: Sequence[ObjectRow],
     save_spread_seconds: float,
     steps_in: bool,
+    takeover_seconds: float | None = None,
 ) -> m.ShipOrder:
     """The whole order; `objects` is what the journal knows of an earlier attempt."""
     save = row.save
@@ -214,6 +215,7 @@ def ship_order(
         ),
         save_spread_seconds=save_spread_seconds,
         steps_in=steps_in,
+        takeover_seconds=takeover_seconds,
     )
 
 

@@ -28,7 +28,8 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
 
     A prune whose intent is journalled rested on confirmed COMMITs; the folder in the trash holds the sealed
-    files by identity, so finishing removes exactly those (docs/design.md §5 *Permit*).
+    files by identity, so finishing removes exactly those (docs/design.md §5 *Permit*). What else lies below
+    `_ckptd` in a directory that is shared may be another host's work under way (adr/0110).
     """
     names = set(fs.trash_names(save_dir_fd))
     for deletion in state.journal.open_deletions():
@@ -48,6 +49,14 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             state.journal.end_deletion(deletion.id, done=gone)
             if gone:
                 state.journal.end_save(deletion.save_id, "pruned")
+    _take_up_again(state)
+    if not state.is_shared:
+        _tidy(state, save_dir_fd, audit, names)
+        take_up_holds(state, save_dir_fd)
+    state.load()
+
+
+def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:
     fs.empty_our_trash(save_dir_fd)
     for name in names:
         if not name.startswith(("ours.", TEMPORARY_PREFIX)):
@@ -57,10 +66,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                     "trash", tag=tag, generation=0, form="zero", reason="moved back: no permit on record"
                 )
                 log.warning("%s was in the trash without a permit on record; moved back", tag)
-    _take_up_again(state)
     _sweep_partials(state, save_dir_fd, audit)
-    take_up_holds(state, save_dir_fd)
-    state.load()
 
 
 def _take_up_again(state: JobState) -> None:

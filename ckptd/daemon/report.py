@@ -89,6 +89,20 @@ def job_status(job: Job) -> st.JobStatus:
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
         drain=job.control.drain_status(job, job.state),
+        shared=_shared(job),
+    )
+
+
+def _shared(job: Job) -> st.SharedStatus | None:
+    tenancy = job.nodes.tenancy
+    if tenancy is None:
+        return None
+    lease = tenancy.lease
+    return st.SharedStatus(
+        hosts=tuple(sorted(job.nodes.hosts)),
+        holds_lease=tenancy.holds(),
+        holder=lease.node if lease is not None else None,
+        epoch=lease.epoch if lease is not None else 0,
     )
 
 

@@ -17,7 +17,14 @@ from ckptd.core.manifest import commit_key
 from ckptd.core.manifest_names import node_in
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.processes import error_of
-from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
+from ckptd.errors import (
+    CommitConflict,
+    DamagedError,
+    NotFoundError,
+    NotPermitted,
+    RefusedError,
+    SourceChanged,
+)
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import Retire
     from ckptd.core.ladder import Fate
+    from ckptd.core.manifest import Headstone
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.errors import CkptdError
@@ -33,8 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.retire")
 
-_NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError)
-"""The remote works; what was asked of it cannot be done as things are."""
+_NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError, NotPermitted)
+"""The remote works and takes uploads; what was asked of it cannot be done as things are."""
 
 
 def patience_seconds(seen: m.Observation, node: str) -> float:
@@ -88,71 +96,90 @@ class Retiring:
             reason=action.reason,
             commit_sha256=commit.sha256,
             instead=None if instead is None else (instead.form, instead.sha256),
+            counted=action.counted,
         )
         link.ship_order = link.order(order, partial(self._retired, action))
         log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
 
     def _retired(self, action: Retire, answer: m.Answer) -> None:
         link, commit, state = self._links[action.remote], action.commit, self._state
-        about = f"{commit.tag} ({commit.form}) of {action.remote}"
+        about = _about(link, commit.tag, commit.form)
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, commit.sha256, error_of(answer))
             return
-        state.problems.clear("retire-blocked", about)
         link.forget_commit(commit.key)
         for save_id, records in list(state.ships.items()):
             for record in list(records.values()):
                 if record.remote == action.remote and record.commit_sha256 == commit.sha256:
                     state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
         link.tag_views.pop(commit.tag, None)
+        self._gone(link, about)
+
+    def _gone(self, link: RemoteLink, about: str) -> None:
+        self._state.problems.clear("retire-blocked", about)
         link.observe()
         self._wake()
 
     def _not_retired(self, link: RemoteLink, about: str, sha256: str, error: CkptdError) -> None:
-        if not isinstance(error, _NOT_ITS_FAULT):
+        if isinstance(error, _NOT_ITS_FAULT):
+            log.warning("%s stays: %s", about, error)
+            self._state.retire_refused_at[sha256] = time.monotonic()
+            self._state.problems.put("retire-blocked", about, f"{about} stays: {error.message}", error.hint)
+        elif not isinstance(error, SourceChanged):
             link.move_failed(error)
-            return
-        log.warning("%s stays: %s", about, error)
-        self._state.retire_refused_at[sha256] = time.monotonic()
-        self._state.problems.put("retire-blocked", about, f"{about} stays: {error.message}", error.hint)
+        # else: it made way, and goes on when its turn comes again
         link.observe()
         self._wake()
 
-    def finish(self, *, is_first_scan: bool) -> None:
-        """Removals that a crash cut short: the tombstone is there, the rest goes now (P7)."""
-        for link in () if is_first_scan else self._links.values():
+    def finish(self, *, rests: bool) -> None:
+        """Removals that a crash cut short: the tombstone is there, the rest goes now (P7).
+
+        Called when the turn's uploads have their remotes: what sends comes before what removes.
+        """
+        for link in () if rests else self._links.values():
             seen = link.observation
-            if seen is None or not link.may_move or not seen.retiring:
+            if seen is None or not link.may_move:
                 continue
-            tag, generation, form = seen.retiring[0]
-            where, now = (link.name, seen.retiring[0]), time.monotonic()
-            since = self._state.retiring_since_seconds.setdefault(where, now)
-            if now - since < patience_seconds(seen, link.settings.node):
-                continue
-            stone = next(
-                (t for t in seen.retired if (t.tag, t.generation, t.form) == (tag, generation, form)), None
-            )
-            if stone is None:
-                continue
-            self._audit.write(
-                "retire",
-                tag=tag,
-                generation=generation,
-                form=form,
-                reason=f"what was cut short is finished: {stone.reason}",
-                commits=[(commit_key(tag, generation, form), stone.commit_sha256)],
-            )
-            order = m.Retire(
-                tag=tag,
-                generation=generation,
-                form=form,
-                reason=stone.reason,
-                commit_sha256=stone.commit_sha256,
-            )
-            link.ship_order = link.order(order, partial(self._finished, link))
+            stone = next((t for t in seen.retired if self._is_to_finish(link, seen, t)), None)
+            if stone is not None:
+                self._finish(link, stone)
 
-    def _finished(self, link: RemoteLink, answer: m.Answer) -> None:
+    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: Headstone) -> bool:
+        stem = (stone.tag, stone.generation, stone.form)
+        if stem not in seen.retiring:
+            return False
+        if stone.commit_sha256 in self._state.refused_lately():
+            return False
+        now = time.monotonic()
+        since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
+        return now - since >= patience_seconds(seen, link.settings.node)
+
+    def _finish(self, link: RemoteLink, stone: Headstone) -> None:
+        tag, generation, form = stone.tag, stone.generation, stone.form
+        self._audit.write(
+            "retire",
+            tag=tag,
+            generation=generation,
+            form=form,
+            reason=f"what was cut short is finished: {stone.reason}",
+            commits=[(commit_key(tag, generation, form), stone.commit_sha256)],
+        )
+        order = m.Retire(
+            tag=tag,
+            generation=generation,
+            form=form,
+            reason=stone.reason,
+            commit_sha256=stone.commit_sha256,
+        )
+        link.ship_order = link.order(order, partial(self._finished, link, stone))
+
+    def _finished(self, link: RemoteLink, stone: Headstone, answer: m.Answer) -> None:
+        about = _about(link, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
-            link.move_failed(error_of(answer))
-        link.observe()
-        self._wake()
+            self._not_retired(link, about, stone.commit_sha256, error_of(answer))
+        else:
+            self._gone(link, about)
+
+
+def _about(link: RemoteLink, tag: str, form: str) -> str:
+    return f"{tag} ({form}) of {link.name}"

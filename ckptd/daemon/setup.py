@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.listing import OURS
+from ckptd.daemon.tenancy import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
 from ckptd.local import rights
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir
+from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
@@ -101,18 +103,41 @@ def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
     return attached
 
 
+def open_job(config: JobConfig, state_dir: Path) -> tuple[int, int] | None:
+    """Descriptors of save_dir and of what is locked: it, or of a shared one this host's state directory.
+
+    None: there is no such directory yet.
+
+    Raises:
+        LockHeld: another daemon owns it (75). ConfigError: the state of a shared one lies in there.
+    """
+    if not config.shared_fs:
+        fd = open_locked(str(config.save_dir))
+        return None if fd is None else (fd, fd)
+    lock = own_state(state_dir, config.save_dir)
+    fd = _open(str(config.save_dir))
+    if fd is None:
+        os.close(lock)
+        return None
+    try:
+        # beside other hosts' daemons; a command that wants save_dir alone finds that one runs
+        lock_if_possible(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        let_go(fd, lock)
+        msg = f"a daemon without shared_fs, or a command, owns {config.save_dir}"
+        raise LockHeld(msg) from error
+    return fd, lock
+
+
 def open_locked(save_dir: str) -> int | None:
     """A descriptor of save_dir that holds its lock; None: there is no such directory yet.
 
     Raises:
         LockHeld: another daemon owns it (75).
     """
-    try:
-        fd = os.open(save_dir, files.DIR_FLAGS)
-    except FileNotFoundError:
+    fd = _open(save_dir)
+    if fd is None:
         return None
-    except OSError as error:
-        raise from_os_error(error, f"opening {save_dir}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -120,6 +145,22 @@ def open_locked(save_dir: str) -> int | None:
         msg = f"another daemon owns {save_dir}"
         raise LockHeld(msg) from error
     return fd
+
+
+def let_go(fd: int, lock: int) -> None:
+    """Workers may hold duplicates for a moment longer; the lock must not outlive the job with them."""
+    for one in {fd, lock}:
+        lock_if_possible(one, fcntl.LOCK_UN)
+        os.close(one)
+
+
+def _open(save_dir: str) -> int | None:
+    try:
+        return os.open(save_dir, files.DIR_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, f"opening {save_dir}") from error
 
 
 def check_device(job: Job, state: JobState, save_dir_fd: int) -> None:

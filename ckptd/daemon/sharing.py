@@ -37,7 +37,7 @@ class Sharer:
 def learn(state: JobState, link: RemoteLink, tags_at_start: frozenset[str]) -> None:
     """What a remote tells of saves here: their orders, and whether another host ships them too."""
     adopt_orders(state, link.name, ZERO, link.observation)
-    if state.sharer is not None:
+    if state.sharer is not None or state.is_shared:
         return
     for row in state.rows.values():
         view = link.tag_views.get(row.save.tag)

@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.late import Supplementing
@@ -58,6 +59,8 @@ class Shipping:
         self._state = state
         self._links = links
         self._wake = wake
+        beat = beat_seconds(config.shared_takeover_seconds, STEP_IN_SECONDS)
+        self._step_in_seconds = beat if config.shared_fs else STEP_IN_SECONDS
         self.retiring = Retiring(config, state, links, audit, wake)
         self.late = Supplementing(config, config_digest, state, links, wake)
 
@@ -97,6 +100,7 @@ class Shipping:
             objects=state.journal.objects(*key),
             save_spread_seconds=self._config.save_spread_seconds,
             steps_in=old.state is ShipState.WAITING,
+            takeover_seconds=self._config.shared_takeover_seconds if self._config.shared_fs else None,
         )
         total = sum(f.bytes for f in files)
         state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
@@ -226,6 +230,7 @@ class Shipping:
                     "generation": answer.commit.commit.generation,
                     "commit_key": answer.commit.key,
                     "commit_sha256": answer.commit.sha256,
+                    "unlisted": answer.unlisted,
                     "tries": 0,
                     "reason": None,
                     "bytes_sent": answer.bytes_sent,
@@ -237,7 +242,7 @@ class Shipping:
                 update={
                     "state": ShipState.WAITING,
                     "reason": answer.reason,
-                    "retry_at_seconds": time.monotonic() + STEP_IN_SECONDS,
+                    "retry_at_seconds": time.monotonic() + self._step_in_seconds,
                 }
             )
             waiting = Waiting(

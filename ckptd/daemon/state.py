@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
-TIDY_SECONDS = 3600.0
+HOUR_SECONDS = 3600.0
+
 FAILURE_SECONDS = 120.0
 """How long status says that something failed here; what is tried in vain again is said anew."""
 
@@ -85,6 +86,8 @@ class JobState:
     journal: Journal
     config_digest: str = ""
     """Of what all nodes of the job must agree on."""
+    is_shared: bool = False
+    """save_dir is shared by hosts on purpose (adr/0110)."""
     sharer: Sharer | None = None
     """Another host over the same directory."""
     due_since_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -176,7 +179,7 @@ class JobState:
 
     def tidy(self, now_seconds: float) -> None:
         """Now and then, let go of what ended long ago: memory and the journal follow what is here (P12)."""
-        is_due = self.tidied_at_seconds is None or now_seconds - self.tidied_at_seconds > TIDY_SECONDS
+        is_due = self.tidied_at_seconds is None or now_seconds - self.tidied_at_seconds > HOUR_SECONDS
         if not is_due or self.listing is None:
             return
         self.tidied_at_seconds = now_seconds
@@ -214,6 +217,11 @@ class JobState:
             "generation": max((r.generation or 0 for r in zero), default=0),
             "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
         }
+
+    def refused_lately(self) -> frozenset[str]:
+        """Digests of COMMITs that a remote would not let go within the last hour."""
+        now = time.monotonic()
+        return frozenset(sha for sha, at in self.retire_refused_at.items() if now - at < HOUR_SECONDS)
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
         """Journal and remember."""

@@ -21,6 +21,7 @@ from ckptd.core.view import (
     ShipState,
 )
 from ckptd.daemon.retiring import since_when
+from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.files import free_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ckptd.core.listing import FolderListing, ListedFile
     from ckptd.core.retention import RetentionPolicy
     from ckptd.core.save import SealedFile
+    from ckptd.core.view import Tenure
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
 NEXT_SAVE_FACTOR = 1.1
 _NEW = ShipRecord(remote="", form=ZERO)
-HOUR_SECONDS = 3600.0
 _MOST_PLANNED = 10_000
 _PLANNED: dict[str, RemoteCommit] = {}
 
@@ -71,6 +72,7 @@ def build_view(
     may_delete: bool,
     is_paused: bool = False,
     drain: Drain | None = None,
+    tenure: Tenure | None = None,
 ) -> JobView:
     """The view of this turn."""
     assert state.listing is not None
@@ -98,13 +100,14 @@ def build_view(
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
         drain=drain,
+        tenure=tenure,
         may_delete=may_delete,
         deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
         pinned_tags=pins,
         config_digest=state.config_digest,
         node=next((link.settings.node for link in links.values()), ""),
         due_since_seconds=_since_when(state),
-        not_to_retire=_refused_lately(state),
+        not_to_retire=state.refused_lately(),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
@@ -144,11 +147,6 @@ def _left(state: JobState, done: deque[float], limit: int | None) -> int:
         while times and now - times[0] > HOUR_SECONDS:
             times.popleft()
     return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(done)
-
-
-def _refused_lately(state: JobState) -> frozenset[str]:
-    now = time.monotonic()
-    return frozenset(sha for sha, at in state.retire_refused_at.items() if now - at < HOUR_SECONDS)
 
 
 def _largest_limit(config: JobConfig) -> int:

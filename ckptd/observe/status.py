@@ -187,6 +187,18 @@ class DrainStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStatus:
+    """A save_dir that hosts share: who divide the work, and who deletes and converts (docs/adr/0110)."""
+
+    hosts: tuple[str, ...]
+    """Heard of lately, this one included: files go by the hash of their names."""
+    holds_lease: bool
+    holder: str | None = None
+    """Of the lease, as last read; None: not read yet."""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """One job."""
 
@@ -209,6 +221,8 @@ class JobStatus:
     remotes: tuple[RemoteStatus, ...] = ()
     paused: PauseStatus | None = None
     drain: DrainStatus | None = None
+    shared: SharedStatus | None = None
+    """None: save_dir is this node's alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,10 @@ from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote, url_path
 from ckptd.convert.supervise import probe_restrictions
-from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
+from ckptd.errors import CkptdError, ConfigError, RefusedError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
+from ckptd.place import lies_in_save_dir
 from ckptd.recover.abilities import abilities_rows, settings_rows
 from ckptd.recover.owner import owner_of
 from ckptd.remote.access import access_of
@@ -51,10 +52,22 @@ def check_job(
     """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes)
     yield _state(job, daemon, environ, jobs_in_daemon)
+    if job.shared_fs:
+        yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     for remote in job.remotes:
         yield from _remote(job, remote, owner, writes=writes, init_remote=init_remote)
     yield _children()
+
+
+def _shared(job: JobConfig, state_dir: Path | None) -> Finding:
+    if state_dir is not None and lies_in_save_dir(state_dir, job.save_dir):
+        hint = "set state_dir in ckptd.toml to a directory on this host's own disk"
+        return failed("shared", ConfigError(f"state_dir {state_dir} lies in the shared save_dir", hint=hint))
+    meets = next(shown_remote(r.name, r.url) for r in job.remotes if r.required)
+    text = f"files are divided by name among the hosts; the lease in {meets} says who deletes and converts; "
+    text += f"a host silent for {job.shared_takeover_seconds:.0f} s is replaced (`ckptd status` names them)"
+    return Finding(what="shared", verdict="ok", text=text)
 
 
 def _state_dir(
@@ -118,6 +131,8 @@ def _remote(
     notes = "".join(f"; {note}" for note in can.notes)
     text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth.shown(time.time())}{notes}"
     hint = "" if can.create_only else "only one node may write there (P10)"
+    if job.shared_fs and not can.create_only:
+        yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
 

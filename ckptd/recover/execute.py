@@ -33,6 +33,7 @@ from ckptd.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
 from ckptd.local.state_dir import filesystem_type
 from ckptd.place import path_of
 from ckptd.recover.choose import ZERO
+from ckptd.recover.copying import copy_beside
 from ckptd.recover.fetch import Fetcher, read_whole
 from ckptd.recover.ranged import convert_copy
 from ckptd.recover.steps import (
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 _OTHER_CONVERSION_SECONDS = 3600.0
 _CLONING = ("xfs", "btrfs", "bcachefs")
 _FETCHED = "resume."
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Execution:
@@ -308,23 +308,7 @@ class Execution:
 
     def _copy_beside(self, step: CopyBeside) -> None:
         """May be cut short: without the universal form, which comes after it, nothing loads this folder."""
-        mode = os.fstat(self._fd).st_mode & 0o777
-        with contextlib.ExitStack() as closing:
-            source = files.open_dir_beneath(self._fd, step.tag)
-            closing.callback(os.close, source)
-            target = ensure_ours(self._fd, step.target)
-            closing.callback(os.close, target)
-            for path in step.paths:
-                head, _, base = path.rpartition("/")
-                parent = files.open_dir_beneath(target, head, create_mode=mode) if head else os.dup(target)
-                closing.callback(os.close, parent)
-                with files.reading(source, path) as fd:
-                    status = os.fstat(fd)
-                    out = os.open(base, _NEW_FILE, status.st_mode & 0o777, dir_fd=parent)
-                    closing.callback(os.close, out)
-                    files.copy_range(fd, 0, out, 0, status.st_size)
-                    os.fsync(out)
-            files.fsync_dir(target)
+        copy_beside(self._fd, step.tag, step.target, step.paths)
 
     def _restore(self, step: RestoreExtras) -> None:
         for file in step.files:

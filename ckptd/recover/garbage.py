@@ -192,7 +192,7 @@ class Collector:
                     if not self._dry_run:
                         sight.store.discard(key, token)
                 if left and not self._dry_run:
-                    journal.forget_leftovers(sight.name)
+                    journal.forget_leftovers(sight.name, left)
         finally:
             journal.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 from typing import TYPE_CHECKING
@@ -12,22 +11,10 @@ from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.errors import NothingCommitted
 from ckptd.local.fs import STAGING, ensure_ours, remove_empty
+from ckptd.place import lock as lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def lock(fd: int, how: int) -> None:
-    """flock; a file system that has none for directories (NFS: EBADF) goes without.
-
-    Raises:
-        BlockingIOError: with LOCK_NB, somebody else holds it.
-    """
-    try:
-        fcntl.flock(fd, how)
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
 
 
 @contextlib.contextmanager

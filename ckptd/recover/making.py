@@ -28,7 +28,7 @@ from ckptd.core.view import UNIVERSAL
 from ckptd.errors import BehindError, RefusedError, SourceChanged, UsageError
 from ckptd.recover.ranged_upload import PartsSource
 from ckptd.remote.messages import Planned, ShipFile
-from ckptd.remote.origin import CannotBeMade, changed, sealed
+from ckptd.remote.origin import CannotBeMade, changed
 from ckptd.remote.source import MemorySource
 
 if TYPE_CHECKING:
@@ -42,23 +42,20 @@ if TYPE_CHECKING:
 
 ALONE_BYTES = 72 << 20
 LANE_BYTES = 8 << 20
-MOST_LANES = 8
+MOST_LANES = 4
 """What the process takes with nothing on its way, and each lane besides, as measured (docs/adr/0093)."""
 
 
 @contextmanager
 def opened(order: ShipOrder, root: int, control: Control) -> Iterator[Origin]:
-    """The origin of an order: sealed files as everywhere, else a form that is planned now and made on demand.
+    """The origin of an order that makes a form: planned now, made on demand.
 
     Raises:
         CannotBeMade: the save has no such form. SourceChanged: it is not the sealed one, or the order was
             cancelled. DamagedError, TornArchiveError: its metadata cannot be read.
     """
     making = order.making
-    if making is None:
-        with sealed(order, root, control) as origin:
-            yield origin
-        return
+    assert making is not None
     with tempfile.TemporaryFile(dir=making.staging) as plan:
         folder, where = _plan(order, making, root, plan, control)
         outputs = Outputs(plan)

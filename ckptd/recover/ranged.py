@@ -42,7 +42,7 @@ from ckptd.recover.ranged_source import (
 )
 from ckptd.recover.ranged_upload import target_exists
 from ckptd.remote.access import Access, access_of
-from ckptd.remote.client import clean_environment
+from ckptd.remote.environment import clean_environment
 from ckptd.remote.open import open_store
 
 if TYPE_CHECKING:
@@ -156,11 +156,15 @@ class Ranged:
         except (errors.CkptdError, OSError):
             remove_workplace(work, name)
             raise
+        self._published_here(parent, name, work)
+        return report
+
+    def _published_here(self, parent: str, name: str, work: str) -> None:
+        """The pointer first: while the partial folder is there, a next attempt finishes a killed one."""
         if self._options.write_latest and self._options.form == "universal":
             with files.opened_dir(parent) as fd:
                 files.write_atomic(fd, POINTER, os.fsencode(name))
         remove_workplace(work, name)
-        return report
 
     def _to_remote(self, started: float) -> ConvertReport:
         """Uploads; here lies the plan alone, in a folder that goes when this ends."""

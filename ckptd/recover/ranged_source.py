@@ -41,7 +41,10 @@ _POINTER_LIMIT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """One source: `path` in the mirror, `key` below the store's root; `crc64` hex where a manifest has it."""
+    """One source: `path` in the mirror, `key` below the store's root; `crc64` hex where a manifest has it.
+
+    `local`: where it lay below the save_dir of the node that shipped it, where a manifest says that.
+    """
 
     path: str
     key: str
@@ -49,6 +52,7 @@ class RemoteFile:
     mtime_ns: int = 0
     crc64: str | None = None
     mode: int | None = None
+    local: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
 def of_copy(copy: Copy) -> RemoteSource:
     """A committed copy whose shards lie directly in its folder."""
     name, remote = Path(copy.view.commit.tag).name, copy.remote
-    found = [_of_manifest(file, f"{name}/{file.path}") for file in copy.files]
+    found = [_of_manifest(file, f"{name}/{file.path}", copy.view.commit.tag) for file in copy.files]
     return _source(remote.url, remote.access, remote.store, name, found)
 
 
@@ -136,8 +140,9 @@ def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
         prefix = f"{roots[0]}/" if roots else ""
     name = prefix.rstrip("/").rpartition("/")[2] or top
     above = [f for f in objects if f.path.startswith(f"{EXTRA_FOLDER}/")] if not prefix else inside
-    found = [_of_manifest(f, f"{name}/{f.path[len(prefix) :]}") for f in inside if f.path.startswith(prefix)]
-    found += [_of_manifest(f, Path(f.path).name) for f in _beside(above, prefix)]
+    tag, cut = view.commit.tag, len(prefix)
+    found = [_of_manifest(f, f"{name}/{f.path[cut:]}", tag) for f in inside if f.path.startswith(prefix)]
+    found += [_of_manifest(f, Path(f.path).name, tag) for f in _beside(above, prefix)]
     return _source(sight.url, access, sight.store, name, found)
 
 
@@ -147,9 +152,14 @@ def _beside(above: Iterable[ManifestFile], prefix: str) -> list[ManifestFile]:
     return [f for f in above if not prefix or f.path.rpartition("/")[0] == head]
 
 
-def _of_manifest(file: ManifestFile, path: str) -> RemoteFile:
+def _of_manifest(file: ManifestFile, path: str, tag: str) -> RemoteFile:
     return RemoteFile(
-        path=path, key=file.key, bytes=file.bytes, crc64=file.checksums.crc64nvme, mode=file.mode & 0o777
+        path=path,
+        key=file.key,
+        bytes=file.bytes,
+        crc64=file.checksums.crc64nvme,
+        mode=file.mode & 0o777,
+        local="" if file.path.startswith(f"{EXTRA_FOLDER}/") else f"{tag}/{file.path}",
     )
 
 

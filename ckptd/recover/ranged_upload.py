@@ -310,7 +310,7 @@ class Uploader:
                 target.store.delete(key)
                 raise
 
-        briefly(VerifyError, RemoteUnreachable, TargetExists)(send)
+        briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
 
     def _is_whole(self, path: str, output: OutputFile) -> bool:
         """What a killed attempt left is compared instead of sent."""

@@ -7,27 +7,49 @@ same call works. Everything that lasts longer is the daemon's to try again, with
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any, cast
-
-from tenacity import Retrying, retry_if_exception, retry_if_exception_type, stop_after_attempt
-from tenacity.wait import wait_random_exponential
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tenacity import Retrying
+
     from ckptd.remote.store import Store
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _TRIES = 3
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
 _PASSING = {errno.ESTALE, errno.EAGAIN}
 _VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard", "free_bytes")
 """Each may be done twice; an upload goes on at the next attempt, a listing is asked for again as a whole."""
 
 
-def briefly(*kinds: type[BaseException]) -> Retrying:
-    """At most three tries within seconds, full jitter: on these errors, or on what passes by itself."""
+def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
+    """`action` in at most three tries, full jitter after the second: on these errors, or what passes."""
+
+    def is_worth_it(error: BaseException) -> bool:
+        return isinstance(error, kinds) if kinds else _is_passing(error)
+
+    def tried(*arguments: P.args, **more: P.kwargs) -> T:
+        try:
+            return action(*arguments, **more)
+        except Exception as error:
+            if not is_worth_it(error):
+                raise
+        return _retrying(is_worth_it)(action, *arguments, **more)
+
+    return tried
+
+
+def _retrying(is_worth_it: Callable[[BaseException], bool]) -> Retrying:
+    """What follows a first try that failed; only then is tenacity loaded: asyncio takes 4 MiB (P12)."""
+    from tenacity import Retrying, retry_if_exception, stop_after_attempt
+    from tenacity.wait import wait_random_exponential
+
+    wait = wait_random_exponential(multiplier=_FIRST_SECONDS, max=_LONGEST_SECONDS)
     return Retrying(
-        stop=stop_after_attempt(_TRIES),
-        wait=wait_random_exponential(multiplier=0.1, max=2),
-        retry=retry_if_exception_type(kinds) if kinds else retry_if_exception(_is_passing),
-        reraise=True,
+        stop=stop_after_attempt(_TRIES - 1), wait=wait, retry=retry_if_exception(is_worth_it), reraise=True
     )
 
 
@@ -55,7 +77,7 @@ class _TriedAgain:
             return found
 
         def verb(*arguments: Any, **more: Any) -> Any:
-            return briefly()(found, *arguments, **more)
+            return briefly(found)(*arguments, **more)
 
         return verb
 
@@ -68,4 +90,4 @@ class _TriedAgain:
             asked += 1
             return inner.put_if_absent(key, data) or (asked > 1 and inner.get(key) == data)
 
-        return briefly()(create)
+        return briefly(create)()

@@ -6,6 +6,7 @@ from typing import Literal
 
 from ckptd.core.heartbeat import Heartbeat, SeenNode
 from ckptd.core.identity import Model
+from ckptd.core.shared import LeaseSeen
 
 
 class Beat(Model):
@@ -17,6 +18,8 @@ class Beat(Model):
     """Whose is not told."""
     reads_all: bool = False
     """Read every heartbeat afresh; else those that are not known, or were read long ago."""
+    takeover_seconds: float | None = None
+    """Of a shared directory: say who holds the lease; take it over after so long a silence (adr/0110)."""
 
 
 class Beats(Model):
@@ -24,3 +27,4 @@ class Beats(Model):
 
     kind: Literal["beats"] = "beats"
     nodes: tuple[SeenNode, ...] = ()
+    lease: LeaseSeen | None = None

@@ -1,13 +1,15 @@
-"""A remote's own process, `python -m ckptd.remote.child [WINDOW_BYTES]`: an order a line in, answers out.
+"""A remote's own process, `python -m ckptd.remote.child [WINDOW_BYTES [MODULE]]`: orders in, answers out.
 
 It exists because a call on a dead hard mount cannot be interrupted: then this process hangs and the daemon
 does not. It ends with its parent, at end of input or by SIGTERM; being killed at any instant loses nothing.
+MODULE makes forms while they are sent (adr/0113): it is another part's, and loaded when it is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import queue
@@ -15,10 +17,12 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from ckptd.errors import UsageError
 from ckptd.remote.messages import (
     ANSWER_LINE,
     LONG_ORDERS,
@@ -34,10 +38,12 @@ from ckptd.remote.origin import sealed
 from ckptd.remote.service import Service
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from types import FrameType
 
-    from ckptd.remote.messages import Answer, OrderLine
-    from ckptd.remote.origin import OpenOrigin
+    from ckptd.remote.messages import Answer, OrderLine, ShipOrder
+    from ckptd.remote.origin import OpenOrigin, Origin
+    from ckptd.remote.transfer import Control
 
 _PR_SET_PDEATHSIG = 1
 _EX_SOFTWARE = 70
@@ -66,13 +72,14 @@ class _Output:
                 os._exit(0)
 
 
-def main(open_origin: OpenOrigin = sealed) -> None:
-    """Serve until the input ends; `open_origin`: where orders to ship get their bytes from."""
+def main() -> None:
+    """Serve until the input ends."""
     _end_with_parent()
     threading.excepthook = _end_by_bug
     output = _Output()
     window_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES
-    service = Service(output.emit, window_bytes=window_bytes, open_origin=open_origin)
+    making = sys.argv[2] if len(sys.argv) > 2 else None
+    service = Service(output.emit, window_bytes=window_bytes, open_origin=partial(_opened, making))
     long_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
     short_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
     for name, orders in (("long", long_orders), ("short", short_orders)):
@@ -91,6 +98,19 @@ def main(open_origin: OpenOrigin = sealed) -> None:
             short_orders.put(line)
     # nothing to clean up: what is half done is resumed or sent again (P7)
     os._exit(0)
+
+
+def _opened(
+    making: str | None, order: ShipOrder, root: int, control: Control
+) -> AbstractContextManager[Origin]:
+    """Where an order's bytes come from: files that lie here, or a form that `making` makes."""
+    if order.making is None:
+        return sealed(order, root, control)
+    if making is None:
+        msg = "this child makes no forms"
+        raise UsageError(msg, hint="it is a bug: please report it")
+    opened: OpenOrigin = importlib.import_module(making).opened
+    return opened(order, root, control)
 
 
 def _work(service: Service, orders: queue.SimpleQueue[OrderLine]) -> None:

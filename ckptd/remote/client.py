@@ -8,21 +8,18 @@ with `Failed`.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import subprocess
 import sys
 import threading
 import time
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ValidationError
 
-import ckptd
-from ckptd.config_schemes import scheme_of
 from ckptd.config_values import shown_remote
+from ckptd.remote.environment import clean_environment
 from ckptd.remote.messages import (
     ANSWER_LINE,
     EVENTS,
@@ -35,30 +32,19 @@ from ckptd.remote.messages import (
     Failed,
     OrderLine,
     Pace,
+    ShipOrder,
     in_short,
     known,
 )
-from ckptd.remote.open import WINDOW_BYTES, directory_path, is_s3
+from ckptd.remote.open import WINDOW_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from ckptd.remote.messages import Answer, Order, RemoteSettings
 
 CHILD = "ckptd.remote.child"
 _ATTACH_ID = 0
-_PASSED_ON = ("PATH", "LANG")
-FOR_SERVERS = (
-    "HOME",
-    "CREDENTIALS_DIRECTORY",
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-)
-_ADDED = {
-    "PYDANTIC_DISABLE_PLUGINS": "__all__",
-    "MALLOC_ARENA_MAX": "1",
-}
-"""No third-party code at start; one heap: both spare memory (P12)."""
 
 
 class _Child(NamedTuple):
@@ -100,6 +86,10 @@ def _is_long(order: Order) -> bool:
     return isinstance(order, LONG_ORDERS)
 
 
+def _is_making(order: Order) -> bool:
+    return isinstance(order, ShipOrder) and order.making is not None
+
+
 class RemoteClient:
     """Orders to one remote. `on_answer(order id, answer)` is called from a thread of this object.
 
@@ -113,19 +103,16 @@ class RemoteClient:
         on_answer: Callable[[int, Answer], None],
         *,
         window_bytes: int = WINDOW_BYTES,
-        module: str = CHILD,
-        ids: Iterator[int] | None = None,
-        ended_as: str = "RemoteUnreachable",
+        making: str | None = None,
     ) -> None:
-        """`module`: what the child runs; `ids`: where order ids come from, if several clients share them;
-        `ended_as`: the error that its orders end with when it dies."""
+        """`making`: the module whose `opened` makes forms while they are sent; None: only files are sent."""
         self._settings = settings
         self._window_bytes = window_bytes
         self._on_answer = on_answer
         self._lock = threading.RLock()
         self._child: _Child | None = None
-        self._module, self._ended_as = module, ended_as
-        self._ids = ids if ids is not None else count(_ATTACH_ID + 1)
+        self._making = making
+        self._ids = count(_ATTACH_ID + 1)
         self._open: dict[int, Order] = {}
         self._pace = Pace(fraction=1.0, bytes_per_second=settings.bytes_per_second)
         self._signs = _Signs()
@@ -213,6 +200,14 @@ class RemoteClient:
                 child.process.kill()
         self._end(ended, reason)
 
+    def end_idle(self) -> bool:
+        """End the child when it has no order; the next one starts another. False: it has."""
+        with self._lock:
+            if self._open:
+                return False
+            self.abandon("it is not needed")
+        return True
+
     def close(self, timeout_seconds: float = 2.0) -> None:
         """End the child; open orders get no answer any more."""
         with self._lock:
@@ -244,7 +239,7 @@ class RemoteClient:
         if self._child is not None and self._child.process.poll() is None:
             return self._child
         process = subprocess.Popen(
-            [sys.executable, "-m", self._module, str(self._window_bytes)],
+            [sys.executable, "-m", CHILD, str(self._window_bytes), *([self._making] if self._making else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=clean_environment(self._settings.url),
@@ -292,8 +287,25 @@ class RemoteClient:
             if self._child is not child:
                 return
             self._child = None
-            ended = list(self._open)
+            ended = self._not_asked_again()
         self._end(ended, f"its process ended ({code})")
+
+    def _not_asked_again(self) -> list[int]:
+        """Orders that end with the child; the lock is held.
+
+        A child that died while it made a form says nothing of the remote: short orders are put again.
+        """
+        if not any(map(_is_making, self._open.values())):
+            return list(self._open)
+        ended = [order_id for order_id, order in self._open.items() if _is_long(order)]
+        asked = [(order_id, order) for order_id, order in self._open.items() if not _is_long(order)]
+        try:
+            for order_id, order in asked:
+                child = self._running(is_attaching=isinstance(order, Attach))
+                child.to_write.put(_line(order_id, order))
+        except OSError:
+            return list(self._open)
+        return ended
 
     def _deliver(self, child: _Child, order_id: int, answer: Answer) -> bool:
         """Pass an answer on; False when this incarnation was abandoned."""
@@ -317,31 +329,15 @@ class RemoteClient:
     def _end(self, order_ids: list[int], reason: str) -> None:
         for order_id in order_ids:
             with self._lock:
-                if self._is_closed or self._open.pop(order_id, None) is None:
+                order = self._open.pop(order_id, None)
+                if self._is_closed or order is None:
                     continue
                 name, url = self._settings.name, self._settings.url
                 shown = shown_remote(name, url)
                 message = f"{shown}{'' if shown == url else f' ({url})'}: {reason}"
             hint = "ckptd tries again by itself; check the mount or the network"
-            self._on_answer(order_id, Failed(error=self._ended_as, message=message, hint=hint))
-
-
-def clean_environment(*urls: str) -> dict[str, str]:
-    """What a child may know: where programs and this package lie; credentials only of its own remotes.
-
-    The usual AWS chain, ssh-agent and the drivers of fsspec read variables and files of the user, so a child
-    gets those of its schemes; nothing secret passes through a message, a log or the journal (P15; adr/0040).
-    """
-    wanted = [name for name in os.environ if name in _PASSED_ON]
-    for url in urls:
-        if directory_path(url) is None:
-            prefixes = ("AWS_",) if is_s3(url) else scheme_of(url).variables
-            wanted += [n for n in os.environ if n.startswith(prefixes) or n in FOR_SERVERS]
-    environment = _ADDED | {name: os.environ[name] for name in wanted}
-    package = str(Path(ckptd.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([package, inherited] if inherited else [package])
-    return environment
+            error = "BehindError" if _is_making(order) else "RemoteUnreachable"
+            self._on_answer(order_id, Failed(error=error, message=message, hint=hint))
 
 
 def _line(order_id: int, order: Order) -> bytes:

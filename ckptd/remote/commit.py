@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core import coverage
 from ckptd.core.coverage import KnownManifest
-from ckptd.core.layouts import Role
 from ckptd.core.manifest import (
     ROOT,
     Dispute,
@@ -35,8 +34,9 @@ from ckptd.remote.look import ManifestCache, Seen, look
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
-from ckptd.remote.outcome import waiting
-from ckptd.remote.replicas import leave_to_owner, tensors, tensors_of
+from ckptd.remote.outcome import as_others_committed, waiting
+from ckptd.remote.replicas import leave_to_owner
+from ckptd.remote.shared import lacking, take_share
 from ckptd.remote.store import settled
 from ckptd.remote.transfer import Transfer
 
@@ -96,7 +96,7 @@ class _Shipping:
         self._ground = ground
         self._store = ground.store
         self._identity = ground.identity
-        self._order = order
+        self._order = self._whole = order
         self._control = control
         self._root = root
         self._where = stem_of(order.manifest)
@@ -112,6 +112,9 @@ class _Shipping:
         if commit is not None:
             return self._beside(commit, seen.read)
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
+        self._order = take_share(self._store, self._order, lambda: self._look(is_all=True).read)
+        if not self._order.files and (rest := lacking(self._whole, self._look(is_all=True).read)):
+            return ShipResult(outcome="waiting", reason=coverage.missing_words(rest, seen.read))
         try:
             with open_origin(self._order, self._root, self._control) as origin:
                 return self._carry(origin, seen)
@@ -153,7 +156,9 @@ class _Shipping:
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
 
-    def _beside(self, commit: CommitView, listed: tuple[KnownManifest, ...]) -> ShipResult:
+    def _beside(
+        self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
+    ) -> ShipResult:
         """The generation is committed: with our manifest, without it, or disputed."""
         settled(self._store, commit.key)
         ours = self._own(listed)
@@ -161,26 +166,16 @@ class _Shipping:
         mine = next((known for known in ours if known.sha256 in refs), None)
         if commit.disputed:
             return ShipResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
-        if mine is None:
-            return self._without_us(commit, self._look(is_all=True).read, refs)
+        if mine is None or self._whole.takeover_seconds is not None:
+            listed = self._look(is_all=True).read
+            found = as_others_committed(self._whole, commit, [k for k in listed if k.sha256 in refs])
+            if mine is None or found.outcome != "committed":
+                return found
+            return self._joined(commit, mine, carried).model_copy(update={"unlisted": found.unlisted})
         if not self._lists_our_files(mine):
             reason = f"{commit.key} is committed with another save of this node"
             return ShipResult(outcome="conflict", reason=reason, commit=commit)
         return self._joined(commit, mine, None)
-
-    def _without_us(
-        self, commit: CommitView, listed: tuple[KnownManifest, ...], refs: set[str]
-    ) -> ShipResult:
-        """Committed by others: our files are listed all the same (replicas), or are not needed for it."""
-        held = tensors_of(known for known in listed if known.sha256 in refs)
-        absent = [f for f in self._order.files if tensors(f) not in held]
-        words = f"committed by other nodes without {', '.join(f.path for f in absent[:3])}"
-        is_conflict = any(file.role not in (Role.SIDE, Role.EXTRA) for file in absent)
-        return ShipResult(
-            outcome="conflict" if is_conflict else "committed",
-            reason=words if absent else None,
-            commit=commit,
-        )
 
     def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> ShipResult:
         """Our manifest is in the COMMIT: dispute it if files were written again while other nodes joined."""
@@ -274,7 +269,7 @@ class _Shipping:
             reason = f"another manifest of {ours.manifest.node} came between"
         if reason is not None:
             return ShipResult(outcome="conflict", reason=reason)
-        missing = coverage.missing(members, self._where[2])
+        missing = coverage.missing(members, self._where[2]) or lacking(self._whole, members)
         existing = read_commit(self._store, self._where)
         waits = (
             (coverage.missing_words(missing, members), "")
@@ -289,9 +284,10 @@ class _Shipping:
         return self._ended(existing or self._create(members), ours, carried)
 
     def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> ShipResult:
-        if any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests) and not commit.disputed:
+        is_ours = any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests)
+        if is_ours and not commit.disputed and self._whole.takeover_seconds is None:
             return self._joined(commit, ours, carried)
-        return self._beside(commit, self._look(ours).read)
+        return self._beside(commit, self._look(ours).read, carried)
 
     def _members(self, ours: KnownManifest, listed: tuple[KnownManifest, ...]) -> tuple[KnownManifest, ...]:
         """What a COMMIT would rest on; a derived form is whole in one manifest."""

@@ -193,7 +193,7 @@ class DirectoryStore:
         return crc
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
-        """Drop the pages, read the copy, compare; a bad copy is removed before `VerifyError` is raised."""
+        """Drop the pages, read the copy, compare; nothing is changed."""
         with self._folder_of(key, f"verifying {key}") as (folder, name):
             try:
                 fd = files.open_beneath(folder, name)
@@ -212,7 +212,7 @@ class DirectoryStore:
             f"{key}: the copy in {self._path} has {size} bytes and CRC64 {found:016x}, "
             f"sent were {size_bytes} and {crc64:016x}"
         )
-        raise VerifyError(msg, hint="ckptd removes it and sends it again")
+        raise VerifyError(msg, hint="ckptd sends it again")
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
@@ -225,6 +225,7 @@ class DirectoryStore:
                 finally:
                     os.close(folder)
                 prune_empty(root, key)
+                self._flushed.clear()
 
     def delete(self, key: str) -> None:
         """Unlink, then remove the folders that became empty (never those of `_ckptd` itself)."""
@@ -238,6 +239,7 @@ class DirectoryStore:
                 finally:
                     os.close(folder)
                 prune_empty(root, key)
+                self._flushed.clear()
 
     def flush_name(self, key: str) -> None:
         """What was found there has its name for good: whoever made it may have been killed before that."""

@@ -48,6 +48,11 @@ def inline(file: ShipFile) -> tuple[bytes, MemorySource]:
 
 
 def folder_mode(root: int, source: str) -> int:
-    parent = source.rpartition("/")[0]
+    """Permission bits of the folder that `source` lies in."""
+    return mode_of_folder(root, source.rpartition("/")[0])
+
+
+def mode_of_folder(root: int, parent: str) -> int:
+    """The same by the folder's own name; "": the root."""
     status = files.stat_beneath(root, parent) if parent else os.fstat(root)
     return stat.S_IMODE(status.st_mode) if status is not None else 0o700

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _OURS = ".ckptd-"
+_REMEMBERED = 4096
+"""Folders whose names are known to be flushed: more than a universal form has, less than grows with days."""
 GONE = {
     errno.ENOTCONN,
     errno.EHOSTDOWN,
@@ -63,18 +65,21 @@ def make_parents(
 
     `mode` None: as the root itself. A folder's name is flushed before anything is put into it; one that is
     there already may be of a process that was killed before it came to that. `flushed`: folders that the
-    caller has seen to (dev, ino).
+    caller has seen to (dev, ino), until one is removed: the next may get its inode.
     """
     parts = files.check_relative(key)[:-1]
     current = os.dup(root)
     try:
         for part in parts:
             child = _enter(current, part, key)
+            is_new = child is None
             if child is None:
                 child = _make(current, part, mode, gid, key)
             status = os.fstat(child)
-            if (status.st_dev, status.st_ino) not in flushed:
+            if is_new or (status.st_dev, status.st_ino) not in flushed:
                 files.fsync_dir(current)
+                if len(flushed) >= _REMEMBERED:
+                    flushed.clear()
                 flushed.add((status.st_dev, status.st_ino))
             os.close(current)
             current = child

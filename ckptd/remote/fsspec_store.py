@@ -207,7 +207,7 @@ class FilesStore:
         return crc
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
-        """Read the copy in ranges and compare; a bad copy is removed before `VerifyError` is raised."""
+        """Read the copy in ranges and compare; nothing is changed."""
         found = self.stat(key)
         if found is None:
             msg = f"{key} is not in {self._url} after it was sent"
@@ -219,7 +219,7 @@ class FilesStore:
             f"{key}: the copy in {self._url} has {found.bytes} bytes and CRC64 {crc:016x}, "
             f"sent were {size_bytes} and {crc64:016x}"
         )
-        raise VerifyError(msg, hint="ckptd removes it and sends it again")
+        raise VerifyError(msg, hint="ckptd sends it again")
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
@@ -240,7 +240,7 @@ class FilesStore:
             with self._pool.use() as drive, explained(drive, what):
                 return action(drive)
 
-        return briefly(ConnectionLost)(once)
+        return briefly(once, ConnectionLost)()
 
     def _path(self, key: str) -> str:
         files.check_relative(key)

@@ -124,6 +124,8 @@ class ShipOrder(Model):
     """Replicas that nobody listed are sent too: their owner had its time."""
     supplement_to: str | None = None
     """Digest of a COMMIT: the files came after it, and are committed beside it."""
+    takeover_seconds: float | None = None
+    """The folder is shared: send this node's share, and that of who was silent for so long (adr/0110)."""
 
 
 class Confirm(Model):
@@ -145,6 +147,8 @@ class Retire(Model):
     commit_sha256: str
     instead: tuple[str, str] | None = None
     """(form, digest of its COMMIT) of the same save: it must be whole there, or nothing goes (adr/0094)."""
+    counted: tuple[str, ...] = ()
+    """Digests of the COMMITs that stay: is one of them disputed by now, this one may have to stay too."""
 
 
 class Record(Model):
@@ -284,6 +288,8 @@ class ShipResult(Model):
     manifest_sha256: str | None = None
     bytes_sent: int = 0
     bytes_skipped: int = 0
+    unlisted: tuple[str, ...] = ()
+    """committed: files of the folder that the COMMIT does not list."""
     supplements: tuple[SupplementView, ...] = ()
     """Of a supplement: all that list a file of the order."""
 

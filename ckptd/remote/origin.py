@@ -7,12 +7,13 @@ docs/adr/0093) and is handed in.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 from ckptd import files
 from ckptd.core.layouts import Role
 from ckptd.errors import RefusedError, SourceChanged
-from ckptd.remote.extras import folder_mode
+from ckptd.remote.extras import mode_of_folder
 from ckptd.remote.source import CheckedSource, FileSource, records_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Source
     from ckptd.remote.transfer import Control
 
+_FOLDERS = 64
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 
 
@@ -74,12 +76,15 @@ class Sealed:
     def __init__(self, order: ShipOrder, root: int) -> None:
         self.order = order
         self._root = root
+        # thousands of small files have few folders, and each look walks down to one
+        self._mode_of_folder = lru_cache(_FOLDERS)(partial(mode_of_folder, root))
 
     @contextmanager
     def opened(self, file: ShipFile) -> Iterator[Source]:
         """See `Origin`."""
         with files.reading(self._root, file.source, file.identity) as fd:
-            inner = FileSource(fd, file.path, folder_mode=folder_mode(self._root, file.source))
+            mode = self._mode_of_folder(file.source.rpartition("/")[0])
+            inner = FileSource(fd, file.path, folder_mode=mode)
             try:
                 is_shard = file.role in _SHARDS
                 records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []

@@ -5,18 +5,20 @@ Writes nothing, initialises nothing; a remote that is not there raises, a remote
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import order_of
-from ckptd.core.manifest import Commit
+from ckptd.core.manifest import ROOT, Commit, Tombstone
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, StorageError
 from ckptd.remote import observe
-from ckptd.remote.documents import manifests_of_commit, stem_of
+from ckptd.remote.documents import DocumentCache, manifests_of_commit, stem_of
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import NodeManifest, RemoteIdentity
     from ckptd.remote.messages import CommitView, Observation
-    from ckptd.remote.store import Store
+    from ckptd.remote.store import ObjectInfo, Store
 
 
 UNREADABLE = (DamagedError, NotPermitted, StorageError)
@@ -33,7 +35,26 @@ def read_remote(
         RemoteUnreachable: it is not there.
     """
     skip: tuple[type[CkptdError], ...] = UNREADABLE if is_tolerant else (DamagedError,)
-    return observe.observe(store, identity, skip=skip)
+    found = observe.still_ours(store, identity)  # an unmounted place is named as such before it is listed
+    return observe.observe(store, found, cache=_fetched(store), skip=skip)
+
+
+def _fetched(store: Store) -> DocumentCache:
+    """COMMITs and tombstones, many at a time: each costs a round trip. What fails is read again, in turn."""
+    cache = DocumentCache()
+
+    def fetch(info: ObjectInfo, kind: type[Commit] | type[Tombstone]) -> None:
+        with contextlib.suppress(CkptdError):
+            cache.get(store, info, kind)
+
+    if store.lanes > 1:
+        kinds: tuple[tuple[str, type[Commit] | type[Tombstone]], ...]
+        kinds = ((f"{ROOT}/retired/", Tombstone), (f"{ROOT}/commits/", Commit))
+        with ThreadPoolExecutor(store.lanes, thread_name_prefix="documents") as pool:
+            for prefix, kind in kinds:
+                for info in list(store.list(prefix)):
+                    pool.submit(fetch, info, kind)
+    return cache
 
 
 def live_commits(observation: Observation) -> tuple[CommitView, ...]:

@@ -32,6 +32,7 @@ from ckptd.remote.documents import (
 )
 from ckptd.remote.look import read_keys
 from ckptd.remote.observe import is_pinned, point, still_ours
+from ckptd.remote.shared import forget_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -75,6 +76,7 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
     for known in manifests:
         check()
         store.delete(known.key)
+    forget_shares(store, where)
     point(store, ground.documents)
 
 
@@ -128,7 +130,13 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
         _whole(store, order, *order.instead)
     if commit.disputed:
         return
-    live = [view.commit for view in read_commits(store, cache=ground.documents).live()]
+    found = read_commits(store, cache=ground.documents)
+    # a COMMIT may be disputed while manifests are read, which takes minutes of many nodes
+    lost = next((v for v in found.commits if v.disputed and v.sha256 in order.counted), None)
+    if lost is not None:
+        msg = f"{order.tag} stays for now: {lost.key}, which was counted as newer or kept, is disputed"
+        raise CommitConflict(msg, hint="look again; nothing was removed")
+    live = [view.commit for view in found.live()]
     if order.form == "zero":
         rivals = [other for other in live if other.form == "zero"]
     elif any(other.form == "zero" and stem_of(other)[:2] == stem_of(commit.commit)[:2] for other in live):

@@ -19,7 +19,7 @@ from ckptd import files
 from ckptd.errors import NotPermitted, RemoteUnreachable
 from ckptd.remote import s3_client as sc
 from ckptd.remote.s3_direct import Direct
-from ckptd.remote.s3_probe import probe, takes_trailers
+from ckptd.remote.s3_probe import clear_left, probe, takes_trailers
 from ckptd.remote.s3_proof import proof
 from ckptd.remote.s3_upload import S3Uploads
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, too_large
@@ -38,6 +38,7 @@ FLIGHTS = 12
 _RANGE_BYTES = 64 << 20
 _CREATE_TRIES = 5
 _READ_TRIES = 5
+_PROBES = "_ckptd/probe~"
 _UNKNOWN = Abilities(create_only=False, checksum=None, resumable=True)
 
 
@@ -145,9 +146,10 @@ class S3Store:
 
     def probe(self) -> Abilities:
         """Find out what this server keeps its word on, by small objects that are removed again."""
-        key = f"_ckptd/probe~{secrets.token_hex(8)}"
+        key = f"{_PROBES}{secrets.token_hex(8)}"
         with self.asking("trying what the server can do"):
             client, place = self.client, self.place(key)
+            clear_left(client, self.bucket, self._prefix + _PROBES)
             self.abilities = probe(client, place, self.access, is_read_back=self.is_read_back)
             if self.abilities.checksum and self._direct is not None:
                 takes = takes_trailers(client, place, self._direct, key, self.access)

@@ -16,6 +16,7 @@ from ckptd.remote import s3_client as sc
 from ckptd.remote.checksums import crc64_combined
 from ckptd.remote.ranges import Lanes
 from ckptd.remote.s3_body import STEP_BYTES, Body, Held, SourceStopped
+from ckptd.remote.s3_cuts import Cuts
 from ckptd.remote.s3_etags import CHANGED, bare, changed, guard
 from ckptd.remote.source import crc64_of, peek
 from ckptd.remote.store import Progress
@@ -43,6 +44,7 @@ class Upload:
     upload_id: str
     part_bytes: int
     size_bytes: int
+    borders: tuple[int, ...] = ()
     etags: dict[int, str] = field(default_factory=dict)
     crcs: dict[int, int] = field(default_factory=dict)
     md5s: dict[int, bytes] = field(default_factory=dict)
@@ -54,17 +56,21 @@ class Upload:
     @property
     def token(self) -> str:
         """What a restart needs to find it again."""
-        return f"{self.part_bytes}:{self.upload_id}"
+        return f"{self.cuts.text}:{self.upload_id}"
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where its parts begin and end."""
+        return Cuts(self.size_bytes, self.part_bytes, self.borders)
 
     @property
     def parts(self) -> int:
         """How many there will be."""
-        return -(-self.size_bytes // self.part_bytes)
+        return self.cuts.parts
 
     def range_of(self, number: int) -> tuple[int, int]:
         """Offset and length of a part."""
-        begin = (number - 1) * self.part_bytes
-        return begin, min(self.part_bytes, self.size_bytes - begin)
+        return self.cuts.range_of(number)
 
     def close_gap(self) -> None:
         """Count the parts that follow without a gap."""

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import secrets
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import ConfigError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ckptd.remote.access import Access
     from ckptd.remote.s3_direct import Direct
 
+_LEFT_SECONDS = 86400.0
 _NOT_UNDERSTOOD = {"NotImplemented", "InvalidArgument", "InvalidRequest", "501"}
 
 
@@ -72,7 +74,22 @@ def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: b
     return replace(can, notes=(*untagged, *_notes(can, access, is_read_back)))
 
 
-class _Wrong(Body):
+def clear_left(client: Any, bucket: str, prefix: str) -> None:
+    """Give up uploads that probes which were killed left open below `prefix`, the place of probes alone.
+
+    Only what is older than a day by the server's own clock: another node may be probing now.
+    """
+    with contextlib.suppress(client.exceptions.ClientError):
+        found = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+        date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
+        for one in found.get("Uploads", ()) if date else ():
+            age_seconds = (parsedate_to_datetime(date) - one["Initiated"]).total_seconds()
+            # some servers ignore the prefix
+            if one["Key"].startswith(prefix) and age_seconds > _LEFT_SECONDS:
+                client.abort_multipart_upload(Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
+
+
+class WrongSum(Body):
     """A body whose checksum does not fit it."""
 
     @property
@@ -93,7 +110,7 @@ def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str,
     try:
         if not direct.streams or not sent(good, Body):
             return False
-        is_refused = not sent(other, _Wrong)
+        is_refused = not sent(other, WrongSum)
         answer = client.get_object(**place, ChecksumMode="ENABLED")
         is_right = answer.get("ChecksumCRC64NVME") == _encoded(crc64(good).to_bytes(8))
         is_bare = "aws-chunked" not in answer.get("ContentEncoding", "")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.errors import CkptdError, RefusedError, VerifyError
 from ckptd.remote import s3_client as sc
 from ckptd.remote.s3_body import STEP_BYTES
+from ckptd.remote.s3_cuts import Cuts, parsed
 from ckptd.remote.s3_etags import bare, joined
 from ckptd.remote.s3_parts import (
     ROOM,
@@ -58,6 +59,17 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
         msg = f"{size_bytes} bytes are more than {MAX_PARTS} parts of 5 GiB, the most that S3 takes"
         raise RefusedError(msg, hint="save in more shards (more ranks)")
     return chosen
+
+
+def shared_upload(token: str, size_bytes: int) -> Upload | None:
+    """The upload that a token means; None: it is no token of an upload of that size."""
+    text, _, upload_id = token.partition(":")
+    cuts = parsed(text, size_bytes)
+    if cuts is None or not upload_id:
+        return None
+    return Upload(
+        upload_id=upload_id, part_bytes=cuts.part_bytes, size_bytes=size_bytes, borders=cuts.borders
+    )
 
 
 class Started:
@@ -110,7 +122,7 @@ class S3Uploads:
             return self._whole(key, source, on_progress)
         upload = self._continued(key, source, resume) if resume else None
         if upload is None:
-            upload = self._begin(key, source.size_bytes, chosen)
+            upload = self._begin(key, Cuts(source.size_bytes, chosen))
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
         try:
@@ -196,7 +208,7 @@ class S3Uploads:
         on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=sent.crc))
         return sent.crc
 
-    def _begin(self, key: str, size_bytes: int, part_bytes: int) -> Upload:
+    def _begin(self, key: str, cuts: Cuts) -> Upload:
         store = self._store
         checksum: dict[str, str] = {}
         if store.abilities.checksum:
@@ -205,7 +217,12 @@ class S3Uploads:
             answer = store.client.create_multipart_upload(
                 **store.place(key), **store.access.for_data, **checksum
             )
-        return Upload(upload_id=answer["UploadId"], part_bytes=part_bytes, size_bytes=size_bytes)
+        return Upload(
+            upload_id=answer["UploadId"],
+            part_bytes=cuts.part_bytes,
+            size_bytes=cuts.size_bytes,
+            borders=cuts.borders,
+        )
 
     def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
         """The upload that an earlier attempt began, as far as the server holds it; None: begin anew."""
@@ -306,18 +323,15 @@ class S3Uploads:
 
     # --- an upload whose parts are sent by several processes (docs/adr/0106) -------------------------------
 
-    def begin_shared(self, key: str, size_bytes: int) -> Upload:
+    def begin_shared(self, key: str, cuts: Cuts) -> Upload:
         """Begin one; its token is what the others need."""
         self._refuse_if_there(key)
-        return self._begin(key, size_bytes, part_size(size_bytes, self._wanted_bytes))
+        return self._begin(key, cuts)
 
     def held_shared(self, key: str, size_bytes: int, token: str) -> Upload | None:
         """One that was begun, with what the server holds of it; None: it is over."""
-        size, _, upload_id = token.partition(":")
-        if not upload_id or not size.isdecimal() or int(size) == 0:
-            return None
-        found = Upload(upload_id=upload_id, part_bytes=int(size), size_bytes=size_bytes)
-        return found if self._list_parts(key, found) else None
+        found = shared_upload(token, size_bytes)
+        return found if found is not None and self._list_parts(key, found) else None
 
     def join_shared(self, key: str, upload: Upload) -> None:
         """Join the parts, all of which `etags` and `crc` of the upload know; `verify` is asked next."""

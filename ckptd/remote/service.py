@@ -51,6 +51,7 @@ from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
 from ckptd.remote.scrub import scrub
 from ckptd.remote.scrub_messages import Scrub
+from ckptd.remote.shared import hold_lease
 from ckptd.remote.store import Progress
 from ckptd.remote.supplement import supplement
 from ckptd.remote.transfer import Control
@@ -156,7 +157,14 @@ class Service:
             self._beats = Heartbeats(ground.store)
         if order.heartbeat is not None:
             self._beats.put(order.heartbeat)
-        return Beats(nodes=self._beats.others(order.node, reads_all=order.reads_all))
+        nodes = self._beats.others(order.node, reads_all=order.reads_all)
+        lease, beat = None, order.heartbeat
+        if order.takeover_seconds is not None and beat is not None:
+            # after our heartbeat: who looks for a silent holder from now on finds us alive
+            lease = hold_lease(
+                ground.store, beat.job_id, beat.node, beat.node_id, nodes, order.takeover_seconds
+            )
+        return Beats(nodes=nodes, lease=lease)
 
     def _ship(self, ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
         if order.supplement_to is not None:

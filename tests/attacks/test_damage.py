@@ -30,7 +30,7 @@ from ckptd.recover.verified import Slice
 from ckptd.recover.verify import Verifier
 from ckptd.remote.source import CheckedSource, FileSource, crc64_of, records_of
 from tests.attacks.figures import note
-from tests.real import real_checkpoint
+from tests.real import Recipe, prepare, save_dir_of
 from tests.unit.recover_scene import Scene
 
 pytestmark = pytest.mark.real
@@ -43,7 +43,9 @@ CONTEXT = Context(settle_seconds=5, quiet_seconds=1000, is_in_flight=False, save
 def folder(tmp_path: Path) -> Path:
     """A copy of a real save of two ranks."""
     copy = tmp_path / "run" / "global_step2"
-    shutil.copytree(real_checkpoint(2, 2) / "global_step2", copy)
+    recipe = Recipe(stage=2, world_size=2)
+    prepare([recipe])
+    shutil.copytree(save_dir_of(recipe) / "global_step2", copy)
     return copy
 
 

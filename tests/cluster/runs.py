@@ -5,23 +5,21 @@ Each node's save_dir holds what that node's ranks wrote and nothing else, as on 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.real import CACHE, REPOSITORY, START_SECONDS, Recipe, locked
-from tests.stores.servers import free_port
+from tests import ranks
+from tests.real import CACHE, START_SECONDS, Recipe, locked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MODULE = "tests.cluster.train"
 SCRIPT = Path(__file__).with_name("train.py")
 RANKS = 2
 """Per node."""
@@ -110,48 +108,11 @@ def job_of(run: Run, out: str, losses: Path, *, steps: int) -> dict[str, Any]:
     }
 
 
-def launch(nodes: int, jobs: list[dict[str, Any]], work: Path, ranks: int = RANKS) -> None:
-    """One torchrun per node, on this machine."""
+def launch(nodes: int, jobs: list[dict[str, Any]], work: Path, per_node: int = RANKS) -> None:
+    """One start of `nodes` nodes, all on this machine."""
     listed = work / "jobs.json"
     listed.write_text(json.dumps(jobs))
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if p),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    where = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    started = []
-    for node in range(nodes):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            str(nodes),
-            "--node_rank",
-            str(node),
-        ]
-        with (work / f"node{node}.log").open("wb") as log:
-            started.append(
-                subprocess.Popen(
-                    [*command, "--nproc_per_node", str(ranks), *where, str(SCRIPT), str(listed)],
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-    try:
-        codes = [process.wait(START_SECONDS) for process in started]
-    finally:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-                process.wait()
-    if any(codes):
-        tails = "\n".join((work / f"node{node}.log").read_text()[-3000:] for node in range(nodes))
-        raise RuntimeError(f"training failed: {codes}\n{tails}")
+    ranks.train(MODULE, [str(listed)], work, nodes=nodes, ranks=per_node, seconds=START_SECONDS)
 
 
 def losses_at(path: Path) -> dict[int, float]:

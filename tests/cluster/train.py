@@ -1,7 +1,7 @@
-"""One node's part of a real DeepSpeed run over several: started by torchrun, once per node.
+"""One node's part of a real DeepSpeed run over several: run by each of its ranks.
 
-`torchrun --nnodes N --node_rank R … train.py JOBS.json`: jobs as tests/make_ckpt.py takes them; `{node}` in
-`out` is the node's rank, so that every node saves into, and loads from, a directory of its own.
+`train.py JOBS.json` (tests/ranks.py, or torchrun with --nnodes): jobs as tests/make_ckpt.py takes them;
+`{node}` in `out` is the node's rank: every node saves into, and loads from, a directory of its own.
 """
 
 from __future__ import annotations

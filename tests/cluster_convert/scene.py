@@ -89,6 +89,45 @@ def workers(count: int = 2, *, profiler: bool = False) -> Iterator[Any]:
         cluster.close(timeout=20)
 
 
+@contextlib.contextmanager
+def own_cluster(
+    folder: Path, *environments: dict[str, str], threads: int = 2
+) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """`dask scheduler` and a `dask worker` for each environment, as processes of their own."""
+    port = servers.free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    scheduler = ["dask_scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    worker = ["dask_worker", address, "--nthreads", str(threads), "--no-nanny", "--no-dashboard"]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, more in enumerate(({}, *environments)):
+            words = [*worker, "--local-directory", f"worker-{number}"] if number else scheduler
+            quiet = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False", "PYTHONPATH": str(REPOSITORY)}
+            command = [sys.executable, "-m", f"distributed.cli.{words[0]}", *words[1:]]
+            with (folder / f"{words[0]}-{number}.log").open("ab") as log:
+                started.append(
+                    subprocess.Popen(
+                        command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **quiet, **more}
+                    )
+                )
+        yield address, started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def ready(address: str, count: int) -> None:
+    """Wait for that many workers."""
+    from distributed import Client
+
+    def seen() -> bool:
+        return len(client.scheduler_info(n_workers=-1)["workers"]) == count
+
+    with Client(address, set_as_default=False, timeout=WAIT_SECONDS) as client:
+        until(seen, "all workers")
+
+
 def clustered(
     cluster: Any,
     source: Path | str,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from bench import sparse
 from ckptd.cluster import crew
 from ckptd.cluster.conversion import Clustered
+from ckptd.cluster.placing import Home
 from ckptd.convert.options import ConvertOptions, ConvertProgress
 from ckptd.convert.supervise import convert
 from ckptd.errors import (
@@ -31,7 +30,7 @@ from ckptd.errors import (
 from ckptd.recover.ranged_upload import NOTE
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, clustered, content, got, until, url
-from tests.real import REPOSITORY, Recipe, prepare, save_dir_of
+from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import servers
 from tests.stores.proxy import Fault, proxy
 
@@ -153,9 +152,9 @@ def test_no_secret_and_no_data_travels(cluster: Any, save: Path, monkeypatch: py
     texts: list[str] = []
     ask = crew.Crew.ask
 
-    def listening(self: crew.Crew, job: str, task: str, key: str) -> Any:
+    def listening(self: crew.Crew, job: str, task: str, key: str, home: Home) -> Any:
         texts.extend((job, task))
-        return ask(self, job, task, key)
+        return ask(self, job, task, key, home)
 
     monkeypatch.setattr(crew.Crew, "ask", listening)
     report = clustered(cluster, save, url("secret/out"))
@@ -235,7 +234,7 @@ def test_the_scheduler_killed_and_another_one_started(
 ) -> None:
     """69, and the same command goes on with another scheduler; a folder is published by one rename."""
     noted = tmp_path / ".out.ckptd-partial" / NOTE
-    with _scheduler(tmp_path) as (address, process):
+    with scene.own_cluster(tmp_path, {}) as (address, (process, _)):
         slow = replace(OPTIONS, verify=True)
 
         def kill_late(p: ConvertProgress) -> None:
@@ -252,51 +251,12 @@ def test_the_scheduler_killed_and_another_one_started(
     assert not (tmp_path / "out").exists()
     before = len(json.loads(noted.read_text())["done"])
     assert before >= 40
-    with _scheduler(tmp_path) as (address, _):
+    with scene.own_cluster(tmp_path, {}) as (address, _):
         done = scene.cli(save, tmp_path / "out", "--cluster", address, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["resumed_files"] >= before
     assert content(tmp_path / "out") == expected[0]
     assert not list(tmp_path.glob(".out*"))
-
-
-class _scheduler:  # noqa: N801 - used as a function
-    """A scheduler and a worker as processes of their own: `dask scheduler` and `dask worker`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = servers.free_port()
-        self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> tuple[str, subprocess.Popen[bytes]]:
-        address = f"tcp://127.0.0.1:{self.port}"
-        for words in (
-            ("dask_scheduler", "--host", "127.0.0.1", "--port", str(self.port), "--no-dashboard"),
-            (
-                "dask_worker",
-                address,
-                "--nthreads",
-                "2",
-                "--no-nanny",
-                "--no-dashboard",
-                "--local-directory",
-                ".",
-            ),
-        ):
-            log = (self.folder / f"{words[0]}.log").open("ab")
-            command = [sys.executable, "-m", f"distributed.cli.{words[0]}", *words[1:]]
-            quiet = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
-            environment = {**os.environ, **quiet, "PYTHONPATH": str(REPOSITORY)}
-            self.processes.append(
-                subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment)
-            )
-            log.close()
-        return address, self.processes[0]
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
 
 def test_no_profiler_runs_beside_tasks() -> None:

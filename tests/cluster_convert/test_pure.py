@@ -6,6 +6,7 @@ import importlib.util
 import io
 import itertools
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from ckptd.cluster import crew
 from ckptd.cluster.extents import Extents, spans_of
-from ckptd.cluster.grouping import clipped, index_of, tasks_of, without_links
+from ckptd.cluster.grouping import Index, Wanted, clipped, index_of, tasks_of, without_links
 from ckptd.cluster.messages import TaskSource
+from ckptd.cluster.placing import ANYWHERE, Layout
 from ckptd.convert.parts import Literal, Part, Range, Stream, Widen, Woven
 from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanWriter, SourceFile
 from ckptd.convert.ranges import Ranges
@@ -40,10 +42,24 @@ def plan(*outputs: OutputFile | OutputLink | OutputCheck) -> io.BytesIO:
     return stream
 
 
+def tasks(
+    index: Index,
+    *,
+    task_bytes: int,
+    done: Collection[str] = (),
+    part_bytes: int | None = None,
+    missing: dict[str, list[int]] | None = None,
+) -> list[list[Wanted]]:
+    """What tasks make where nobody holds anything."""
+    layout = Layout(None if part_bytes is None else lambda _: part_bytes)
+    found = tasks_of(index, set(done), layout, task_bytes=task_bytes, missing=missing or {})
+    return [batch for home, batch in found if home == ANYWHERE]
+
+
 def test_neighbours_go_together_and_every_name_once() -> None:
     files = [OutputFile(f"{n}.pt", (Literal(b"h"), Range(0, n * MIB, MIB))) for n in range(20)]
     index = index_of(plan(*files, OutputLink("again.pt", "3.pt")))
-    made = list(tasks_of(index, {"5.pt"}, task_bytes=4 * MIB, part_bytes=None, missing={}))
+    made = tasks(index, task_bytes=4 * MIB, done={"5.pt"})
     names = [one.name for batch in made for one in batch]
     assert sorted(names) == sorted({f"{n}.pt" for n in range(20)} - {"5.pt"} | {"again.pt"})
     assert [len(batch) for batch in made] == [5, 4, 4, 4, 3]
@@ -57,7 +73,7 @@ def test_what_reads_the_same_bytes_is_one_task() -> None:
     files = [OutputFile(f"{n}.pt", (Range(0, (n + 4) * MIB, MIB + 1000),)) for n in range(10)]
     last = OutputFile("w.pt", (Range(0, 30 * MIB, 2 * MIB),))
     index = index_of(plan(first, *files, last))
-    made = list(tasks_of(index, set(), task_bytes=MIB, part_bytes=None, missing={}))
+    made = tasks(index, task_bytes=MIB)
     assert [one.name for one in made[0]] == ["", "w.pt"]
     assert [len(batch) for batch in made[1:]] == [1] * 10
 
@@ -67,13 +83,12 @@ def test_parts_of_large_outputs() -> None:
     index = index_of(
         plan(OutputFile("a", (Range(0, 0, 33 * MIB),)), OutputFile("b", (Range(0, 0, 5 * MIB),)))
     )
-    size: Any = lambda _: 5 * MIB  # noqa: E731
-    made = list(tasks_of(index, set(), task_bytes=10 * MIB, part_bytes=size, missing={}))
+    made = tasks(index, task_bytes=10 * MIB, part_bytes=5 * MIB)
     assert [(one.name, one.parts) for batch in made for one in batch] == [("a", (1, 7)), ("b", None)]
     alone = index_of(plan(OutputFile("a", (Range(0, 0, 33 * MIB),))))
-    made = list(tasks_of(alone, set(), task_bytes=10 * MIB, part_bytes=size, missing={}))
+    made = tasks(alone, task_bytes=10 * MIB, part_bytes=5 * MIB)
     assert [one.parts for batch in made for one in batch] == [(1, 2), (3, 2), (5, 2), (7, 1)]
-    made = list(tasks_of(alone, set(), task_bytes=10 * MIB, part_bytes=size, missing={"a": [2, 5, 6, 7]}))
+    made = tasks(alone, task_bytes=10 * MIB, part_bytes=5 * MIB, missing={"a": [2, 5, 6, 7]})
     assert [one.parts for batch in made for one in batch] == [(2, 1), (5, 2), (7, 1)]
 
 
@@ -90,6 +105,8 @@ class Whole(Ranges):
 
 class Counted:
     """The same as a place; counts what is fetched."""
+
+    local_bytes = 0
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -133,7 +150,7 @@ def test_any_slice_of_an_output(one: int, other: int) -> None:
 def test_extents_fetch_each_byte_once(found: list[tuple[int, int]]) -> None:
     """Every range reads right; nothing is fetched twice, and nothing but what is needed and small gaps."""
     ranges = [Range(0, offset, min(count, 3 * MIB - offset)) for offset, count in found]
-    place, source = Counted(DATA), TaskSource(number=0, name="a", bytes=len(DATA), mtime_ns=0, hashed=True)
+    place, source = Counted(DATA), TaskSource(number=0, name="a", bytes=len(DATA), mtime_ns=0, crc64="x")
     extents = Extents(place, {0: source}, spans_of(ranges), cache_bytes=8 * MIB, check_stop=lambda: None)
     for r in ranges:
         assert extents.read(0, r.offset, r.nbytes) == DATA[r.offset : r.offset + r.nbytes]

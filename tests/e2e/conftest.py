@@ -1,22 +1,14 @@
-"""Fixtures of the end-to-end tests: real checkpoints, made once and cached on disk; an XFS that clones."""
+"""Fixture of the end-to-end tests: an XFS that clones."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.real import real_checkpoint as _real_checkpoint
-
-
-@pytest.fixture(scope="session")
-def real_checkpoint() -> Callable[..., Path]:
-    """`real_checkpoint(stage, world_size, dtype="bf16", **recipe) -> save_dir` (read-only)."""
-    return _real_checkpoint
 
 
 def _why_not() -> str | None:

@@ -19,13 +19,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckptd.local.state_dir import drop_status, private_place
-from tests.real import Recipe, prepare, save_dir_of
+from tests.real import Recipe, expect, prepare, save_dir_of
 from tests.status_schema import checked
 
 RUN = Recipe(stage=2, world_size=2, save_at=(1, 2, 3, 4, 5, 6, 7, 8))
 OTHER_RUN = Recipe(stage=2, world_size=2, vocab=139, save_at=(1, 2, 3, 4, 5, 6, 7, 8))
 """The same grid trained on something else: the run after a rewind, or the second save of a tag."""
+expect(RUN, OTHER_RUN)
+
+
+def made_before(*runs: Recipe) -> Any:
+    """A fixture that a module keeps as `real_saves`: these trainings come before its first test."""
+    expect(*runs)
+
+    @pytest.fixture(scope="module", autouse=True)
+    def real_saves() -> None:
+        prepare(runs)
+
+    return real_saves
 
 
 def shards_in_order(folder: Path) -> list[Path]:

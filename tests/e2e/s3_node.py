@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.harness import Node
-from tests.real import Recipe, save_dir_of
+from tests.real import Recipe, expect, save_dir_of
 from tests.stores import servers
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BIG_RUN = Recipe(stage=2, world_size=2, hidden=512, save_at=(1, 2))
+expect(BIG_RUN)
 """Shards of 38 MB: eight parts of 5 MiB each."""
 PREFIX = "run"
 

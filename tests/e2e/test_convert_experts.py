@@ -14,7 +14,7 @@ from ckptd.convert.supervise import ConvertOptions, convert
 from tests import experts, stacked, stock
 from tests.e2e.harness import node
 from tests.e2e.test_inspect_real import inspect
-from tests.real import TAG, Recipe, Resume, copy_of, losses_of, prepare, resumed, save_dir_of
+from tests.real import TAG, Recipe, Resume, copy_of, expect, losses_of, prepare, resumed, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -22,6 +22,7 @@ STAGE_2 = Recipe(stage=2, world_size=4, moe=4, ep=2)
 STAGE_1 = replace(STAGE_2, stage=1)
 BF16 = replace(STAGE_1, grad_accum_dtype="fp32")
 NATIVE = {"stage 2": STAGE_2, "stage 1": STAGE_1, "BF16_Optimizer": BF16}
+expect(*NATIVE.values())
 IN_BLOCKS = experts.Experts(recipe=STAGE_2, in_blocks=True)
 AUTOEP = experts.Experts(
     recipe=Recipe(stage=2, world_size=4, llama=True, optimizer="fused_adam", universal_info=False), auto=2

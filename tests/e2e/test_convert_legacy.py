@@ -24,7 +24,7 @@ RECIPES = {
     2: Recipe(stage=2, world_size=2),
     3: Recipe(stage=3, world_size=2),
 }
-OTHER_SCRIPT = real.SCRIPT.with_name("make_other_ckpt.py")
+OTHER = Path(real.__file__).with_name("make_other_ckpt.py")
 
 
 def saved_with(
@@ -32,10 +32,11 @@ def saved_with(
 ) -> list[Path]:
     """Checkpoints made with a further setting of DeepSpeed's, in a cache of their own."""
     text = json.dumps(setting, sort_keys=True)
-    name = f"with-{hashlib.sha256((text + OTHER_SCRIPT.read_text()).encode()).hexdigest()[:12]}"
+    name = f"with-{hashlib.sha256((text + OTHER.read_text()).encode()).hexdigest()[:12]}"
     monkeypatch.setenv("CKPTD_DS_CONFIG", text)
-    monkeypatch.setattr(real, "SCRIPT", OTHER_SCRIPT)
+    monkeypatch.setattr(real, "MODULE", f"tests.{OTHER.stem}")
     monkeypatch.setattr(real, "CACHE", real.CACHE / name)
+    monkeypatch.setattr(real, "EXPECTED", {})
     prepare(recipes)
     return [save_dir_of(recipe) / TAG for recipe in recipes]
 

@@ -20,7 +20,7 @@ from ckptd.convert.supervise import convert
 from ckptd.errors import CkptdError
 from tests import stock
 from tests.e2e.test_convert_legacy import saved_with
-from tests.real import REPOSITORY, TAG, Recipe, copy_of, prepare, save_dir_of
+from tests.real import REPOSITORY, TAG, Recipe, copy_of, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -28,6 +28,7 @@ STAGE_2 = Recipe(stage=2, world_size=2)
 STAGE_3 = Recipe(stage=3, world_size=2)
 LONGER = Recipe(stage=2, world_size=2, save_at=(2, 3))
 SGD = Recipe(stage=2, world_size=2, optimizer="sgd", save_at=(2, 3))
+expect(LONGER, SGD)
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 

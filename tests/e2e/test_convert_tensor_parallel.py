@@ -22,7 +22,7 @@ from ckptd.convert.supervise import ConvertOptions, convert
 from ckptd.core.view import UNIVERSAL
 from ckptd.errors import CkptdError
 from tests import stock
-from tests.real import REPOSITORY, TAG, Recipe, Resume, losses_of, prepare, resume, save_dir_of
+from tests.real import REPOSITORY, TAG, Recipe, Resume, expect, losses_of, prepare, resume, save_dir_of
 from tests.unit.test_making import Scene
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -31,6 +31,7 @@ TP_1, TP_3 = (Recipe(stage=stage, world_size=4, tp=2, universal_info=False) for 
 """AutoTP describes the parameters itself, where client_state says nothing."""
 PIPELINE = Recipe(stage=1, world_size=4, pipe=2)
 TIED = Recipe(stage=1, world_size=4, pipe=2, pipe_tied=True)
+expect(TP_1, TP_3, PIPELINE, TIED)
 RESUMES: list[tuple[int, list[tuple[Recipe, Recipe]]]] = [
     (4, [(TP_1, replace(TP_1, tp=4))]),
     (2, [(TP_3, replace(TP_3, tp=0, llama=True)), (PIPELINE, PIPELINE), (TIED, TIED)]),

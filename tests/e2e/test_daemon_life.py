@@ -10,17 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, is_running, node, same_bytes
-from tests.real import prepare, save_dir_of
+from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, is_running, made_before, node, same_bytes
+from tests.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 PACED = 'bandwidth = "1MB/s"'
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """Both trainings, once."""
-    prepare([RUN, OTHER_RUN])
+real_saves = made_before(RUN, OTHER_RUN)
 
 
 def test_ships_converts_commits_and_keeps_the_limit(tmp_path: Path) -> None:

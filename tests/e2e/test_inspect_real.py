@@ -11,10 +11,11 @@ import pytest
 
 from ckptd.convert.supervise import ConvertOptions, convert
 from tests.e2e.test_convert_real import STAGE_2, STAGE_3, ckptd
-from tests.real import TAG, Recipe, copy_of, prepare, save_dir_of
+from tests.real import TAG, Recipe, copy_of, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 TWO_SAVES = Recipe(stage=2, world_size=2, save_at=(2, 4))
+expect(TWO_SAVES)
 LAST = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 

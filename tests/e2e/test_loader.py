@@ -23,6 +23,7 @@ from tests.real import (
     Resume,
     Resumed,
     copy_of,
+    expect,
     facts_of,
     losses_of,
     prepare,
@@ -142,6 +143,7 @@ FORGETFUL = [
 CPU_ADAM = Case(source=Recipe(stage=2, world_size=2, optimizer="cpu_adam"), stage=2, ranks=2)
 CASES = list(dict.fromkeys([*(matrix() if FULL else pairwise()), CPU_ADAM, *OTHERS]))
 REFERENCES = list(dict.fromkeys(case.reference for case in CASES if case.reference))
+expect(*(case.source for case in [*CASES, *FORGETFUL]))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckptd.convert.supervise import ConvertOptions, convert
-from tests import consolidated
+from tests import consolidated, ranks
 from tests.e2e.test_convert_real import (
     BF16,
     GROUPS_TIED_FROZEN,
@@ -31,7 +31,7 @@ from tests.e2e.test_convert_real import (
 )
 from tests.hf import HfRun, tree_of
 from tests.hf import prepare as prepare_hf
-from tests.real import CACHE, REPOSITORY, START_SECONDS, TAG, Recipe, locked, prepare, save_dir_of
+from tests.real import CACHE, REPOSITORY, START_SECONDS, TAG, Recipe, expect, locked, prepare, save_dir_of
 from tests.unit.weights import Read, as_read, read_folder
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -56,6 +56,8 @@ REFUSED_THERE = {
 SCALE = {"scale": as_read(torch.ones(3, dtype=torch.bfloat16))}
 """The engine leaves this buffer in fp32; weights of one type have it as `model.to(torch.bfloat16)` would."""
 TIED = Recipe(stage=2, world_size=2, tie=True)
+EXPERTS = [Recipe(stage=2, world_size=2, moe=4, ep=ep) for ep in (1, 2)]
+expect(*REFUSED_THERE.values(), TIED, *EXPERTS)
 HF_RUNS = {2: HfRun(stage=2), 3: HfRun(stage=3)}
 HF_TAG = "checkpoint-8"
 
@@ -143,9 +145,6 @@ def test_bf16_of_a_pipeline_is_what_its_layer_files_hold(name: str, tmp_path: Pa
     assert {n: as_read(t) for n, t in held.items()} == mine
 
 
-EXPERTS = [Recipe(stage=2, world_size=2, moe=4, ep=ep) for ep in (1, 2)]
-
-
 @pytest.mark.parametrize("recipe", EXPERTS)
 def test_experts_have_their_global_numbers(recipe: Recipe, tmp_path: Path) -> None:
     """As the trainer's own files of experts name them; beside them the model's other tensors."""
@@ -165,15 +164,8 @@ def excluded() -> Path:
     folder = CACHE / "excluded-1"
     with locked():
         if not (folder / "done").exists():
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-            subprocess.run(
-                [*command, "-m", "tests.make_excluded", str(folder)],
-                cwd=REPOSITORY,
-                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-                check=True,
-                capture_output=True,
-                timeout=START_SECONDS,
-            )
+            folder.mkdir(parents=True, exist_ok=True)
+            ranks.train("tests.make_excluded", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
             (folder / "done").touch()
     return folder
 

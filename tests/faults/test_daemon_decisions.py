@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, node
+from tests.e2e.harness import RUN, Node, made_before, node
 from tests.faults.test_daemon_ladder import PACE
-from tests.real import prepare
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """The training, once."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def decide(here: Node, *words: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import RUN, node
+from tests.e2e.harness import RUN, made_before, node
 from tests.e2e.s3_node import BIG_RUN
 from tests.real import Recipe, prepare, save_dir_of
 
@@ -32,10 +32,7 @@ WINDOWS = (8, 30, 120)
 ZERO_ONLY = 'forms = ["zero"]'
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 @pytest.fixture

@@ -12,18 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.disguise import disguise
-from tests.e2e.harness import OTHER_RUN, RUN, Node, node, same_bytes, shards_in_order
-from tests.real import prepare, save_dir_of
+from tests.e2e.harness import OTHER_RUN, RUN, Node, made_before, node, same_bytes, shards_in_order
+from tests.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 RANK0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """Both trainings, once."""
-    prepare([RUN, OTHER_RUN])
+real_saves = made_before(RUN, OTHER_RUN)
 
 
 def _missing_rank(here: Node) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, node
-from tests.real import prepare
+from tests.e2e.harness import RUN, Node, made_before, node
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
@@ -27,10 +26,7 @@ PACE = {"link-slow", "disk-full-soon", "trainer-may-outrun"}
 """What a busy machine may have said meanwhile."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """The training, once."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def forms(here: Node) -> dict[int, str]:

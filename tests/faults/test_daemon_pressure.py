@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, node
-from tests.real import prepare, save_dir_of
+from tests.e2e.harness import RUN, made_before, node
+from tests.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """The training, once."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def size_of_a_save() -> int:

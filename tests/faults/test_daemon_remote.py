@@ -11,17 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, node, same_bytes
-from tests.real import prepare
+from tests.e2e.harness import RUN, made_before, node, same_bytes
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 @pytest.fixture

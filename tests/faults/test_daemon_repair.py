@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, node, shards_in_order
-from tests.real import prepare
+from tests.e2e.harness import RUN, Node, made_before, node, shards_in_order
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 TAG = "global_step1"
 LONG_AGO_NS = 10**18
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def old(here: Node, step: int) -> None:

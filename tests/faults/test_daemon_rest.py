@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, node
-from tests.real import prepare
+from tests.e2e.harness import RUN, Node, made_before, node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,10 +34,7 @@ if "run" in sys.orig_argv:
 """Other times for the daemon: nothing else tells minutes of rest apart in a test of seconds."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def start_with(here: Node, code: str) -> None:

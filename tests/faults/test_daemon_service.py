@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import RUN, shards_in_order
-from tests.real import prepare, save_dir_of
+from tests.e2e.harness import RUN, made_before, shards_in_order
+from tests.real import save_dir_of
 from tests.status_schema import checked
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 @dataclass

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, node
-from tests.real import prepare
+from tests.e2e.harness import RUN, Node, made_before, node
 from tests.unit.recover_scene import Scene
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 FIRST, LAST = "0" * 16, "z" * 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """The training, once."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def watching(here: Node, node_id: str) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import RUN, children_of
+from tests.e2e.harness import RUN, children_of, made_before
 from tests.faults.test_daemon_service import House
 from tests.faults.test_daemon_service import house as house
-from tests.real import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,10 +24,7 @@ TOTAL_BYTES = 800_000
 """Per second, over all jobs; a save has 1.7 MB."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def two_jobs(house: House, totals: str, more: str = "") -> None:

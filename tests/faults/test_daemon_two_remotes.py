@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, node
-from tests.real import prepare
+from tests.e2e.harness import RUN, Node, made_before, node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,10 +15,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def second(root: Path, *, required: bool = True, more: str = "") -> str:

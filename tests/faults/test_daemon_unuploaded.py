@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, node
-from tests.real import prepare
+from tests.e2e.harness import RUN, made_before, node
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 ZERO_ONLY = 'forms = ["zero"]'
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """The training, once."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def test_thin_removes_older_ones_once_a_newer_one_is_committed(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.local.state_dir import private_place
-from tests.e2e.harness import RUN, node
-from tests.real import prepare
+from tests.e2e.harness import RUN, made_before, node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +16,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def test_before_the_first_checkpoint_status_says_that_it_waits(tmp_path: Path) -> None:

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.remote.checksums import crc64
-from ckptd.remote.client import FOR_SERVERS, RemoteClient, clean_environment
+from ckptd.remote.client import RemoteClient
+from ckptd.remote.environment import FOR_SERVERS, clean_environment
 from ckptd.remote.messages import (
     Attach,
     Attached,
     Confirm,
     Confirmed,
     Failed,
+    Making,
     Moving,
     ObjectDone,
     Observation,
     Observe,
     PartlyShipped,
+    Planned,
     RemoteSettings,
     ShipResult,
     Unchanged,
@@ -59,7 +62,8 @@ class Ear:
 
     def final(self, order_id: int, seconds: float = 30) -> Answer:
         def ended() -> list[Answer]:
-            return [a for i, a in self.heard if i == order_id and not isinstance(a, Moving | ObjectDone)]
+            events = Moving | ObjectDone | Planned
+            return [a for i, a in self.heard if i == order_id and not isinstance(a, events)]
 
         self.until(lambda: bool(ended()), seconds)
         return ended()[0]
@@ -77,7 +81,9 @@ class Rig:
         self.nas = folder / "nas"
         self.ear = Ear()
         self.settings = self.node.settings(self.nas, **more)
-        self.client = RemoteClient(self.settings, self.ear, window_bytes=WINDOW_BYTES)
+        self.client = RemoteClient(
+            self.settings, self.ear, window_bytes=WINDOW_BYTES, making="tests.faults.endless"
+        )
         answer = self.ask(Attach(settings=self.settings))
         assert isinstance(answer, Attached)
         self.attached = answer
@@ -123,6 +129,28 @@ def test_what_has_not_changed_is_not_told_again(rig: Rig) -> None:
     news = rig.ask(Observe(only_changed=True))
     assert isinstance(news, Observation)
     assert news.latest == "elsewhere"
+
+
+@pytest.mark.faults
+def test_what_kills_a_maker_says_nothing_of_the_remote(rig: Rig) -> None:
+    """The form's order fails as its own; a look that was open is answered by the next process."""
+    making = Making(folders=(rig.node.tag,), sealed=(), staging=str(rig.node.save_dir), memory_bytes=1)
+    order = rig.client.submit(rig.order(making=making))
+    rig.ear.until(lambda: any(i == order and isinstance(a, Planned) for i, a in rig.ear.heard))
+    assert not rig.client.end_idle(), "it is at work"
+    maker = rig.client.pid
+    assert maker is not None
+    os.kill(maker, signal.SIGSTOP)
+    look = rig.client.submit(Observe())
+    os.kill(maker, signal.SIGKILL)
+    failed = rig.ear.final(order)
+    assert isinstance(failed, Failed)
+    assert failed.error == "BehindError"
+    assert isinstance(rig.ear.final(look), Observation)
+    assert rig.client.pid != maker
+    assert rig.client.end_idle()
+    assert not rig.client.alive
+    assert isinstance(rig.ask(Observe()), Observation), "the next order starts another one"
 
 
 @pytest.mark.faults
@@ -293,7 +321,8 @@ def test_nothing_secret_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
     environment = clean_environment(SETTINGS.url)
     assert "s3cret" not in environment.values()
-    assert set(environment) <= {"PATH", "LANG", "PYTHONPATH", "PYDANTIC_DISABLE_PLUGINS", "MALLOC_ARENA_MAX"}
+    heap = {"MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    assert set(environment) <= {"PATH", "LANG", "PYTHONPATH", "PYDANTIC_DISABLE_PLUGINS"} | heap
     on_s3 = clean_environment("s3://bucket/job")
     assert on_s3["AWS_SECRET_ACCESS_KEY"] == "s3cret"
     assert set(on_s3) - set(environment) <= {n for n in os.environ if n.startswith("AWS_")} | set(FOR_SERVERS)

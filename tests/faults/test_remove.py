@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.journal import Journal
 from ckptd.local import fs
-from tests.e2e.harness import RUN, node, same_bytes
-from tests.real import prepare, save_dir_of
+from tests.e2e.harness import RUN, made_before, node, same_bytes
+from tests.real import save_dir_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([RUN])
+real_saves = made_before(RUN)
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -25,9 +25,8 @@ from ckptd.errors import (
 from ckptd.remote.access import Access
 from ckptd.remote.open import open_store
 from ckptd.remote.s3_parts import PARTS_AT_ONCE
-from tests.e2e.harness import children_of
+from tests.e2e.harness import children_of, made_before
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node
-from tests.real import prepare
 from tests.stores import servers
 from tests.stores.proxy import Proxy, answer, proxy
 
@@ -40,10 +39,7 @@ SLOW = 'bandwidth = "25MB/s"'
 ZERO_ONLY = 'forms = ["zero"]'
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """One training."""
-    prepare([BIG_RUN])
+real_saves = made_before(BIG_RUN)
 
 
 def remote_child(pid: int) -> int:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import RUN, node
+from tests.e2e.harness import RUN, made_before, node
 from tests.e2e.s3_node import BIG_RUN, S3Node, s3_node
-from tests.real import prepare
 from tests.stores.proxy import Fault, proxy
 
 if TYPE_CHECKING:
@@ -27,10 +26,7 @@ OF_REMOTES = {"remote-unreachable", "remote-left-alone", "transfer-stalled", "up
 BIG = "global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def real_saves() -> None:
-    """Two trainings."""
-    prepare([RUN, BIG_RUN])
+real_saves = made_before(RUN, BIG_RUN)
 
 
 def beside(root: Path) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -34,8 +35,14 @@ def shape_of(seed: int, nodes: int | None, checkpoints: int | None) -> Shape:
 def tell_some(work: tuple[int, int, int | None, int | None]) -> list[Told]:
     """Histories of some seeds, in one process."""
     first, last, nodes, checkpoints = work
+    found = []
     with staged():
-        return [tell(seed, shape_of(seed, nodes, checkpoints)) for seed in range(first, last)]
+        for seed in range(first, last):
+            before = time.process_time()
+            told = tell(seed, shape_of(seed, nodes, checkpoints))
+            told.cpu_seconds = time.process_time() - before
+            found.append(told)
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -79,16 +86,18 @@ def many(chosen: argparse.Namespace) -> int:
         if at not in known["done"]
     ]
     before, started = known["seconds"], time.monotonic()
+    place.parent.mkdir(parents=True, exist_ok=True)
     with multiprocessing.Pool(min(chosen.workers, max(1, len(works)))) as pool:
         for found in pool.imap_unordered(tell_some, works):
             for told in found:
                 _add(known, told, chosen)
             known["done"].append(found[0].seed)
             known["seconds"] = before + time.monotonic() - started
+            # whoever is ended goes on from here
+            place.with_suffix(".new").write_text(json.dumps(known))
+            place.with_suffix(".new").rename(place)
             if time.monotonic() - started > 60 * chosen.minutes:
                 break
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(known))
     line = json.dumps(figures(known, chosen, size))
     target = ROOT / ".build" / "figures" / ("fleet.json" if size == "drawn" else f"fleet-{size}.json")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +108,7 @@ def many(chosen: argparse.Namespace) -> int:
 
 def _add(known: dict[str, Any], told: Told, chosen: argparse.Namespace) -> None:
     sums = known["sums"]
-    for name in ("saves", "commits", "deaths", "replaced", "deletions", "requests"):
+    for name in ("saves", "commits", "deaths", "replaced", "deletions", "requests", "cpu_seconds"):
         sums[name] = sums.get(name, 0) + getattr(told, name)
     sums["runs"] = sums.get("runs", 0) + 1
     if told.broken is not None:
@@ -122,14 +131,21 @@ def code_digest() -> str:
     return found.hexdigest()[:8]
 
 
+def commit_now() -> str:
+    """What the code is, for whoever reads the figures."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def figures(known: dict[str, Any], chosen: argparse.Namespace, size: str) -> dict[str, Any]:
     """What is reported of a run, as `make figures` collects it."""
     sums = known["sums"]
     more = "" if size == "drawn" else f" --nodes {chosen.nodes} --checkpoints {chosen.checkpoints}"
+    minutes = known["seconds"] / 60
     return {
         "name": "fleet" if size == "drawn" else f"fleet {size}",
         "fault": "F19",
-        "command": f"python -m tests.fleet --seeds {chosen.seeds}{more} --minutes {chosen.minutes:g}",
+        "command": f"python -m tests.fleet --seeds {chosen.seeds}{more} --minutes {minutes:.0f}",
         "runs": sums.get("runs", 0),
         "crashes": sums.get("deaths", 0),
         "replaced": sums.get("replaced", 0),
@@ -137,6 +153,8 @@ def figures(known: dict[str, Any], chosen: argparse.Namespace, size: str) -> dic
         "commits": sums.get("commits", 0),
         "deletions": sums.get("deletions", 0),
         "requests": sums.get("requests", 0),
+        "cpu_seconds": round(sums.get("cpu_seconds", 0.0), 1),
+        "commit": commit_now(),
         "violations": len(known["broken"]),
         "seconds": round(known["seconds"], 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -17,6 +17,12 @@ from tests.fleet.remote import Network
 from tests.fleet.story import Shape, staged, tell
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- fleet: begin -->", "<!-- fleet: end -->"
+HEAD = (
+    "| nodes | requests, mean node | busiest node | documents read | listing pages | to COMMIT |",
+    "|---|---|---|---|---|---|",
+)
 CHECKPOINTS = 4
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -76,6 +82,20 @@ def row(cost: Cost) -> str:
     )
 
 
+def publish(costs: list[Cost]) -> None:
+    """The table in docs/performance.md, from the runs.
+
+    Raises:
+        ValueError: the page has no place for it.
+    """
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    if END not in rest:
+        msg = f"{PAGE} has no {BEGIN} … {END}"
+        raise ValueError(msg)
+    lines = (BEGIN, *HEAD, *(row(cost) for cost in costs), END)
+    PAGE.write_text(head + "\n".join(lines) + rest.partition(END)[2])
+
+
 def plot(costs: list[Cost], path: Path) -> None:
     """Requests per node, and seconds to COMMIT, against nodes."""
     import matplotlib as mpl
@@ -109,7 +129,7 @@ def plot(costs: list[Cost], path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print the table, plot."""
+    """Measure and print the table; with --plot it and the picture go to docs/."""
     parser = argparse.ArgumentParser(prog="python -m tests.fleet.cost", description=__doc__)
     parser.add_argument("--most", type=int, default=1024)
     parser.add_argument("--least", type=int, default=1, help="those below are taken from the last run")
@@ -118,8 +138,7 @@ def main(arguments: list[str]) -> int:
     kept = ROOT / ".build" / "fleet-cost.json"
     known = json.loads(kept.read_text()) if kept.is_file() else []
     costs = [cost for cost in (Cost(**one) for one in known) if cost.nodes < chosen.least]
-    print("| nodes | requests, mean node | busiest node | documents read | listing pages | to COMMIT |")
-    print("|---|---|---|---|---|---|")
+    print("\n".join(HEAD))
     for cost in costs:
         print(row(cost))
     for nodes in (size for size in SIZES if chosen.least <= size <= chosen.most):
@@ -129,6 +148,7 @@ def main(arguments: list[str]) -> int:
         kept.write_text(json.dumps([{name: getattr(c, name) for name in Cost.__slots__} for c in costs]))
     if chosen.plot is not None:
         plot(costs, chosen.plot)
+        publish(costs)
     return 0
 
 

@@ -27,7 +27,6 @@ class Program:
     def __init__(self, engine: Engine, name: str, function: Callable[[], None]) -> None:
         self.name = name
         self.is_over = False
-        self.failure: BaseException | None = None
         self.engine = engine
         self._function = function
         self._go = threading.Lock()
@@ -47,7 +46,7 @@ class Program:
         except Killed:
             pass
         except BaseException as error:  # the story's, told by the engine
-            self.failure = error
+            self.engine.failure = error
         self.is_over = True
         self.engine.back.release()
 
@@ -59,16 +58,13 @@ class Program:
         self._wakes += 1
         self.engine.at(when, self, self._wakes)
 
-    def resume(self, wake: int) -> None:
-        """Let it run until it waits again (called by the engine)."""
-        if self.is_over or wake != self._wakes:
-            return
+    def is_due(self, wake: int) -> bool:
+        """Whether that wake still counts."""
+        return not self.is_over and wake == self._wakes
+
+    def go(self) -> None:
+        """Hand it the baton."""
         self._go.release()
-        self.engine.back.acquire()
-        if self.failure is not None:
-            raise self.failure
-        if not self._thread.is_alive():
-            self._thread.join()
 
     def wait(self, seconds: float) -> None:
         """Called within the program: go on after that time.
@@ -82,7 +78,8 @@ class Program:
         """As `wait`: go on at that time."""
         if not self.engine.pass_by(when):
             self._wake_at(when)
-            self.engine.back.release()
+            # from one program to the next, past the engine, which runs what is no program
+            self.engine.hand_on()
             self._go.acquire()
         self._end_if_killed()
 
@@ -110,9 +107,7 @@ class Program:
         self._is_killed = True
         self._wakes += 1
         self._go.release()
-        self.engine.back.acquire()
-        if self.failure is not None:
-            raise self.failure
+        self.engine.take_back()
         self._thread.join()
 
     def abandon(self) -> None:
@@ -134,6 +129,8 @@ class Engine:
         self._due: list[tuple[float, int, Program | Callable[[], None], int]] = []
         self._numbers = itertools.count()
         self._until = 0.0
+        self.failure: BaseException | None = None
+        """What a program ended with."""
         threading.stack_size(_STACK_BYTES)
 
     def at(self, when: float, what: Program | Callable[[], None], wake: int = 0) -> None:
@@ -147,13 +144,39 @@ class Engine:
         self.now = then
         return True
 
+    def hand_on(self) -> None:
+        """The baton goes to whoever is due next."""
+        while self._due:
+            when, _, what, wake = self._due[0]
+            if when > self._until or not isinstance(what, Program):
+                break
+            heapq.heappop(self._due)
+            if what.is_due(wake):
+                self.now = when
+                what.go()
+                return
+        self.back.release()
+
+    def take_back(self) -> None:
+        """Wait for the baton.
+
+        Raises:
+            BaseException: what a program ended with.
+        """
+        self.back.acquire()
+        if self.failure is not None:
+            raise self.failure
+
     def run(self, until: float) -> None:
         """Let everything happen that is due by then."""
         self._until = until
         while self._due and self._due[0][0] <= until:
-            self.now, _, what, wake = heapq.heappop(self._due)
+            when, _, what, _ = self._due[0]
             if isinstance(what, Program):
-                what.resume(wake)
+                self.hand_on()
+                self.take_back()
             else:
+                heapq.heappop(self._due)
+                self.now = when
                 what()
         self.now = max(self.now, until)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from random import Random
 
+    from ckptd.remote.store import ObjectInfo
     from tests.fleet.remote import FleetStore
 
 OBSERVE_SECONDS = 10.0
@@ -30,7 +32,8 @@ class Asked:
     verb: str
     key: str
     requests: int
-    answer: Any
+    found: bytes | None = None
+    listed: Sequence[ObjectInfo] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -554,6 +554,7 @@ class Daemon:
             form=action.commit.form,
             reason=action.reason,
             commit_sha256=action.commit.sha256,
+            counted=action.counted,
         )
         self.is_stale = True
         self.tag_views.pop(action.commit.tag, None)

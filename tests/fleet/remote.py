@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64
@@ -161,10 +161,10 @@ class FleetStore:
 
     def get(self, key: str) -> bytes | None:
         if self.ahead:
-            return self._again("get", key)
+            return self._again("get", key).found
         self._ask("get")
-        self.log.append(Asked("get", key, 1, self.remote.get(key)))
-        return self.log[-1].answer
+        self.log.append(Asked("get", key, 1, found=self.remote.get(key)))
+        return self.log[-1].found
 
     def put(self, key: str, data: bytes) -> None:
         self._ask("put", lambda: self.remote.put("put", key, data))
@@ -182,16 +182,16 @@ class FleetStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         if self.ahead:
-            return iter(self._again("list", prefix))
+            return iter(self._again("list", prefix).listed)
         requests = max(1, -(-len(self.remote.listing(prefix)) // PAGE))
         self._ask("list", requests=requests)
-        self.log.append(Asked("list", prefix, requests, self.remote.listing(prefix)))
-        return iter(self.log[-1].answer)
+        self.log.append(Asked("list", prefix, requests, listed=self.remote.listing(prefix)))
+        return iter(self.log[-1].listed)
 
-    def _again(self, verb: str, key: str) -> Any:
+    def _again(self, verb: str, key: str) -> Asked:
         asked = self.ahead.popleft()
         assert (asked.verb, asked.key) == (verb, key), f"{verb} {key} after a nap, {asked} before it"
-        return asked.answer
+        return asked
 
     def stat(self, key: str) -> ObjectInfo | None:
         self._ask("stat")

@@ -68,6 +68,7 @@ class Told:
     replaced: int = 0
     deletions: int = 0
     requests: int = 0
+    cpu_seconds: float = 0.0
     per_node: dict[str, Counter[str]] = field(default_factory=dict)
     commit_seconds: list[float] = field(default_factory=list)
     """From the last node's seal to COMMIT."""
@@ -412,6 +413,5 @@ def tell(seed: int, shape: Shape, *, is_loud: bool = False) -> Told:
         for slot in range(shape.nodes):
             daemon = fleet.daemons[slot]
             if daemon is not None:
-                daemon.program.failure = None
                 daemon.program.abandon()
         return fleet.told

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_a_history_follows_from_its_seed() -> None:
     )
     assert told.stdout.splitlines()[:-1] == here
     assert len(here) > 20
+
+
+def test_naps_change_nothing() -> None:
+    """A history is the same, request by request, whether turns that nothing can come of are lived or not."""
+    with staged():
+        for seed in SEEDS[: 200 if FULL else 6]:
+            shape = shape_of(seed, None, None)
+            naps = tell(seed, shape, is_loud=True)
+            lives = tell(seed, replace(shape, naps=False), is_loud=True)
+            assert (naps.lines, naps.per_node) == (lives.lines, lives.per_node), seed
+            assert naps.lines
 
 
 def test_what_a_node_asks_does_not_grow_with_their_number() -> None:

@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,10 +106,10 @@ class DirectClient:
     drain: Callable[[], None] | None = None
 
     def __init__(
-        self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None], ids: Iterator[int]
+        self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None], making: str
     ) -> None:
         self._settings = settings
-        self._ids = ids
+        self._ids = count(1)
         self._on_answer = on_answer
         self._service = service.Service(self._emit, window_bytes=WINDOW_BYTES)
         self._service.expect(settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import NoSpaceError, RemoteUnreachable
@@ -158,13 +159,14 @@ class Client:
         moods: dict[str, Faults],
         settings: m.RemoteSettings,
         on_answer: Callable[[int, m.Answer], None],
-        ids: Iterator[int],
+        making: str,
     ) -> None:
+        assert making, "no life makes forms while they are sent"
         self._settings = settings
         self._on_answer = on_answer
         self._faults = moods[settings.name]
         self._service: Service | None = None
-        self._ids = ids
+        self._ids = count(1)
         self._open: dict[int, m.Order] = {}
         self._waiting: dict[bool, list[tuple[int, m.Order]]] = {True: [], False: []}
         self._signs = _Signs()

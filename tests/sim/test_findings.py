@@ -273,7 +273,7 @@ def test_transfers_and_conversions_make_way_for_a_save_in_flight(
 def is_paused(world: World) -> bool:
     """Conversions of the job wait."""
     assert world.job is not None
-    return world.job.chores._signals.pause.is_set()
+    return world.job.chores.signals.pause.is_set()
 
 
 @pytest.mark.parametrize("is_known", [True, False])

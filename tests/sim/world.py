@@ -176,8 +176,8 @@ class World:
 
     # --- what the stage asks for -----------------------------------------------------------------------
 
-    def _client(self, settings: Any, on_answer: Any, *, ids: Any, **_: object) -> Client:
-        client = Client(self.moods, settings, on_answer, ids)
+    def _client(self, settings: Any, on_answer: Any, making: str) -> Client:
+        client = Client(self.moods, settings, on_answer, making)
         client.on_confirm = lambda name, order: self.judge.asked(name, order.commits, self.kernel.now_seconds)
         self.clients.append(client)
         return client

@@ -304,3 +304,26 @@ def test_sixteen_processes_create_one_commit_and_one_wins(nas: Path) -> None:
     data = (nas / "_ckptd" / "commits" / "t~g1~zero.json").read_bytes()
     assert data == f"{won[0]:02d}".encode() * 1000
     assert [p.name for p in (nas / "_ckptd" / "commits").iterdir()] == ["t~g1~zero.json"]
+
+
+def test_a_new_folder_that_has_the_inode_of_a_removed_one_is_flushed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention frees inodes: whether a folder's name was flushed is not to be told by its inode alone."""
+    flushed: list[tuple[int, int]] = []
+    fsync_dir = files.fsync_dir
+
+    def spy(fd: int) -> None:
+        status = os.fstat(fd)
+        flushed.append((status.st_dev, status.st_ino))
+        fsync_dir(fd)
+
+    monkeypatch.setattr(files, "fsync_dir", spy)
+    store, root = DirectoryStore(str(tmp_path)), tmp_path.stat()
+    for step in range(4):
+        flushed.clear()
+        key = f"global_step{step}/a.pt"
+        source = MemorySource(b"x", mode=0o644, folder_mode=0o755, gid=None)
+        store.upload(key, source, resume=None, on_progress=lambda _: None)
+        assert (root.st_dev, root.st_ino) in flushed
+        store.delete(key)

@@ -19,6 +19,8 @@ from ckptd.remote.open import open_store
 from ckptd.remote.resend import ExactSource
 from ckptd.remote.s3 import S3Store
 from ckptd.remote.s3_parts import PARTS_AT_ONCE
+from ckptd.remote.s3_probe import WrongSum
+from ckptd.remote.source import MemorySource
 from ckptd.remote.store import Progress, Resume
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
@@ -52,7 +54,33 @@ def store_at(server: servers.Server, *, probed: bool = True) -> S3Store:
     return store
 
 
-class _InParts(StoreConformance):
+class WordsOfServers:
+    """What a real server does with a checksum behind a body decides whether one is sent there (adr/0101)."""
+
+    behind_body = "ignored"
+
+    def test_a_checksum_behind_a_body_goes_only_where_a_wrong_one_is_refused(self, store: S3Store) -> None:
+        """Sent past the probe: a server that takes a wrong one must never be one that gets them."""
+        data = secrets.token_bytes(40_000)
+        direct, key = store.direct, "trailer.bin"
+        assert direct is not None
+        source = MemorySource(data, mode=0o644, folder_mode=0o755, gid=None)
+        wrong = direct.stream(key, {}, WrongSum(source, 0, len(data)), with_trailer=True)
+        direct.wake()
+        try:
+            held = store.read_at(key, 0, len(data) + 1) if wrong is not None else b""
+        except FileNotFoundError:
+            held = b""
+        found = "refused" if wrong is None else "ignored" if held == data else "stored with its frame"
+        assert found == self.behind_body
+        assert store.abilities.trailers is (store.abilities.checksum is not None and found == "refused")
+        store.delete(key)
+        crc = store.upload(key, source, resume=None, on_progress=lambda _: None)
+        assert store.verify(key, len(data), crc, lambda _: None)
+        assert store.read_at(key, 0, len(data) + 1) == data
+
+
+class _InParts(StoreConformance, WordsOfServers):
     """The suite with the smallest parts that S3 takes."""
 
     window_bytes = PART_BYTES
@@ -283,3 +311,25 @@ def test_gc_gives_up_what_a_killed_conversion_left_open(
     assert "1 objects (5 bytes)" in done.stderr
     assert store.get("zero/b/fp32.pt") == b"12345"
     assert "nothing to remove" in run_here(capsys, "gc", store.url).stdout
+
+
+def test_what_a_killed_probe_left_open_is_given_up(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, which is a probe's alone, and a day old by the server's clock; nobody else's upload."""
+    store = store_at(moto, probed=False)
+    places = [store.place(key) for key in ("_ckptd/probe~dead", "global_step1/shard.pt")]
+    client = moto.client()
+    for place in places:
+        client.create_multipart_upload(**place)
+
+    def left() -> list[str]:
+        found = client.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
+        return [one["Key"] for one in found if one["Key"] in [place["Key"] for place in places]]
+
+    monkeypatch.setattr("ckptd.remote.s3_probe._LEFT_SECONDS", 1e12)
+    store.probe()
+    assert len(left()) == 2, "another node may be probing now"
+    monkeypatch.undo()
+    store.probe()
+    assert left() == [places[1]["Key"]]

@@ -450,11 +450,17 @@ def test_a_rule_of_a_whole_remote_names_it_and_shows_no_table(tmp_path: Path) ->
     assert "{" not in caught.value.message
 
 
-def test_a_shared_save_dir_is_refused_in_words(tmp_path: Path) -> None:
+def test_hosts_over_one_directory_need_a_remote_to_meet_in(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(f'save_dir = "{tmp_path}/run"\nshared_fs = true\n')
-    with pytest.raises(ConfigError, match="several nodes share is not in this version"):
+    job = f'save_dir = "{tmp_path}/run"\nshared_fs = true\n'
+    path.write_text(job)
+    with pytest.raises(ConfigError, match="the hosts agree in a remote; set required = true"):
         load_job(path)
+    path.write_text(f'{job}[[remote]]\nname = "hub"\nurl = "hf://datasets/a/b"\n')
+    with pytest.raises(ConfigError, match="keeps every heartbeat for ever"):
+        load_job(path)
+    path.write_text(f'{job}[[remote]]\nname = "nas"\nurl = "{tmp_path}/nas"\n')
+    assert load_job(path).shared_takeover_seconds == 180.0
 
 
 @pytest.mark.parametrize("key", sorted(S3Keys.model_fields))

@@ -172,6 +172,20 @@ def test_remote_retention_counts_by_branch_first_and_keeps_what_is_here() -> Non
     assert of(replace(two_here, remotes=(remote,)), Retire) == []
 
 
+def test_a_remote_does_one_thing_in_a_turn_and_sends_first() -> None:
+    """Else the removal takes the place of the upload, which nothing could cancel any more."""
+    gone, here, new = sealed(1), save_view(3, sealed(3)), save_view(4, sealed(4), committed=False)
+    commits = (remote_commit(gone), remote_commit(here.save))
+
+    def moves(*saves: SaveView) -> list[type[Any]]:
+        view = job_view(list(saves))
+        nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
+        return [type(a) for a in plan(replace(view, remotes=(nas,))).actions if isinstance(a, Ship | Retire)]
+
+    assert moves(here, new) == [Ship]
+    assert moves(here) == [Retire]
+
+
 def test_ships_the_newest_first_and_zero_before_universal() -> None:
     """The newest waiting zero form goes; a universal only when no zero waits, and only the newest one's."""
     ready = DerivedRecord(state=DerivedState.READY, is_source_verified=True)
@@ -385,7 +399,10 @@ def test_nothing_is_retired_that_lies_here_and_is_not_known_yet() -> None:
     assert of(replace(view, unsealed_tags=frozenset({old.tag})), Retire) == []
 
 
-def test_a_plan_costs_as_much_for_each_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{}, {"was_found_first": True, "is_adopted": False}])
+def test_a_plan_costs_as_much_for_each_of_many_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
     """Orders are asked for in step with the number of checkpoints, not with its square."""
     asked = 0
     order = SealedSave.order.fget  # type: ignore[attr-defined]
@@ -400,7 +417,10 @@ def test_a_plan_costs_as_much_for_each_of_many_checkpoints(monkeypatch: pytest.M
 
     def cost(count: int) -> int:
         nonlocal asked
-        view = job_view([save_view(n, sealed(n)) for n in range(1, count + 1)])
+        saves = [
+            save_view(n, sealed(n), committed=not more or n == count, **more) for n in range(1, count + 1)
+        ]
+        view = job_view(saves)
         asked = 0
         plan(view)
         return asked

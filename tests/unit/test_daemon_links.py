@@ -14,7 +14,7 @@ from ckptd.remote.store import Abilities
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.daemon.processes import Processes
+    from ckptd.daemon.processes import Process
 
 IDENTITY = RemoteIdentity(format="1.0", remote_id="r", job_id="j", job="job", created="")
 BEFORE = m.Observation(identity=IDENTITY, commits=())
@@ -38,7 +38,7 @@ class Line:
     def abandon(self, reason: str) -> None:
         self.abandoned.append(reason)
 
-    def submit(self, order: m.Order, settings: m.RemoteSettings) -> int:
+    def submit(self, order: m.Order) -> int:
         self.orders.append(order)
         return len(self.orders)
 
@@ -57,7 +57,7 @@ class Scene:
         self.line = Line()
         self.problems = Problems()
         self.link = RemoteLink(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
-        self.link._client = cast("Processes", self.line)
+        self.link._client = cast("Process", self.line)
         self.link.turn(1e6)
         self.answer(
             m.Attached(

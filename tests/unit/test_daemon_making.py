@@ -11,7 +11,7 @@ from ckptd.core.planner import plan
 from ckptd.core.view import UNIVERSAL, DerivedState, ShipState
 from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.problems import Problems
-from ckptd.daemon.processes import MAKER, Processes
+from ckptd.daemon.processes import MAKING, Process
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.journal import Journal, ObjectRow
@@ -118,7 +118,7 @@ class Client:
     made: tuple[Client, ...] = ()
 
     def __init__(self, settings: m.RemoteSettings, on_answer: object, **more: Any) -> None:
-        self.module, self.settings, self.more = more.get("module", ""), settings, more
+        self.making = more["making"]
         self.said: list[object] = []
         self.open_orders: tuple[int, ...] = ()
         Client.made = (*Client.made, self)
@@ -133,35 +133,30 @@ class Client:
     def cancel(self, order_id: int) -> None:
         self.said.append(order_id)
 
-    def abandon(self, reason: str) -> None:
-        self.said.append("ended")
+    def end_idle(self) -> bool:
+        self.said.append("ended" if not self.open_orders else "busy")
+        return not self.open_orders
 
 
-def test_the_process_that_makes_a_form_lasts_as_long_as_its_order(
+def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Paced and cancelled with the other; never one that initialises a remote."""
+    """One process for everything; after a form it ends as soon as nothing else is open, and only then."""
     monkeypatch.setattr("ckptd.daemon.processes.RemoteClient", Client)
     monkeypatch.setattr(Client, "made", ())
     settings = m.RemoteSettings(name="nas", url="/x", job="j", save_dir="/s", node="n", node_id="i")
-    both = Processes(settings, lambda *_: None)
-    both.pace(0.1, 1000)
+    process = Process(settings, lambda *_: None)
+    (client,) = Client.made
+    assert client.making == MAKING
+    process.submit(m.Point())
+    client.open_orders = ()
+    process.ended()
+    assert client.said == [], "no form was made"
     making = m.Making(folders=("t",), sealed=(), staging="/s", memory_bytes=1)
-    order = m.ShipOrder.model_construct(root="/s", files=(), making=making)
-    number = both.submit(order, settings.model_copy(update={"job_id": "known"}))
-    child, maker = Client.made
-    assert (child.module, maker.module) == ("", MAKER)
-    assert (maker.settings.job_id, maker.settings.may_initialise) == ("known", False)
-    assert maker.said == [(0.1, 1000)]
-    assert maker.more["ended_as"] == "BehindError", "its death says nothing of the remote"
-    both.pace(1.0, None)
-    both.cancel(number)
-    both.ended()
-    assert maker.said[1:] == [(1.0, None), number], "its order is open"
-    maker.open_orders = ()
-    both.ended()
-    assert maker.said[-1] == "ended"
-    both.pace(0.5, None)
-    assert (child.said[-1], maker.said[-1]) == ((0.5, None), "ended")
-    assert both.submit(m.Point(), settings) == 2
-    assert len(Client.made) == 2
+    process.submit(m.ShipOrder.model_construct(root="/s", files=(), making=making))
+    process.ended()
+    assert client.said == ["busy"], "the form's order is open, or another one"
+    client.open_orders = ()
+    process.ended()
+    process.ended()
+    assert client.said == ["busy", "ended"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,14 +30,14 @@ from ckptd.core.manifest import (
     sha256_of,
     to_bytes,
 )
-from ckptd.core.save import mark_of_manifest
+from ckptd.core.save import agree, differs, mark_of_save
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.core.generation import GenerationChoice
-    from ckptd.core.save import SaveMark, SealedSave
+    from ckptd.core.save import SealedSave
 
 
 @pytest.fixture
@@ -235,6 +237,28 @@ class TestCoverage:
         assert coverage.contradiction(pair, save_spread_seconds=60) is not None
         assert coverage.contradiction([known(first), known(second)], save_spread_seconds=60) is None
 
+    def test_all_agree_where_no_two_differ(self, save: SealedSave) -> None:
+        """One pass over many manifests says what all pairs of them say."""
+        chance, found = Random(7), set()
+        mark = mark_of_save(save)
+        for _ in range(400):
+            marks = []
+            for _ in range(chance.randint(1, 4)):
+                at = chance.choice([0, 0, 30, 61, 90]) * 10**9
+                tensors = [(p, chance.choice("aaaaaaab")) for p in chance.sample("pqr", chance.randint(0, 3))]
+                update = {
+                    "run_id": chance.choice([None, "r", "r", "s"] if chance.random() < 0.3 else [None, "r"]),
+                    "step": 5 if chance.random() < 0.95 else 6,
+                    "window": SaveWindow(first=at, last=at + chance.choice([0, 10**9])),
+                    "tensors": tuple(sorted(tensors)),
+                }
+                marks.append(mark.model_copy(update=update))
+            pairs = itertools.permutations(marks, 2)
+            expected = all(differs(a, b, save_spread_seconds=60) is None for a, b in pairs)
+            assert agree(marks, save_spread_seconds=60) is expected
+            found.add((expected, len(marks)))
+        assert len(found) == 7
+
     def test_one_key_with_two_contents_is_a_contradiction(self, save: SealedSave) -> None:
         first, _ = self.halves(save)
         changed = tuple(
@@ -289,18 +313,3 @@ class TestCoverage:
 def test_a_shard_key_is_what_its_name_says(save: SealedSave) -> None:
     shards = {f.path: f.shard for f in save.files if f.role is Role.OPTIM}
     assert shards[OPTIM.format(d=1)] == ShardKey(d=1, mm=0)
-
-
-def test_each_manifest_is_marked_once(save: SealedSave, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of hundreds of nodes: the tensors of a manifest are gathered once, not once for each pair."""
-    marked: list[str] = []
-    whole = mark_of_manifest
-
-    def noted(manifest: NodeManifest) -> SaveMark:
-        marked.append(manifest.node)
-        return whole(manifest)
-
-    monkeypatch.setattr(coverage, "mark_of_manifest", noted)
-    manifests = [known(manifest_of(save, node=f"n{number}")) for number in range(12)]
-    assert coverage.contradiction(manifests, save_spread_seconds=60) is None
-    assert len(marked) == 12

@@ -10,6 +10,7 @@ import pytest
 
 from ckptd.core.manifest import (
     Decision,
+    Dispute,
     ManifestRef,
     NodeManifest,
     Tombstone,
@@ -17,6 +18,8 @@ from ckptd.core.manifest import (
     manifest_key,
     parse,
     sha256_of,
+    side_key,
+    stem,
     to_bytes,
 )
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
@@ -245,6 +248,33 @@ def test_a_newer_format_stops_everything(tmp_path: Path, store: MemoryStore) -> 
         retire(ground, order_for(views[0]), lambda: None)
     store.objects[key] = b"{half"
     assert observe.observe(store).damaged != ()
+
+
+def test_a_commit_that_was_counted_and_is_disputed_meanwhile_saves_the_one_before(
+    tmp_path: Path, store: MemoryStore
+) -> None:
+    """Deciding and removing lie minutes apart where manifests are many (fleet 50001, 64 x 50)."""
+    ground, (first, second, third) = commit_three(tmp_path, store)
+    order = order_for(first).model_copy(update={"counted": (second.sha256, third.sha256)})
+    c = third.commit
+    dispute = Dispute(
+        tag=c.tag,
+        generation=c.generation,
+        form=c.form,
+        commit_sha256=third.sha256,
+        node="n1",
+        reason="written again",
+        at="then",
+    )
+    key = side_key("disputes", stem(c.tag, c.generation, c.form))
+    store.put(key, to_bytes(dispute))
+    before = dict(store.objects)
+    with pytest.raises(CommitConflict, match=third.key):
+        retire(ground, order, lambda: None)
+    assert store.objects == before
+    store.delete(key)
+    retire(ground, order, lambda: None)
+    assert first.key not in store.objects
 
 
 def test_a_removal_reads_what_may_lie_in_its_folder(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""One host's part in a directory that hosts share: whether it holds the lease just now (adr/0110, H36).
+
+What was read is trusted for half of the time after which others step in, counted by the monotonic clock from
+before the heartbeat was sent: a process that was stopped and wakes finds that its time is over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import files
+from ckptd.core.identity import FolderIdentity
+from ckptd.core.shared import beat_seconds, term_seconds
+from ckptd.core.view import ZERO, ShipState, Tenure
+from ckptd.errors import ConfigError, LockHeld
+from ckptd.local import fs
+from ckptd.local.state_dir import prepare_state_dir
+from ckptd.place import lies_in_save_dir, opened_ours
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.config_model import JobConfig
+    from ckptd.core.shared import LeaseSeen
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+    from ckptd.observe.audit import Audit
+
+log = logging.getLogger("ckptd.nodes")
+
+
+class Tenancy:
+    """One job's; every method is called in the deciding thread but `holds`."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.takeover_seconds = config.shared_takeover_seconds
+        self.remote = next(remote.name for remote in config.remotes if remote.required)
+        """The hosts meet in the first one that is required."""
+        self.lease: LeaseSeen | None = None
+        self.until_seconds = 0.0
+        self._is_new = False
+
+    def beat_seconds(self, usual_seconds: float) -> float:
+        """Between heartbeats."""
+        return beat_seconds(self.takeover_seconds, usual_seconds)
+
+    def heard(self, lease: LeaseSeen | None, asked_at_seconds: float) -> bool:
+        """What the remote said; whether this host may do more, or less, than before."""
+        before = self.holds()
+        if lease is not None:
+            if lease.is_ours and (self.lease is None or not self.lease.is_ours):
+                log.info("this host holds the lease (epoch %d): it deletes and converts", lease.epoch)
+                self._is_new = True
+            elif self.lease is not None and self.lease.is_ours and not lease.is_ours:
+                log.warning("%s holds the lease now (epoch %d)", lease.node, lease.epoch)
+            self.lease = lease
+            self.until_seconds = (
+                asked_at_seconds + term_seconds(self.takeover_seconds) if lease.is_ours else 0.0
+            )
+        return self.holds() != before
+
+    def holds(self) -> bool:
+        """The lease is ours, and was a short while ago."""
+        return self.lease is not None and self.lease.is_ours and time.monotonic() < self.until_seconds
+
+    @property
+    def view(self) -> Tenure:
+        """For the planner."""
+        return Tenure(holds_lease=self.holds(), until_seconds=self.until_seconds)
+
+    def take_over(self, state: JobState, save_dir_fd: int, audit: Audit) -> None:
+        """Once after each new lease: what the holder before us had renamed aside is removed.
+
+        It had a permit; the folder is known by its inode, its files by their identities, and by our own
+        journal a COMMIT lists them on every remote that counts.
+        """
+        if not self._is_new or not self.holds() or state.is_first_scan:
+            return
+        self._is_new = False
+        own = {deletion.trash for deletion in state.journal.open_deletions()}
+        for name in fs.trash_names(save_dir_fd):
+            if name not in own and not name.startswith(("ours.", files.TEMPORARY_PREFIX)):
+                _finish(state, save_dir_fd, name, audit)
+
+
+def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
+    tag = name.rpartition(".")[0]
+    trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
+    try:
+        status = files.stat_beneath(trash_fd, name)
+        for row in state.rows.values():
+            records = [x for x in state.ships.get(row.id, {}).values() if x.form == ZERO]
+            is_safe = bool(records) and all(x.state is ShipState.COMMITTED for x in records)
+            is_it = status is not None and row.save.folder == FolderIdentity(
+                dev=status.st_dev, ino=status.st_ino
+            )
+            if row.save.tag == tag and is_it and is_safe:
+                audit.write(
+                    "prune",
+                    tag=tag,
+                    form=ZERO,
+                    reason="another host renamed it aside and did not end",
+                    **state.rests_on(row.id),
+                )
+                fs.finish_prune(trash_fd, name, row.save.files)
+                return
+        log.warning("%s lies in the trash, renamed aside by another host; it is left there", name)
+    except FileNotFoundError:
+        log.info("%s is gone from the trash", name)
+    finally:
+        os.close(trash_fd)
+
+
+def finish_begun(job: Job, state: JobState, save_dir_fd: int) -> None:
+    """Removals that a crash cut short, here and in remotes; of a shared directory the lease holder's."""
+    tenancy = job.nodes.tenancy
+    rests = state.is_first_scan or job.control.rests or (tenancy is not None and not tenancy.holds())
+    job.shipping.retiring.finish(rests=rests)
+    if tenancy is not None:
+        tenancy.take_over(state, save_dir_fd, job.audit)
+
+
+def own_state(state_dir: Path, save_dir: Path) -> int:
+    """Lock the state directory of a host: the lock of a shared save_dir would refuse the second host.
+
+    Returns a descriptor that holds the lock.
+
+    Raises:
+        ConfigError: it lies in the shared directory. LockHeld: another daemon of this host has it (75).
+    """
+    if lies_in_save_dir(state_dir, save_dir):
+        msg = f"state_dir {state_dir} lies in the shared save_dir"
+        raise ConfigError(msg, hint="set state_dir in ckptd.toml to a directory on this host's own disk")
+    prepare_state_dir(state_dir)
+    with opened_ours(state_dir) as inside:
+        fd = os.dup(inside)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        msg = f"another daemon owns {state_dir}"
+        raise LockHeld(
+            msg, hint="one daemon per host and directory; give each host its own state_dir"
+        ) from error
+    return fd

@@ -1,0 +1,24 @@
+"""Makes forms that are never done: what a remote's child is told to import by the test of its death."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ckptd.remote.messages import Planned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.remote.messages import ShipOrder
+    from ckptd.remote.origin import Origin
+    from ckptd.remote.transfer import Control
+
+
+@contextmanager
+def opened(_order: ShipOrder, _root: int, control: Control) -> Iterator[Origin]:
+    """Says that it has begun, and goes on for ever."""
+    control.on_planned(Planned(plan_sha256="", layout="", files=0, bytes=0))
+    threading.Event().wait()
+    yield  # type: ignore[misc]
