@@ -185,7 +185,8 @@ def _listed_elsewhere(ground: Ground, where: Stem, mine: Collection[str]) -> set
     """Those of our keys that any other manifest lists, committed or not: they stay (H17).
 
     Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of
-    COMMITs that name such a folder, can list them. Where one of ours lies elsewhere, all others are read.
+    COMMITs that name such a folder, can list them; what is not committed is read as well, as no COMMIT tells
+    its format. Where one of ours lies elsewhere, all others are read.
     """
     folders = {key.partition("/")[0] for key in mine}
     others = generations_with_manifests(ground.store) - {where}
@@ -193,7 +194,7 @@ def _listed_elsewhere(ground: Ground, where: Stem, mine: Collection[str]) -> set
         commits = read_commits(ground.store, cache=ground.documents).commits
         strange = {stem_of(v.commit) for v in commits if v.commit.folder.partition("/")[0] in folders}
         near = {other for other in others if any(_may_hold(other, folder) for folder in folders)}
-        others = near | (others & strange)
+        others = near | (others & strange) | (others - {stem_of(v.commit) for v in commits})
     needed: set[str] = set()
     for other in others:
         needed |= _readable(ground, other) & set(mine)
