@@ -12,6 +12,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from ckptd import journal_past as past
 from ckptd.core.facts import FileFacts
 from ckptd.core.identity import FileIdentity
 from ckptd.core.manifest import Decision
@@ -24,17 +25,18 @@ from ckptd.journal_tables import SCHEMA, TABLES
 from ckptd.place import is_own_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
+
+    from ckptd.core.save import Order
 
 __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
 
 _TAILS = ("-wal", "-shm", "-journal")
 
 
-def _identity_key(identity: FileIdentity) -> str:
-    i = identity
-    return f"{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}"
+def _only(column: str, ids: tuple[int, ...]) -> str:
+    return f"WHERE {column} IN ({','.join('?' * len(ids))})" if ids else ""
 
 
 class Journal:
@@ -119,27 +121,31 @@ class Journal:
     def facts(self, path: str, identity: FileIdentity) -> FileFacts | None:
         """What an inspection of exactly this file said."""
         row = self._db.execute(
-            "SELECT facts FROM facts WHERE identity=? AND path=?", (_identity_key(identity), path)
+            "SELECT facts FROM facts WHERE identity=? AND path=?", (past.identity_key(identity), path)
         ).fetchone()
         return None if row is None else FileFacts.model_validate_json(row[0])
 
     def put_facts(self, rows: Iterable[tuple[FileIdentity, FileFacts]]) -> None:
         """Keep inspections."""
         now = time.time()
-        values = [(_identity_key(i), f.path, f.model_dump_json(), now) for i, f in rows]
+        values = [(past.identity_key(i), f.path, f.model_dump_json(), now) for i, f in rows]
         with self._transaction():
             self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?,?,?)", values)
 
     @whole
-    def forget_facts(self, keep: Iterable[FileIdentity]) -> None:
-        """Drop inspections of files that are gone for more than a day."""
-        alive = {_identity_key(i) for i in keep}
-        old = self._db.execute(
-            "SELECT DISTINCT identity FROM facts WHERE seen_at < ?", (time.time() - 86400,)
-        )
-        gone = [(row[0],) for row in old.fetchall() if row[0] not in alive]
-        with self._transaction():
-            self._db.executemany("DELETE FROM facts WHERE identity=?", gone)
+    def tidy(self, alive: Iterable[FileIdentity], spare: Collection[int], widest_seconds: float) -> list[int]:
+        """Let go of what ended long ago and of files that are gone; ids of the saves that went."""
+        gone, saves = past.facts_of_gone(self._db, alive), past.outlived(self._db, spare)
+        if gone or saves:
+            with self._transaction():
+                self._db.executemany("DELETE FROM facts WHERE identity=?", gone)
+                past.let_go(self._db, saves, widest_seconds)
+        return [save_id for save_id, _ in saves]
+
+    @whole
+    def past_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order of a save that `tidy` let go."""
+        return past.past_order(self._db, tag, fingerprints)
 
     # --- saves -----------------------------------------------------------------------------------------
 
@@ -159,28 +165,10 @@ class Journal:
         return int(cursor.lastrowid or 0)
 
     @whole
-    def saves(self) -> list[SaveRow]:
-        """Every save ever sealed, oldest first."""
-        rows = self._db.execute(
-            "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at, "
-            "weights FROM saves ORDER BY id"
-        ).fetchall()
-        return [
-            SaveRow(
-                id=r[0],
-                save=SealedSave.model_validate_json(r[1]),
-                state=r[2],
-                found_first=bool(r[3]),
-                adopted=bool(r[4]),
-                held=bool(r[5]),
-                derived=DerivedRecord.model_validate_json(r[6]),
-                seen_at=r[7],
-                sealed_at=r[8],
-                ended_at=r[9],
-                weights={f: DerivedRecord.model_validate(d) for f, d in json.loads(r[10]).items()},
-            )
-            for r in rows
-        ]
+    def saves(self, *ids: int) -> list[SaveRow]:
+        """Saves that were sealed, oldest first; `ids`: these alone."""
+        rows = self._db.execute(f"{past.SAVES} {_only('id', ids)} ORDER BY id", ids).fetchall()
+        return [past.save_row(row) for row in rows]
 
     def replace_sealed(self, save_id: int, save: SealedSave) -> None:
         """The same save with refreshed identities (a ctime that changed alone, H50)."""
@@ -216,10 +204,10 @@ class Journal:
     # --- ships -----------------------------------------------------------------------------------------
 
     @whole
-    def ships(self) -> dict[int, dict[tuple[str, str], ShipRecord]]:
-        """save id → (remote, form) → record."""
+    def ships(self, *ids: int) -> dict[int, dict[tuple[str, str], ShipRecord]]:
+        """save id → (remote, form) → record; `ids`: these alone."""
         result: dict[int, dict[tuple[str, str], ShipRecord]] = {}
-        for save_id, text in self._db.execute("SELECT save_id, record FROM ships"):
+        for save_id, text in self._db.execute(f"{past.SHIPS} {_only('save_id', ids)}", ids):
             record = ShipRecord.model_validate_json(text)
             result.setdefault(save_id, {})[record.remote, record.form] = record
         return result

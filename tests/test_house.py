@@ -38,6 +38,7 @@ RANK = {
     "install": 6,
     "journal_tables": 5,
     "journal_db": 5,
+    "journal_past": 5,
     "journal": 6,
     "recover": 7,
     "cluster": 8,

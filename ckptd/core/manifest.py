@@ -191,8 +191,8 @@ class Commit(Document):
         return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
 
 
-class Tombstone(Document):
-    """`_ckptd/retired/…`: what retention removed, so that it is never sent again (H16)."""
+class Headstone(Document):
+    """A tombstone without the names of what lay there: as much as an observation tells of it."""
 
     tag: str
     generation: int
@@ -202,8 +202,12 @@ class Tombstone(Document):
     save_seq: int
     reason: str
     commit_sha256: str
+
+
+class Tombstone(Headstone):
+    """`_ckptd/retired/…`: what retention removed ((path, fingerprint), sorted), never sent again (H16)."""
+
     fingerprints: Many[tuple[str, str]] = ()
-    """(path, fingerprint), sorted; empty for derived forms."""
 
 
 class Dispute(Document):

@@ -57,9 +57,10 @@ def _patience_left_seconds(job: Job, state: JobState, tag: str, verdict: Verdict
 
     None: none is missing, or a later save is whole.
     """
-    folder = next((f for f in state.listing.folders if f.tag == tag), None) if state.listing else None
-    quiet = state.quiet.get(tag)
-    if not verdict.missing or folder is None or quiet is None or verdict.state in _NOT_LATE:
+    if not verdict.missing or verdict.state in _NOT_LATE or state.listing is None:
+        return None
+    folder, quiet = next((f for f in state.listing.folders if f.tag == tag), None), state.quiet.get(tag)
+    if folder is None or quiet is None:
         return None
     written_ns = max((f.identity.mtime_ns for f in folder.shards), default=0)
     if any(row.save.window.last > written_ns for row in state.rows.values()):

@@ -59,7 +59,7 @@ def notice_gone(job: Job, state: JobState) -> None:
         elif (why := _why_wanted(job, state, row)) is not None:
             text = f"{tag} was removed here by somebody else: {why}; the remote holds it"
             job.problems.put("vanished-kept", tag, text, f"ckptd restore {job.config.name} {tag} --to DIR")
-        state.load()
+        state.reload(row.id)
 
 
 def _why_wanted(job: Job, state: JobState, row: SaveRow) -> str | None:

@@ -83,7 +83,7 @@ class Chores:
         def done(_: None) -> None:
             state.busy[row.id] -= 1
             state.journal.set_held(row.id, held=True)
-            state.load()
+            state.reload(row.id)
             self._wake()
 
         def failed(error: CkptdError) -> None:
@@ -117,7 +117,7 @@ class Chores:
         def done(_: None) -> None:
             self._releasing.discard(row.id)
             state.journal.set_held(row.id, held=False)
-            state.load()
+            state.reload(row.id)
             self._wake()
 
         def failed(error: CkptdError) -> None:

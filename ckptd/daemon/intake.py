@@ -192,7 +192,7 @@ class Intake:
             same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None
             if row is not None and same is not None:
                 self._state.journal.replace_sealed(row.id, same)
-                self._state.load()
+                self._state.reload(row.id)
                 continue
             assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
             if row is not None and row.save.is_part and self._grows(row, folder, verdict):
@@ -256,10 +256,12 @@ class Intake:
         again = self._found_before(save)
         is_first = (folder.tag in found_first and is_new_tag) or again is not None
         adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
-        state.journal.add_save(
+        before = state.row_of_tag(folder.tag)
+        save_id = state.journal.add_save(
             save, found_first=is_first, adopted=adopted, seen_at=state.quiet[folder.tag].first_seen_unix
         )
-        state.load()
+        state.reload(save_id, *([before.id] if before is not None else []))
+        state.tidy(time.monotonic())
         state.completed_at.append(time.monotonic())
         log.info(
             "%s complete: step %d, branch %d, %.1f MB, %s",

@@ -181,9 +181,8 @@ class Knowledge(Recogniser):
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
         """The order in a committed manifest that lists exactly these shards, or that they had here before."""
-        for row in self._state.rows.values():
-            if row.save.tag == tag and row.save.fingerprints == fingerprints:
-                return row.save.order
+        if (here := self._state.past_order(tag, fingerprints)) is not None:
+            return here
         wanted = set(fingerprints)
         for link in self._links.values():
             manifests, _ = link.seen(tag)

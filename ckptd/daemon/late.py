@@ -107,7 +107,7 @@ class Late:
                 self._state.journal.replace_sealed(
                     save_id, save.model_copy(update={"late": tuple(late.values())})
                 )
-                self._state.load()
+                self._state.reload(save_id)
                 log.info("%s: %d files came after it was complete", folder.tag, len(found))
             self._wake()
 

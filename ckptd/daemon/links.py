@@ -344,6 +344,6 @@ class RemoteLink:
             return frozenset()
         return frozenset(
             {v.commit.tag for v in seen.commits}
-            | {t.tag for t in seen.retired}
+            | set(seen.retired_tags)
             | {tag for tag, _, _ in seen.uncommitted}
         )

@@ -54,8 +54,9 @@ class Ordering:
         """Saves that are durable now, in the order in which they count as saved."""
         latest = self._state.listing.latest if self._state.listing else None
         seen = {tag: at for tag, (_, at) in self._seen.items()}
-        rank = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest, seen)
-        return sorted(ready, key=lambda row: rank.index(row[0].tag))
+        order = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest, seen)
+        rank = {tag: place for place, tag in enumerate(order)}
+        return sorted(ready, key=lambda row: rank[row[0].tag])
 
     def order_of(
         self, tag: str, step: int, fingerprints: tuple[tuple[str, str], ...], *, is_new_tag: bool

@@ -119,7 +119,7 @@ class Pruner:
         self._pruning.discard(save_id)
         state.journal.end_deletion(deletion_id, done=True)
         state.journal.end_save(save_id, "pruned")
-        state.load()
+        state.reload(save_id)
         state.problems.clear("prune-blocked", tag)
         log.info("%s pruned: %s", tag, reason)
         self._wake()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import Retire
     from ckptd.core.ladder import Fate
-    from ckptd.core.manifest import Tombstone
+    from ckptd.core.manifest import Headstone
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.errors import CkptdError
@@ -144,7 +144,7 @@ class Retiring:
             if stone is not None:
                 self._finish(link, stone)
 
-    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: Tombstone) -> bool:
+    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: Headstone) -> bool:
         stem = (stone.tag, stone.generation, stone.form)
         if stem not in seen.retiring:
             return False
@@ -154,7 +154,7 @@ class Retiring:
         since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
         return now - since >= patience_seconds(seen, link.settings.node)
 
-    def _finish(self, link: RemoteLink, stone: Tombstone) -> None:
+    def _finish(self, link: RemoteLink, stone: Headstone) -> None:
         tag, generation, form = stone.tag, stone.generation, stone.form
         self._audit.write(
             "retire",
@@ -173,7 +173,7 @@ class Retiring:
         )
         link.ship_order = link.order(order, partial(self._finished, link, stone))
 
-    def _finished(self, link: RemoteLink, stone: Tombstone, answer: m.Answer) -> None:
+    def _finished(self, link: RemoteLink, stone: Headstone, answer: m.Answer) -> None:
         about = _about(link, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, stone.commit_sha256, error_of(answer))

@@ -45,7 +45,7 @@ def adopt_orders(state: JobState, remote: str, form: str, seen: Observation | No
         if order is not None:
             update = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
             state.journal.replace_sealed(row.id, row.save.model_copy(update=update))
-            state.load()
+            state.reload(row.id)
 
 
 def named_in(view: TagView) -> list[tuple[int, ManifestName]]:

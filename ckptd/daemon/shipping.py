@@ -78,7 +78,7 @@ class Shipping:
         if files is None:
             if row.held:
                 state.journal.set_held(row.id, held=False)
-                state.load()
+                state.reload(row.id)
             return
         record = old.model_copy(
             update={

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.problems import Problems
 from ckptd.errors import RefusedError, SourceChanged
+from ckptd.journal_past import WIDEST
 
 if TYPE_CHECKING:
     from ckptd.core.actions import Plan
     from ckptd.core.facts import FileFacts
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import SaveDirListing
-    from ckptd.core.save import SealedSave
+    from ckptd.core.save import Order, SealedSave
     from ckptd.core.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
     from ckptd.daemon.sharing import Sharer
     from ckptd.daemon.waiting import Waiting
@@ -31,6 +32,7 @@ ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
 HOUR_SECONDS = 3600.0
+
 FAILURE_SECONDS = 120.0
 """How long status says that something failed here; what is tried in vain again is said anew."""
 
@@ -125,6 +127,8 @@ class JobState:
     link_speeds: dict[str, float] = field(default_factory=dict)
     """Remote → bytes per second of its last upload that was committed."""
     is_first_scan: bool = True
+    tidied_at_seconds: float | None = None
+    """When the journal last let go of what ended long ago; monotonic."""
     blocked_since: tuple[str, float] | None = None
     """What holds retention up, and since when (monotonic)."""
     widest_save_seconds: float = 0.0
@@ -136,27 +140,64 @@ class JobState:
     def load(self) -> None:
         """Fill saves and ships from the journal."""
         self.rows = {row.id: row for row in self.journal.saves()}
-        waits = {
-            (save_id, key): record.retry_at_seconds
-            for save_id, records in self.ships.items()
-            for key, record in records.items()
-            if record.retry_at_seconds
-        }
-        self.ships = self.journal.ships()
-        for (save_id, key), at_seconds in waits.items():
-            # monotonic, so the journal does not have it; a new state of the record needs no wait
-            record = self.ships.get(save_id, {}).get(key)
-            if record is not None and record.state in (ShipState.FAILED, ShipState.WAITING):
-                self.ships[save_id][key] = record.model_copy(update={"retry_at_seconds": at_seconds})
-        self._by_tag = {
-            row.save.tag: row.id
-            for row in sorted(self.rows.values(), key=lambda row: row.id)
-            if row.state == "present"
-        }
-        here = {row.id for row in self.rows.values() if row.state == "present" or row.held}
-        self.views = {save_id: view for save_id, view in self.views.items() if save_id in here}
-        windows = [row.save.window for row in self.rows.values()]
-        self.widest_save_seconds = max(((w.last - w.first) / 1e9 for w in windows), default=0.0)
+        known, self.ships = self.ships, self.journal.ships()
+        for save_id, records in self.ships.items():
+            for key, record in records.items():
+                records[key] = self._with_wait(record, known.get(save_id, {}).get(key))
+        self.views.clear()
+        self._by_tag.clear()
+        self.widest_save_seconds = float(self.journal.meta(WIDEST) or 0.0)
+        for row in self.rows.values():
+            self._note(row)
+
+    @staticmethod
+    def _with_wait(record: ShipRecord, known: ShipRecord | None) -> ShipRecord:
+        """Waits are monotonic, so the journal does not have them; a new state of the record needs none."""
+        if known is None or record.state not in (ShipState.FAILED, ShipState.WAITING):
+            return record
+        return record.model_copy(update={"retry_at_seconds": known.retry_at_seconds})
+
+    def reload(self, *ids: int) -> None:
+        """The same for saves that changed: of thousands, one is read."""
+        ships = self.journal.ships(*ids)
+        for row in self.journal.saves(*ids):
+            self.rows[row.id] = row
+            self.ships[row.id] = {
+                key: self._with_wait(record, self.ships.get(row.id, {}).get(key))
+                for key, record in ships.get(row.id, {}).items()
+            }
+            self._note(row)
+
+    def _note(self, row: SaveRow) -> None:
+        self.views.pop(row.id, None)
+        window, tag = row.save.window, row.save.tag
+        self.widest_save_seconds = max(self.widest_save_seconds, (window.last - window.first) / 1e9)
+        if row.state == "present":
+            self._by_tag[tag] = max(row.id, self._by_tag.get(tag, -1))
+        elif self._by_tag.get(tag) == row.id:
+            del self._by_tag[tag]
+
+    def tidy(self, now_seconds: float) -> None:
+        """Now and then, let go of what ended long ago: memory and the journal follow what is here (P12)."""
+        is_due = self.tidied_at_seconds is None or now_seconds - self.tidied_at_seconds > HOUR_SECONDS
+        if not is_due or self.listing is None:
+            return
+        self.tidied_at_seconds = now_seconds
+        alive = (file.identity for folder in self.listing.folders for file in folder.files)
+        highest = max(self.rows.values(), key=lambda row: row.save.order, default=None)
+        spare = {row_id for row_id, count in self.busy.items() if count} | {key[0] for key in self.moving}
+        spare |= {highest.id} if highest is not None else set()
+        spare |= {self.converting.save_id} if self.converting is not None else set()
+        for save_id in self.journal.tidy(alive, spare, self.widest_save_seconds):
+            self.rows.pop(save_id, None)
+            self.ships.pop(save_id, None)
+            self.views.pop(save_id, None)
+            self.busy.pop(save_id, None)
+            self.confirmations.pop(save_id, None)
+            self.asking.discard(save_id)
+        for known in (self.generations, self.waiting):
+            for key in [key for key in known if key[0] not in self.rows]:
+                del known[key]
 
     def note_failure(self, what: str, error: CkptdError) -> None:
         """Something on this node failed and is tried again; what the trainer changed is no failure."""
@@ -195,7 +236,7 @@ class JobState:
                 update = {"state": ShipState.NEW, "retry_at_seconds": 0.0}
                 self.put_ship(save_id, record.model_copy(update=update))
                 self.generations.pop((save_id, remote, form), None)
-        self.load()
+        self.reload(save_id)
 
     def lose_commit(self, save_id: int, remote: str, reason: str) -> None:
         """The remote no longer vouches for a save: it counts as not committed there, and is shipped again."""
@@ -218,6 +259,12 @@ class JobState:
     def row_of_tag(self, tag: str) -> SaveRow | None:
         """The save of that tag that this node holds now."""
         return self.rows.get(self._by_tag.get(tag, -1))
+
+    def past_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order that just these shards were sealed with here, however long ago."""
+        saves = (row.save for row in self.rows.values() if row.save.tag == tag)
+        known = next((save.order for save in saves if save.fingerprints == fingerprints), None)
+        return known if known is not None else self.journal.past_order(tag, fingerprints)
 
     def recent_sizes_bytes(self) -> list[int]:
         """Sizes of the last five saves."""

@@ -18,24 +18,26 @@ from ckptd.core.trainers import Trainer, layout_of
 from ckptd.errors import (
     CkptdError,
     DamagedError,
-    NotFoundError,
     NotPermitted,
     RemoteError,
     StorageError,
     UsageError,
 )
+from ckptd.recover.copies import DESCRIPTION as DESCRIPTION
+from ckptd.recover.copies import UNIVERSAL as UNIVERSAL
+from ckptd.recover.copies import ZERO as ZERO
+from ckptd.recover.copies import is_made_from, of_node, stands_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.layouts import Grid
     from ckptd.core.manifest import NodeManifest
     from ckptd.recover.sight import LocalSight, RemoteSight
     from ckptd.remote.messages import CommitView
 
-ZERO, UNIVERSAL = "zero", "universal"
-DESCRIPTION = "ckptd.json"
-"""At the root of a derived form."""
+NEWEST_READ = 5
+"""Committed saves that are read: one to take, the others for the room that the next save needs (P13)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +152,11 @@ def choose(
     *,
     damaged: frozenset[tuple[str, str]] = frozenset(),
 ) -> Choice:
-    """All candidates, newest first; `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
+    """Candidates, newest first: of what is committed the newest, and all that lies here; `damaged`: (remote,
+    digest of a COMMIT) whose bytes are bad."""
     choice = Choice()
-    committed = committed_saves(remotes, nodes, damaged, choice)
+    wanted = Wanted(tags=frozenset(sight.tag for sight in local))
+    committed = committed_saves(remotes, nodes, damaged, choice, wanted)
     matched: set[str] = set()
     for index, candidate in enumerate(committed):
         here = next((sight for sight in local if sight.tag == candidate.tag), None)
@@ -171,78 +175,124 @@ def choose(
     return choice
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which saves need to be read of a remote that may hold thousands: the newest, and those of some tags."""
+
+    most: int = NEWEST_READ
+    """So many of the newest that are usable."""
+    tags: frozenset[str] = frozenset()
+    """All saves of these."""
+    is_usable: Callable[[Candidate], bool] = lambda _: True
+
+
 def committed_saves(
     remotes: Sequence[RemoteSight],
     nodes: Nodes,
     damaged: frozenset[tuple[str, str]],
     choice: Choice,
+    wanted: Wanted,
     *,
     model: str | None = None,
 ) -> list[Candidate]:
-    """One candidate per (tag, order), newest first, with every remote that holds its ZeRO form.
+    """One candidate per (tag, order) wanted, newest first, with every remote that holds its ZeRO form.
 
     Where a ladder left the universal form alone, that is enough (adr/0094). A model alone is none, but for
     the one asked for by its tag (`model`).
     """
-    found: dict[tuple[Order, str], Candidate] = {}
-    copies = readable_copies(remotes, nodes, damaged, choice)
-    for copy in copies:
-        commit = copy.view.commit
-        if commit.form == ZERO and (commit.tag == model or not commit.grid.is_model_only):
-            key = (order_of(commit), commit.tag)
-            old = found.get(key) or Candidate(tag=commit.tag, order=key[0], grid=commit.grid)
-            found[key] = replace(old, copies=(*old.copies, copy))
-    for copy in copies:
-        commit = copy.view.commit
-        if commit.form != UNIVERSAL:
+    saves = views_by_save(remotes, (ZERO, UNIVERSAL))
+    found: list[Candidate] = []
+    left = wanted.most
+    for order, tag in sorted(saves, reverse=True):
+        if left <= 0 and tag not in wanted.tags:
             continue
-        key = (order_of(commit), commit.tag)
-        owner = found.get(key)
-        if owner is None:
+        copies = readable_copies(saves[order, tag], nodes, damaged, choice)
+        candidate = _candidate(order, tag, copies, may_be_model=tag == model)
+        if candidate is not None:
+            found.append(candidate)
+            left -= wanted.is_usable(candidate)
+    return found
+
+
+def _candidate(order: Order, tag: str, copies: Sequence[Copy], *, may_be_model: bool) -> Candidate | None:
+    found: Candidate | None = None
+    for copy in copies:
+        commit = copy.view.commit
+        if commit.form == ZERO and (may_be_model or not commit.grid.is_model_only):
+            found = found or Candidate(tag=tag, order=order, grid=commit.grid)
+            found = replace(found, copies=(*found.copies, copy))
+    for copy in copies:
+        if copy.view.commit.form != UNIVERSAL:
+            continue
+        if found is None:
             if stands_alone(copy):
-                found[key] = Candidate(tag=commit.tag, order=key[0], grid=commit.grid, universals=(copy,))
-        elif is_made_from(copy, owner.fingerprints):
-            found[key] = replace(owner, universals=(*owner.universals, copy))
-    return [found[key] for key in sorted(found, reverse=True)]
+                found = Candidate(tag=tag, order=order, grid=copy.view.commit.grid, universals=(copy,))
+        elif is_made_from(copy, found.fingerprints):
+            found = replace(found, universals=(*found.universals, copy))
+    return found
 
 
-def readable_copies(
-    remotes: Sequence[RemoteSight], nodes: Nodes, damaged: frozenset[tuple[str, str]], choice: Choice
-) -> list[Copy]:
-    """Every copy whose documents are as they should be, in the remotes' order; `choice` hears of the others.
+def committed_weights(
+    remotes: Sequence[RemoteSight],
+    form: str,
+    tag: str | None,
+    damaged: frozenset[tuple[str, str]],
+    lost: dict[str, CkptdError],
+) -> list[Candidate]:
+    """The newest weights (of a tag): from copies of that form alone, whatever else is left of their save."""
+    saves = views_by_save(remotes, (form,))
+    for order, one in sorted(saves, reverse=True):
+        if tag not in (None, one):
+            continue
+        copies = readable_copies(saves[order, one], Nodes(), damaged, Choice(lost=lost))
+        found = [
+            Candidate(tag=one, order=order, grid=copy.view.commit.grid, universals=(copy,))
+            for copy in copies
+            if stands_alone(copy)
+        ]
+        if found:
+            return found
+    return []
+
+
+def views_by_save(
+    remotes: Sequence[RemoteSight], forms: Collection[str]
+) -> dict[tuple[Order, str], list[tuple[RemoteSight, CommitView]]]:
+    """COMMITs of some forms by (order, tag), in the remotes' order.
 
     Of several generations of one save only the newest counts: an older one is being superseded.
     """
-    copies: list[Copy] = []
+    found: dict[tuple[Order, str], list[tuple[RemoteSight, CommitView]]] = {}
     for remote in remotes:
         newest: dict[tuple[str, str, Order], CommitView] = {}
         for view in remote.commits:
-            newest[view.commit.tag, view.commit.form, order_of(view.commit)] = view
-        for view in newest.values():
-            if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
-                continue
-            try:
-                copies.append(_copy(remote, view, nodes, choice.notes))
-            except DamagedError as error:
-                choice.notes.append(
-                    f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
-                )
-            except (RemoteError, NotPermitted, StorageError) as error:
-                choice.lost[remote.name] = error
+            if view.commit.form in forms:
+                newest[view.commit.tag, view.commit.form, order_of(view.commit)] = view
+        for (tag, _, order), view in newest.items():
+            found.setdefault((order, tag), []).append((remote, view))
+    return found
+
+
+def readable_copies(
+    views: Iterable[tuple[RemoteSight, CommitView]],
+    nodes: Nodes,
+    damaged: frozenset[tuple[str, str]],
+    choice: Choice,
+) -> list[Copy]:
+    """Every copy whose documents are as they should be; `choice` hears of the others."""
+    copies: list[Copy] = []
+    for remote, view in views:
+        if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
+            continue
+        try:
+            copies.append(_copy(remote, view, nodes, choice.notes))
+        except DamagedError as error:
+            choice.notes.append(
+                f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
+            )
+        except (RemoteError, NotPermitted, StorageError) as error:
+            choice.lost[remote.name] = error
     return copies
-
-
-def stands_alone(copy: Copy) -> bool:
-    """A derived form that loads without its ZeRO form: whole at its folder's root."""
-    return any(file.path == DESCRIPTION for file in copy.files)
-
-
-def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
-    """Whether a derived form on a remote was made from just this save (H15)."""
-    sources = [m.source for m in universal.manifests if m.source is not None]
-    return bool(sources) and all(
-        fingerprints.get(path) == mark for source in sources for path, mark in source.fingerprints
-    )
 
 
 def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes, notes: list[str]) -> Copy:
@@ -250,53 +300,6 @@ def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes, notes: list[str])
     late, note = remote.late(view.commit, manifests)
     notes += [note] if note else []
     return of_node(Copy(remote=remote, view=view, manifests=manifests, files=(), late=late), nodes)
-
-
-def of_node(copy: Copy, nodes: Nodes) -> Copy:
-    """What of a copy one node wants."""
-    files: dict[str, ManifestFile] = {}
-    extras: dict[str, ManifestFile] = {}
-    for wanted in _wanted(copy, nodes):
-        for file in wanted:
-            (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
-    files |= {file.path: file for file in copy.late}
-    return replace(copy, files=tuple(files.values()), extras=tuple(extras.values()))
-
-
-def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
-    """The shards of some data-parallel ranks, and all that is nobody's alone.
-
-    Raises:
-        NotFoundError: a rank is not in the grid (66).
-    """
-    beyond = sorted(rank for rank in ranks if rank >= copy.view.commit.grid.dp)
-    if beyond:
-        commit = copy.view.commit
-        msg = f"{commit.tag} has data-parallel ranks 0-{commit.grid.dp - 1}, not {beyond[0]}"
-        raise NotFoundError(msg, hint="ranks are those in the names of its optimizer shards")
-    return replace(copy, files=tuple(f for f in copy.files if f.shard.d is None or f.shard.d in ranks))
-
-
-def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
-    """All files; where as many ranks resume as saved, those of this node's, and what every rank reads (H58).
-
-    By ranks, not by who shipped what: a node that was replaced shipped under two names.
-    """
-    manifests, grid = copy.manifests, copy.view.commit.grid
-    ranks = nodes.ranks_of(grid.dp, grid.mm_count) if copy.view.commit.form == ZERO else None
-    if ranks is not None:
-        return [tuple(f for f in m.files if f.shard.d is None or f.shard.d in ranks) for m in manifests]
-    is_same = nodes.world_size in (None, grid.dp * grid.mm_count)
-    if nodes.count == 1 or not is_same or len(manifests) != nodes.count:
-        return [manifest.files for manifest in manifests]
-    ordered = sorted(manifests, key=lowest_rank)
-    shared = [tuple(f for f in m.files if f.shard.d is None) for m in ordered]
-    return [ordered[nodes.rank].files, *shared]
-
-
-def lowest_rank(manifest: NodeManifest) -> int:
-    """The lowest data-parallel rank among a node's shards."""
-    return min((f.shard.d for f in manifest.files if f.shard.d is not None), default=1 << 30)
 
 
 def _is_here(here: LocalSight, candidate: Candidate) -> bool:

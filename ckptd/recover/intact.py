@@ -11,7 +11,8 @@ from ckptd.core.coverage import order_of
 from ckptd.core.layouts import Role
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, TargetExists
-from ckptd.recover.choose import ZERO, Copy, Nodes, of_node
+from ckptd.recover.choose import ZERO, Copy, Nodes
+from ckptd.recover.copies import of_node
 from ckptd.recover.held import look_into, same_bytes
 from ckptd.recover.mend import is_same_file, seen_in, unrest
 from ckptd.recover.steps import name_of_extra

@@ -36,9 +36,9 @@ from ckptd.recover.choose import (
     Candidate,
     Choice,
     Nodes,
+    Wanted,
     committed_saves,
-    readable_copies,
-    stands_alone,
+    committed_weights,
 )
 from ckptd.recover.derived import source_of
 from ckptd.recover.execute import Execution, drop_leftovers
@@ -222,9 +222,11 @@ class Restore:
             choice = Choice()
             remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
             if self._options.wish.form in WEIGHTS:
-                found = self._weights(damaged, choice)
+                form, tag = self._options.wish.form, self._options.tag
+                found = committed_weights(remotes, form, tag, damaged, choice.lost)
             else:
-                found = committed_saves(remotes, Nodes(), damaged, choice, model=self._options.tag)
+                wanted = self._wanted()
+                found = committed_saves(remotes, Nodes(), damaged, choice, wanted, model=self._options.tag)
             for name, error in choice.lost.items():
                 self._sources.drop(name, error)
             if choice.lost:
@@ -233,28 +235,21 @@ class Restore:
                 if note not in self._said:
                     self._say(note)
                     self._said.add(note)
-            wanted = self._newest_of_tag()
+            newest = self._newest_of_tag()
             tag = self._options.tag
-            fit = [c for c in found if c.tag == tag and c.order == wanted] if tag else found
+            fit = [c for c in found if c.tag == tag and c.order == newest] if tag else found
             if tag is None and self._options.wish.form == ZERO:
                 fit = [c for c in found if not c.is_universal_alone]
             if not fit:
-                raise self._nothing(wanted)
+                raise self._nothing(newest)
             return max(fit, key=lambda c: c.order)
 
-    def _weights(self, damaged: frozenset[tuple[str, str]], choice: Choice) -> list[Candidate]:
-        """Weights come from copies of that form alone, whatever else is left of their save."""
-        copies = readable_copies(self._sources.remotes, Nodes(), damaged, Choice(lost=choice.lost))
-        return [
-            Candidate(
-                tag=copy.view.commit.tag,
-                order=order_of(copy.view.commit),
-                grid=copy.view.commit.grid,
-                universals=(copy,),
-            )
-            for copy in copies
-            if copy.view.commit.form == self._options.wish.form and stands_alone(copy)
-        ]
+    def _wanted(self) -> Wanted:
+        """All of the tag asked for, else the newest that has the form."""
+        if self._options.tag is not None:
+            return Wanted(most=0, tags=frozenset({self._options.tag}))
+        is_zero = self._options.wish.form == ZERO
+        return Wanted(most=1, is_usable=lambda c: not (is_zero and c.is_universal_alone))
 
     def _newest_of_tag(self) -> Order | None:
         """Order of the newest generation of the tag asked for, damaged or not; None: there is none."""

@@ -13,7 +13,8 @@ from ckptd.core.trainers import BY_NAME, Trainer, universal_name
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import RefusedError, TargetExists, UsageError
 from ckptd.recover.beside import beside_shards, pointer_in, the_root, within
-from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes, of_node, of_ranks
+from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes
+from ckptd.recover.copies import of_node, of_ranks
 from ckptd.recover.plan import ResumePlan, needs_universal
 from ckptd.recover.steps import (
     DERIVED_ACCELERATE,

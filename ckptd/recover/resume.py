@@ -26,7 +26,7 @@ from ckptd.errors import (
 )
 from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import Candidate, Choice, Nodes, choose
+from ckptd.recover.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
 from ckptd.recover.derived import derived_accelerate, derived_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
@@ -224,7 +224,7 @@ class Resume:
         if not self._options.dry_run:
             assert fd is not None
             sizes = [sight.listing.total_bytes for sight in seen.local]
-            sizes += [copy.bytes for c in choice.candidates[:5] for copy in c.copies[:1]]
+            sizes += [copy.bytes for c in choice.candidates[:NEWEST_READ] for copy in c.copies[:1]]
             execution = Execution(
                 self._job.save_dir,
                 fd,

@@ -6,18 +6,18 @@ that nobody ever listed stays: an upload under way looks just so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import newest_revisions, objects_of, order_of
-from ckptd.core.manifest import ROOT, Commit, folder_name, parse
-from ckptd.errors import RefusedError
+from ckptd.core.manifest import ROOT, Tombstone, folder_name
+from ckptd.errors import DamagedError, RefusedError
 from ckptd.remote.commit import Ground
 from ckptd.remote.documents import (
     LEASES,
-    generations_with_manifests,
     read_commits,
-    read_generation,
+    read_manifest,
+    read_stones,
     stem_of,
     stem_of_key,
 )
@@ -28,10 +28,10 @@ from ckptd.remote.retire import retire
 from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import RemoteIdentity, Tombstone
+    from ckptd.core.manifest import RemoteIdentity
     from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
@@ -78,40 +78,43 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
     still_ours(store, identity)
     found = read_commits(store)
     keys = _manifest_keys(store)
-    manifests = _manifests(store)
-    if found.damaged:
-        raise RefusedError(f"nothing in {store.url} is removed: {found.damaged[0]}", hint=_HINT)
     sizes = {
         info.key: info.bytes
         for info in store.list("")
         if not info.key.startswith(f"{ROOT}/") and info.key not in _POINTERS
     }
-    stones = {stem_of(stone): stone for stone in found.retired}
-    open_stones = {where: s for where, s in stones.items() if where in manifests or where in _stems(found)}
-    dead = _dead(store, found, manifests, open_stones)
-    objects = _objects(manifests, dead, {w: t for w, t in stones.items() if w not in open_stones}, sizes)
-    documents = [_garbage(k.key, 0, "a replaced revision of a manifest", stem_of(k.manifest)) for k in dead]
+    places = _by_generation(keys)
+    left = {key.partition("/")[0] for key in sizes}
+    is_open = {where for where in found.stones if where in places or where in _stems(found)}
+    speaking = is_open | {where for where in found.stones if folder_name(*where) in left}
+    stones = {stem_of(stone): stone for stone in read_stones(store, found, speaking, Tombstone)}
+    if found.damaged:
+        raise RefusedError(f"nothing in {store.url} is removed: {found.damaged[0]}", hint=_HINT)
     spares = {info.key: info.bytes for info in store.list(SPARE)}
-    needed_spares = _needed(store, spares, manifests) if spares else set()
-    over = _stems(found) | stones.keys()
+    seen = _read(store, places, _Dead(found, is_open), spares.keys(), is_open)
+    objects = _objects(seen, {w: t for w, t in stones.items() if w not in is_open}, sizes)
+    documents = [
+        _garbage(k.key, 0, "a replaced revision of a manifest", stem_of(k.manifest)) for k in seen.dead
+    ]
+    over = _stems(found) | found.stones.keys()
     leases = [
         _garbage(info.key, 0, "a lease of a generation that is over", stem_of_key(info.key))
         for info in store.list(LEASES)
         if stem_of_key(info.key) in over
     ]
-    listed = set(objects_of(k.manifest for known in manifests.values() for k in known))
-    unlisted = sizes.keys() - listed - objects.keys()
+    unlisted = sizes.keys() - seen.listed.keys() - objects.keys()
+    unlisted -= {key for known in seen.dead for key in objects_of([known.manifest])}
     return Collected(
         objects=(
             *objects.values(),
             *documents,
             *leases,
-            *(_garbage(k, n, "left by a repair", None) for k, n in spares.items() if k not in needed_spares),
+            *(_garbage(k, n, "left by a repair", None) for k, n in spares.items() if k not in seen.spares),
         ),
-        retiring=tuple((stone, _freed(where, manifests, sizes)) for where, stone in open_stones.items()),
+        retiring=tuple((stones[where], seen.freed(where, sizes)) for where in sorted(is_open)),
         unlisted_objects=len(unlisted),
         unlisted_bytes=sum(sizes[key] for key in unlisted),
-        spares=len(needed_spares),
+        spares=len(seen.spares),
         manifests=keys,
     )
 
@@ -140,30 +143,89 @@ def carry_out(
     seen, garbage = found.manifests, {one.key for one in found.objects}
     for begin in range(0, len(found.objects), _AT_A_TIME):
         still_ours(store, identity)
-        if _manifest_keys(store) != seen:
-            # something was listed, or retired, since: only what is garbage now too may go
-            now = find(store, identity)
-            seen, garbage = now.manifests, {one.key for one in now.objects}
+        now = _manifest_keys(store)
+        # what went since makes nothing needed; of what came, only what it lists and its generation are
+        garbage -= _wanted_since(store, now - seen, found.objects)
+        seen |= now
         for one in found.objects[begin : begin + _AT_A_TIME]:
             if one.key in garbage:
                 store.delete(one.key)
-                seen -= {one.key}
                 on_done(one)
 
 
-def _objects(
-    manifests: dict[Stem, tuple[KnownManifest, ...]],
-    dead: list[KnownManifest],
-    stones: dict[Stem, Tombstone],
-    sizes: dict[str, int],
-) -> dict[str, Garbage]:
+def _wanted_since(store: Store, new: Iterable[str], garbage: Iterable[Garbage]) -> set[str]:
+    """Keys that are garbage no more, as manifests came that the search did not see."""
+    wanted: set[str] = set()
+    for where, keys in _by_generation(new).items():
+        wanted |= {one.key for one in garbage if (one.tag, one.generation, one.form) == where}
+        for known in _generation(store, where, keys):
+            wanted |= objects_of([known.manifest]).keys()
+            wanted |= {spare_key(file) for file in known.manifest.files}
+    return wanted
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """What one pass over all manifests leaves in memory: keys of objects, not the manifests."""
+
+    listed: dict[str, int] = field(default_factory=dict)
+    """Object → how many generations list it, in revisions that are not replaced."""
+    dead: list[KnownManifest] = field(default_factory=list)
+    opened: dict[Stem, frozenset[str]] = field(default_factory=dict)
+    """What generations whose removal was cut short list."""
+    spares: set[str] = field(default_factory=set)
+    """Spares whose object is listed and not what it should be: a repair is at work, or was killed."""
+
+    def freed(self, where: Stem, sizes: dict[str, int]) -> int:
+        """Bytes that finishing a removal frees: of what no other generation lists."""
+        mine = self.opened.get(where, frozenset())
+        return sum(sizes.get(key, 0) for key in mine if self.listed[key] == 1)
+
+
+def _read(
+    store: Store,
+    places: dict[Stem, list[str]],
+    dead: _Dead,
+    spares: Collection[str],
+    is_open: Collection[Stem],
+) -> _Seen:
+    """Every manifest once, one generation at a time.
+
+    Raises:
+        RefusedError: one cannot be read.
+    """
+    seen = _Seen()
+    for where in sorted(places):
+        manifests = _generation(store, where, places[where])
+        replaced = dead.of(where, manifests)
+        seen.dead += replaced
+        gone = {known.key for known in replaced}
+        mine = frozenset(objects_of(k.manifest for k in manifests if k.key not in gone))
+        for key in mine:
+            seen.listed[key] = seen.listed.get(key, 0) + 1
+        if where in is_open:
+            seen.opened[where] = mine
+        if spares:
+            files = (file for known in manifests for file in known.manifest.files)
+            wanted = {key: file for file in files if (key := spare_key(file)) in spares}
+            seen.spares |= {key for key, file in wanted.items() if not holds(store, file.key, file)}
+    return seen
+
+
+def _generation(store: Store, where: Stem, keys: Iterable[str]) -> list[KnownManifest]:
+    try:
+        found = [read_manifest(store, key) for key in sorted(keys)]
+    except DamagedError as error:
+        raise RefusedError(f"nothing in {store.url} is removed: {error.message}", hint=_HINT) from error
+    return [known for known in found if known is not None and stem_of(known.manifest) == where]
+
+
+def _objects(seen: _Seen, stones: dict[Stem, Tombstone], sizes: dict[str, int]) -> dict[str, Garbage]:
     """What only replaced revisions list, and what came back after its generation was retired."""
-    gone = {known.key for known in dead}
-    needed = set(objects_of(k.manifest for known in manifests.values() for k in known if k.key not in gone))
     objects: dict[str, Garbage] = {}
-    for known in dead:
+    for known in seen.dead:
         m = known.manifest
-        for key in objects_of([m]).keys() - needed:
+        for key in objects_of([m]).keys() - seen.listed.keys():
             if key in sizes:
                 why = f"of revision {m.revision} of {m.node}, which a newer one replaced"
                 objects[key] = _garbage(key, sizes[key], why, stem_of(m))
@@ -171,75 +233,47 @@ def _objects(
         folder = folder_name(*where)
         for path, _ in stone.fingerprints:
             key = f"{folder}/{path}"
-            if key in sizes and key not in needed:
+            if key in sizes and key not in seen.listed:
                 objects[key] = _garbage(key, sizes[key], "retired; sent again by a straggler", where)
     return objects
+
+
+def _by_generation(keys: Iterable[str]) -> dict[Stem, list[str]]:
+    places: dict[Stem, list[str]] = {}
+    for key in keys:
+        where = stem_of_key(key.rpartition("/")[0])
+        if where is not None:
+            places.setdefault(where, []).append(key)
+    return places
 
 
 def _manifest_keys(store: Store) -> frozenset[str]:
     return frozenset(info.key for info in store.list(f"{ROOT}/nodes/"))
 
 
-def _needed(
-    store: Store, spares: Iterable[str], manifests: dict[Stem, tuple[KnownManifest, ...]]
-) -> set[str]:
-    """Spares whose object is listed and not what it should be: a repair is at work, or was killed."""
-    files = (file for known in manifests.values() for k in known for file in k.manifest.files)
-    of = {key: file for file in files if (key := spare_key(file)) in spares}
-    return {key for key, file in of.items() if not holds(store, file.key, file)}
-
-
-def _manifests(store: Store) -> dict[Stem, tuple[KnownManifest, ...]]:
-    damaged: list[str] = []
-    found = {
-        where: read_generation(store, where, damaged) for where in sorted(generations_with_manifests(store))
-    }
-    if damaged:
-        raise RefusedError(f"nothing in {store.url} is removed: {damaged[0]}", hint=_HINT)
-    return found
-
-
 def _stems(found: Documents) -> set[Stem]:
     return {stem_of(view.commit) for view in found.commits}
 
 
-def _dead(
-    store: Store,
-    found: Documents,
-    manifests: dict[Stem, tuple[KnownManifest, ...]],
-    retiring: Iterable[Stem],
-) -> list[KnownManifest]:
+class _Dead:
     """Revisions that neither a COMMIT nor a supplement quotes and a newer one of their node replaced, of
     generations that are committed and not the newest: nobody ships into those any more."""
-    live = [view for view in found.live() if view.commit.form == "zero"]
-    newest = max((order_of(view.commit) for view in live), default=None)
-    quoted = {ref.sha256 for view in found.commits for ref in view.commit.manifests}
-    quoted |= _supplemented(store)
-    dead: list[KnownManifest] = []
-    for view in found.live():
-        where = stem_of(view.commit)
-        if newest is None or order_of(view.commit) >= newest or where in retiring:
-            continue
-        current = {known.key for known in newest_revisions(manifests.get(where, ()))}
-        dead += [k for k in manifests.get(where, ()) if k.key not in current and k.sha256 not in quoted]
-    return dead
 
+    def __init__(self, found: Documents, retiring: Collection[Stem]) -> None:
+        live = found.live()
+        newest = max((order_of(v.commit) for v in live if v.commit.form == "zero"), default=None)
+        self._over = {
+            stem_of(v.commit) for v in live if newest is not None and order_of(v.commit) < newest
+        } - set(retiring)
+        views = (*found.commits, *found.supplements)
+        self._quoted = {ref.sha256 for view in views for ref in view.commit.manifests}
 
-def _supplemented(store: Store) -> set[str]:
-    """Digests that supplements quote."""
-    quoted: set[str] = set()
-    for info in store.list(f"{ROOT}/commits/"):
-        if "~x" in info.key:
-            data = store.get(info.key)
-            if data is not None:
-                quoted |= {ref.sha256 for ref in parse(Commit, data, info.key).manifests}
-    return quoted
-
-
-def _freed(where: Stem, manifests: dict[Stem, tuple[KnownManifest, ...]], sizes: dict[str, int]) -> int:
-    mine = set(objects_of(k.manifest for k in manifests.get(where, ())))
-    others = set(objects_of(k.manifest for stem, known in manifests.items() if stem != where for k in known))
-    return sum(sizes.get(key, 0) for key in mine - others)
+    def of(self, where: Stem, manifests: list[KnownManifest]) -> list[KnownManifest]:
+        """Those of one generation."""
+        if where not in self._over:
+            return []
+        current = {known.key for known in newest_revisions(manifests)}
+        return [k for k in manifests if k.key not in current and k.sha256 not in self._quoted]
 
 
 def _garbage(key: str, size: int, why: str, where: Stem | None) -> Garbage:

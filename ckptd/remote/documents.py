@@ -7,7 +7,7 @@ cannot be read is named and skipped; one of a higher major stops everything (`Re
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.core.coverage import KnownManifest
 from ckptd.core.lateness import supplement_of
@@ -16,10 +16,10 @@ from ckptd.core.manifest import (
     AnyDocument,
     Commit,
     Decision,
+    Headstone,
     Lease,
     NodeManifest,
     RemoteIdentity,
-    Tombstone,
     commit_key,
     parse,
     parse_stem,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 IDENTITY_KEY = f"{ROOT}/remote.json"
 LEASES = f"{ROOT}/leases/"
 _TRIES = 3
+Stone = TypeVar("Stone", bound=Headstone)
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""
 
@@ -48,7 +49,9 @@ class Documents:
     """What was read; `damaged` names what could not be."""
 
     commits: list[CommitView] = field(default_factory=list)
-    retired: list[Tombstone] = field(default_factory=list)
+    stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
+    """Tombstones, which their names tell: thousands in a long run, read only where more is asked."""
+    disputed: set[Stem] = field(default_factory=set)
     decisions: list[Decision] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     supplements: list[CommitView] = field(default_factory=list)
@@ -56,11 +59,10 @@ class Documents:
 
     def live(self) -> list[CommitView]:
         """COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
-        gone = {(stone.tag, stone.generation, stone.form) for stone in self.retired}
-        return [view for view in self.commits if not view.disputed and stem_of(view.commit) not in gone]
+        return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
 
 
-def stem_of(document: Commit | NodeManifest | Tombstone | Lease) -> Stem:
+def stem_of(document: Commit | NodeManifest | Headstone | Lease) -> Stem:
     """(tag, generation, form) of a document."""
     return document.tag, document.generation, document.form
 
@@ -91,7 +93,7 @@ def read_commit(store: Store, where: Stem) -> CommitView | None:
 class DocumentCache:
     """Documents that were read, by key, size and time: they are created once and never changed (contract).
 
-    For observations alone; what a permit rests on is read afresh.
+    Which there are is listed each time; what a permit rests on is read afresh.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class DocumentCache:
     def forget_unasked(self) -> None:
         """Let go of what nobody asked for since the last call: COMMITs that were retired (P12)."""
         for key in self._held.keys() - self._asked:
-            del self._held[key]
+            self._held.pop(key, None)
         self._asked.clear()
 
     def __len__(self) -> int:
@@ -133,7 +135,8 @@ def read_commits(
     cache: DocumentCache | None = None,
     skip: tuple[type[CkptdError], ...] = (DamagedError,),
 ) -> Documents:
-    """Every COMMIT and tombstone (of one tag); what fails with one of `skip` is named and left out."""
+    """Every COMMIT and the names of tombstones (of one tag); what fails with one of `skip` is named and left
+    out."""
     cache = DocumentCache() if cache is None else cache
     found = Documents(skip=skip)
     tries = 1
@@ -158,8 +161,9 @@ def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: D
     for info in store.list(f"{ROOT}/retired/"):
         where = stem_of_key(info.key)
         if where is not None and only_tag in (None, where[0]):
-            _collect(store, info, Tombstone, found.retired, found, cache)
-    disputed = {stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/")}
+            found.stones[where] = info
+    disputes = (stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/"))
+    found.disputed |= {where for where in disputes if where is not None}
     for info in store.list(f"{ROOT}/commits/"):
         late = supplement_of(info.key)
         where = late[:3] if late is not None else stem_of_key(info.key)
@@ -173,9 +177,24 @@ def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: D
         is_gone = is_gone or read is None
         if read is not None:
             commit, digest = read
-            view = CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in disputed)
+            view = CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in found.disputed)
             (found.commits if late is None else found.supplements).append(view)
     return is_gone
+
+
+def read_stones(
+    store: Store,
+    found: Documents,
+    wheres: Iterable[Stem],
+    kind: type[Stone],
+    cache: DocumentCache | None = None,
+) -> list[Stone]:
+    """Those tombstones, as much of each as `kind` says; what cannot be read is named in `found`."""
+    cache = DocumentCache() if cache is None else cache
+    stones: list[Stone] = []
+    for where in sorted(wheres):
+        _collect(store, found.stones[where], kind, stones, found, cache)
+    return stones
 
 
 def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:

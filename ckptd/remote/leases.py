@@ -49,7 +49,7 @@ def leases_of(store: Store, node: str) -> list[tuple[str, Stem]]:
 
 def _leases(store: Store) -> list[tuple[str, Lease]]:
     found = read_commits(store)
-    over = {stem_of(view.commit) for view in found.commits} | {stem_of(stone) for stone in found.retired}
+    over = {stem_of(view.commit) for view in found.commits} | found.stones.keys()
     leases: list[tuple[str, Lease]] = []
     for info in sorted(store.list(LEASES), key=lambda info: info.key):
         data = store.get(info.key)

@@ -15,6 +15,7 @@ from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.manifest import (
     Commit,
     Decision,
+    Headstone,
     NodeManifest,
     Proof,
     RemoteIdentity,
@@ -236,7 +237,10 @@ class Observation(Model):
     kind: Literal["observation"] = "observation"
     identity: RemoteIdentity
     commits: tuple[CommitView, ...]
-    retired: tuple[Tombstone, ...] = ()
+    retired: tuple[Headstone, ...] = ()
+    """Tombstones of removals that are under way and others that matter (`remote/observe.py`)."""
+    retired_tags: tuple[str, ...] = ()
+    """Of all tombstones."""
     decisions: tuple[Decision, ...] = ()
     uncommitted: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) with node manifests and no COMMIT."""

@@ -13,7 +13,9 @@ from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
     Decision,
+    Headstone,
     RemoteIdentity,
+    Tombstone,
     encode_name,
     parse,
     sha256_of,
@@ -30,6 +32,7 @@ from ckptd.remote.documents import (
     read_commits,
     read_decisions,
     read_identity,
+    read_stones,
     stem_of,
     stem_of_key,
 )
@@ -38,7 +41,7 @@ from ckptd.remote.messages import Confirmed, ManifestView, NamedManifest, Observ
 from ckptd.remote.store import settled
 
 if TYPE_CHECKING:
-    from ckptd.remote.documents import Stem
+    from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
 _POINTER_TRIES = 3
@@ -74,24 +77,38 @@ def observe(
     found_identity = still_ours(store, identity)
     found = read_commits(store, cache=cache, skip=skip)
     read_decisions(store, found, cache)
-    if cache is not None:
-        cache.forget_unasked()
     with_manifests = generations_with_manifests(store)
     committed = {stem_of(view.commit) for view in found.commits}
-    retired = {stem_of(stone) for stone in found.retired}
+    retired = _stones_that_matter(store, found, with_manifests | committed, cache)
+    open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
+    if cache is not None:
+        cache.forget_unasked()
     return Observation(
         identity=found_identity,
         commits=tuple(found.commits),
-        retired=tuple(found.retired),
+        retired=tuple(retired),
+        retired_tags=tuple(sorted({where[0] for where in found.stones})),
         decisions=tuple(found.decisions),
-        uncommitted=tuple(sorted(with_manifests - committed - retired)),
-        retiring=tuple(sorted(retired & (with_manifests | committed))),
+        uncommitted=tuple(sorted(with_manifests - committed - found.stones.keys())),
+        retiring=tuple(sorted(open_stones)),
         latest=_pointer(store, "latest"),
         latest_universal=_pointer(store, "latest_universal"),
         damaged=tuple(found.damaged),
         supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
     )
+
+
+def _stones_that_matter(
+    store: Store, found: Documents, left: set[Stem], cache: DocumentCache | None
+) -> list[Headstone]:
+    """Tombstones of removals that are under way, and of disputed COMMITs: no other can be the highest order,
+    because a COMMIT that counted went only while a higher one stood (P5). That is not relied on where a
+    document is unreadable, or nothing counts.
+    """
+    is_doubtful = bool(found.damaged) or not found.live()
+    wanted = found.stones.keys() if is_doubtful else found.stones.keys() & (left | found.disputed)
+    return read_stones(store, found, wanted, Headstone, cache)
 
 
 def describe(
@@ -130,7 +147,7 @@ def describe(
             for name in one.named
         ),
         commits=tuple(found.commits),
-        retired=tuple(found.retired),
+        retired=tuple(read_stones(store, found, found.stones, Tombstone)),
     )
 
 

@@ -12,9 +12,9 @@ from ckptd.core.coverage import fingerprints_of, objects_of, order_of
 from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
-    NodeManifest,
     Tombstone,
     commit_key,
+    folder_name,
     parse,
     side_key,
     stem,
@@ -24,16 +24,18 @@ from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.remote.documents import (
     Stem,
     generations_with_manifests,
+    manifest_folder,
     read_commit,
     read_commits,
     read_generation,
     stem_of,
 )
+from ckptd.remote.look import read_keys
 from ckptd.remote.observe import is_pinned, point, still_ours
 from ckptd.remote.shared import forget_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.remote.commit import Ground
@@ -58,14 +60,15 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
     if damaged:
         msg = f"nothing of {order.tag} is removed: {damaged[0]}"
         raise RefusedError(msg, hint="what a damaged manifest lists is not known; see `ckptd gc`")
-    needed = _listed_elsewhere(store, where)
+    mine = objects_of(known.manifest for known in manifests)
+    needed = _listed_elsewhere(ground, where, mine.keys())
     commit = read_commit(store, where)
-    _entomb(store, order, where, commit, manifests)
-    point(store)
+    _entomb(ground, order, where, commit, manifests)
+    point(store, ground.documents)
     store.delete(commit_key(*where))
     for key in _supplements(store, where):
         store.delete(key)
-    for object_key in objects_of(known.manifest for known in manifests):
+    for object_key in mine:
         if object_key not in needed:
             check()
             store.discard(object_key)
@@ -74,18 +77,18 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
         check()
         store.delete(known.key)
     forget_shares(store, where)
-    point(store)
+    point(store, ground.documents)
 
 
 def _entomb(
-    store: Store,
+    ground: Ground,
     order: Retire,
     where: Stem,
     commit: CommitView | None,
     manifests: tuple[KnownManifest, ...],
 ) -> None:
     """Create the tombstone, or find the one that an earlier attempt left."""
-    key = side_key("retired", stem(*where))
+    store, key = ground.store, side_key("retired", stem(*where))
     data = store.get(key)
     if data is not None:
         stone = parse(Tombstone, data, key)
@@ -99,7 +102,7 @@ def _entomb(
     if commit.sha256 != order.commit_sha256:
         msg = f"{commit.key} is {commit.sha256[:12]}, not {order.commit_sha256[:12]}"
         raise CommitConflict(msg, hint="look again; nothing was removed")
-    _protected(store, order, commit)
+    _protected(ground, order, commit)
     members = [known.manifest for known in manifests if _is_listed(known, commit)]
     stone = Tombstone(
         tag=order.tag,
@@ -113,11 +116,13 @@ def _entomb(
         fingerprints=fingerprints_of(members) if order.form == "zero" else (),
     )
     if not store.put_if_absent(key, to_bytes(stone)):
-        _entomb(store, order, where, commit, manifests)
+        _entomb(ground, order, where, commit, manifests)
 
 
-def _protected(store: Store, order: Retire, commit: CommitView) -> None:
-    """Refuse what retention may never touch, judged by the remote alone (P5)."""
+def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
+    """Refuse what retention may never touch, judged by the remote alone (P5); which COMMITs there are is
+    listed afresh."""
+    store = ground.store
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
         raise RefusedError(msg, hint="`ckptd unpin` first")
@@ -125,7 +130,7 @@ def _protected(store: Store, order: Retire, commit: CommitView) -> None:
         _whole(store, order, *order.instead)
     if commit.disputed:
         return
-    found = read_commits(store)
+    found = read_commits(store, cache=ground.documents)
     # a COMMIT may be disputed while manifests are read, which takes minutes of many nodes
     lost = next((v for v in found.commits if v.disputed and v.sha256 in order.counted), None)
     if lost is not None:
@@ -176,18 +181,36 @@ def _supplements(store: Store, where: Stem) -> list[str]:
     return [key for late, key in keys if late is not None and late[:3] == where]
 
 
-def _listed_elsewhere(store: Store, where: Stem) -> set[str]:
-    """Keys that any other manifest lists, committed or not: they stay (H17)."""
+def _listed_elsewhere(ground: Ground, where: Stem, mine: Collection[str]) -> set[str]:
+    """Those of our keys that any other manifest lists, committed or not: they stay (H17).
+
+    Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of
+    COMMITs that name such a folder, can list them; what is not committed is read as well, as no COMMIT tells
+    its format. Where one of ours lies elsewhere, all others are read.
+    """
+    folders = {key.partition("/")[0] for key in mine}
+    others = generations_with_manifests(ground.store) - {where}
+    if all(_may_hold(where, folder) for folder in folders):
+        commits = read_commits(ground.store, cache=ground.documents).commits
+        strange = {stem_of(v.commit) for v in commits if v.commit.folder.partition("/")[0] in folders}
+        near = {other for other in others if any(_may_hold(other, folder) for folder in folders)}
+        others = near | (others & strange) | (others - {stem_of(v.commit) for v in commits})
     needed: set[str] = set()
-    for other in generations_with_manifests(store) - {where}:
-        needed |= objects_of(_readable(store, other)).keys()
+    for other in others:
+        needed |= _readable(ground, other) & set(mine)
     return needed
 
 
-def _readable(store: Store, where: Stem) -> list[NodeManifest]:
-    damaged: list[str] = []
-    found = [known.manifest for known in read_generation(store, where, damaged)]
+def _may_hold(where: Stem, folder: str) -> bool:
+    """Whether the first component of a key may be a folder of one of that save's forms."""
+    base = folder_name(where[0], where[1], "zero")
+    return folder == base or folder.startswith((f"{base}_", f"{base}.a"))
+
+
+def _readable(ground: Ground, where: Stem) -> set[str]:
+    keys = [info.key for info in ground.store.list(manifest_folder(where))]
+    found, damaged = read_keys(ground.store, where, keys, ground.manifests)
     if damaged:
         msg = f"nothing is removed: {damaged[0]}"
         raise RefusedError(msg, hint="it may list objects that are about to go; see `ckptd gc`")
-    return found
+    return set(objects_of(known.manifest for known in found))

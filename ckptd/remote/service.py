@@ -183,7 +183,9 @@ class Service:
         self._settings, self._ground = settings, None
         found = attach(store, settings)
         self._settings = known(settings, found)
-        self._ground = Ground(store=store, abilities=found.abilities, identity=found.identity)
+        self._ground = Ground(
+            store=store, abilities=found.abilities, identity=found.identity, documents=self._documents
+        )
         return found
 
     def _attached(self) -> Ground:

@@ -385,7 +385,7 @@ class Daemon:
     def _known_tags(self, seen: Observation) -> frozenset[str]:
         return frozenset(
             {v.commit.tag for v in seen.commits}
-            | {t.tag for t in seen.retired}
+            | set(seen.retired_tags)
             | {tag for tag, _, _ in seen.uncommitted}
         )
 

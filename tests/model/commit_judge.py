@@ -56,7 +56,7 @@ def judge(objects: dict[str, bytes]) -> Judged:
         committed |= numbers
     wheres = documents.generations_with_manifests(store)  # type: ignore[arg-type]
     held = {where: documents.read_generation(store, where) for where in wheres}  # type: ignore[arg-type]
-    retired = {documents.stem_of(stone) for stone in seen.retired}
+    retired = set(documents.read_commits(store).stones)  # type: ignore[arg-type]
     made = {documents.stem_of(view.commit) for view in seen.commits}
     given_up = {documents.stem_of(view.commit) for view in seen.commits if view.disputed} | retired
     opened = {where: known for where, known in held.items() if where not in made | retired}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from ckptd import journal_past
+from ckptd.core.facts import Archive, FileFacts
+from ckptd.core.listing import SaveDirListing
 from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.checks import see_conversions
@@ -11,11 +14,13 @@ from ckptd.daemon.chores import Chores
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
 from ckptd.errors import NoSpaceError, RefusedError
-from ckptd.journal import Journal
+from ckptd.journal import DeletionIntent, Journal, SaveRow
 from tests.unit.core_views import job_view, save_view, sealed
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def test_a_backoff_outlives_reading_the_journal_again(tmp_path: Path) -> None:
@@ -88,3 +93,80 @@ def test_what_has_no_universal_form_is_said_once(tmp_path: Path) -> None:
     state.load()
     assert _conversions_seen(state) == []
     state.journal.close()
+
+
+def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sealing, holding and pruning of thousands read the row that changed, not all of them each time."""
+    state, ids = _state_of(tmp_path / "journal.db", 40)
+    read: list[int] = []
+    whole = journal_past.save_row
+
+    def noted(row: tuple[Any, ...]) -> SaveRow:
+        read.append(row[0])
+        return whole(row)
+
+    monkeypatch.setattr(journal_past, "save_row", noted)
+    failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
+    state.put_ship(ids[3], failed)
+    state.journal.set_held(ids[3], held=True)
+    state.reload(ids[3])
+    again = state.journal.add_save(sealed(4), found_first=False, adopted=True, seen_at=0.0)
+    state.reload(again, ids[3])
+    assert read == [ids[3], ids[3], again]
+    assert state.row_of_tag(sealed(4).tag) == state.rows[again]
+    assert (state.rows[ids[3]].state, state.rows[ids[3]].held) == ("superseded", True)
+    assert state.ship(ids[3], "nas", ZERO) == failed
+    state.journal.end_save(again, "pruned")
+    state.reload(again)
+    assert state.row_of_tag(sealed(4).tag) is None
+    fresh = JobState(journal=state.journal, problems=Problems())
+    fresh.load()
+    assert (fresh.rows, fresh._by_tag) == (state.rows, state._by_tag)
+    assert fresh.widest_save_seconds == state.widest_save_seconds
+    state.journal.close()
+
+
+def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is here, was here before us, may come back, or decides on an order."""
+    monkeypatch.setattr(journal_past, "KEPT_ENDED", 5)
+    monkeypatch.setattr(journal_past, "_FACTS_SECONDS", -1.0)
+    state, ids = _state_of(tmp_path / "journal.db", 40)
+    journal = state.journal
+    state.listing = SaveDirListing(device=1, folders=())
+    first = journal.add_save(sealed(50), found_first=True, adopted=False, seen_at=0.0)
+    highest = journal.add_save(sealed(99), found_first=False, adopted=True, seen_at=0.0)
+    more = [
+        journal.add_save(sealed(step), found_first=False, adopted=True, seen_at=0.0) for step in range(60, 66)
+    ]
+    for save_id in [*ids[2:], first, highest, *more[1:]]:
+        journal.end_save(save_id, "pruned")
+        state.put_ship(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+        journal.end_deletion(journal.intend_deletion(save_id, f"t{save_id}", _intent()), done=True)
+    journal.set_held(ids[2], held=True)
+    journal.set_derived(ids[3], DerivedRecord(state=DerivedState.READY))
+    journal.intend_deletion(ids[4], "trash", _intent())
+    old = sealed(30).files[0]
+    journal.put_facts([(old.identity, FileFacts(path=old.path, bytes=100, archive=Archive.ZIP))])
+    state.load()
+    state.busy[ids[5]] += 1
+    state.tidy(0.0)
+    assert state.rows.keys() == {*ids[:6], first, highest, *more}
+    assert state.ships.keys() <= state.rows.keys()
+    gone = sealed(20)
+    assert journal.past_order(gone.tag, gone.fingerprints) == gone.order
+    assert journal.past_order(gone.tag, ()) is None
+    assert journal.facts(old.path, old.identity) is None
+    assert [row.trash for row in journal.open_deletions()] == ["trash"]
+    journal.close()
+    again = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    again.load()
+    assert (again.rows, again.ships) == (state.rows, state.ships)
+    assert again.widest_save_seconds == state.widest_save_seconds
+    again.journal.close()
+
+
+def _intent() -> DeletionIntent:
+    save = sealed(1)
+    return DeletionIntent(
+        tag=save.tag, generation=1, folder=save.folder, files=save.files, commits=(), reason="limit"
+    )

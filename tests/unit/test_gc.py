@@ -19,6 +19,8 @@ from ckptd.recover.verified import Slice, exit_code
 from ckptd.recover.verify import Verifier
 from ckptd.remote import collect
 from ckptd.remote.resend import spare_key
+from tests.stores.counting import CountingStore
+from tests.stores.scene import Node
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, run_here, scene
 from tests.unit.restore_scene import TAG
 
@@ -340,3 +342,48 @@ def test_the_command(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureF
     assert not (scene.nas / "global_step5").exists()
     lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
     assert [json.loads(line)["action"] for line in lines] == ["gc"]
+
+
+def test_every_manifest_is_read_once(tmp_path: Path) -> None:
+    """Also where training goes on and lists more between any two objects that go; what it lists stays."""
+    node, store = Node(tmp_path / "save"), CountingStore()
+    ground = node.attached(store)
+    for step in range(1, 7):
+        node.tag = f"global_step{step}"
+        node.write_all(str(step).encode(), size=20)
+        node.ship(ground, node.order(node.sealed(step=step)))
+    marks = tuple((f"shard{number:03}", "mark") for number in range(250))
+    document = Tombstone(
+        tag="old",
+        generation=1,
+        form="zero",
+        branch=1,
+        step=0,
+        save_seq=1,
+        reason="keep_last",
+        commit_sha256="0" * 64,
+        fingerprints=marks,
+    )
+    store.put("_ckptd/retired/old~g1~zero.json", to_bytes(document))
+    for name, _ in marks:
+        store.put(f"old/{name}", b"1")
+    store.count()
+    identity = ground.identity
+    found = collect.find(store, identity)
+    wanted = "old/shard249"
+
+    def gone(one: collect.Garbage) -> None:
+        if int(one.key[-3:]) % 50:
+            return
+        node.tag = f"global_step{100 + int(one.key[-3:])}"
+        node.write_all(one.key.encode(), size=20)
+        order = node.order(node.sealed(step=100))
+        first = order.files[0].model_copy(update={"key": wanted}) if one.key[-3:] == "050" else order.files[0]
+        node.ship(ground, order.model_copy(update={"files": (first, *order.files[1:])}))
+
+    collect.carry_out(store, identity, found, gone)
+    assert [key for key in store.objects if key.startswith("old/")] == [wanted]
+    read = {
+        key: count for key, count in store.gets.items() if "/nodes/global_step" in key and "step1~" in key
+    }
+    assert set(read.values()) == {1}

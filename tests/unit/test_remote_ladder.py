@@ -76,7 +76,9 @@ def test_what_stays_is_untouched(ladder: Ladder) -> None:
     assert {k: v for k, v in ladder.store.objects.items() if "universal" in k} == before
     seen = observe.observe(ladder.store)
     assert (seen.latest, seen.latest_universal) == ("global_step20", FOLDER)
-    assert [(s.form, s.reason) for s in seen.retired] == [("zero", "ladder: universal after 2 newer")]
+    assert [(s.form, s.reason) for s in observe.describe(ladder.store, "global_step10").retired] == [
+        ("zero", "ladder: universal after 2 newer")
+    ]
 
 
 def test_killed_between_any_two_changes(ladder: Ladder) -> None:
@@ -94,7 +96,7 @@ def test_killed_between_any_two_changes(ladder: Ladder) -> None:
             break
         after = MemoryStore(objects=dying.objects)
         seen = observe.observe(after)
-        gone = {(s.tag, s.form) for s in seen.retired}
+        gone = {(s.tag, s.form) for s in observe.describe(after, "global_step10").retired}
         counted = {v.commit.form for v in seen.commits if v.commit.tag == "global_step10"} - {
             form for tag, form in gone if tag == "global_step10"
         }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.manifest import commit_key
+from ckptd.core.manifest import Tombstone, commit_key, side_key, stem, to_bytes
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.documents import DocumentCache
 from ckptd.remote.messages import Attach, Attached, Observation, Observe, Unchanged
-from ckptd.remote.observe import observe
+from ckptd.remote.observe import describe, observe
 from ckptd.remote.open import open_store
 from ckptd.remote.service import Service
+from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
 
 if TYPE_CHECKING:
@@ -58,3 +59,65 @@ def test_only_what_lasts_is_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     last = heard[-1]
     assert isinstance(last, Observation)
     assert last.commits == ()
+
+
+def entomb(store: CountingStore, step: int, *, files: int = 65) -> None:
+    """A tombstone as retention leaves it, long after."""
+    stone = Tombstone(
+        tag=f"old_step{step}",
+        generation=1,
+        form="zero",
+        branch=1,
+        step=step,
+        save_seq=step,
+        reason="keep_last = 3",
+        commit_sha256=f"{step:064x}",
+        fingerprints=tuple(
+            (f"zero_pp_rank_{i}_mp_rank_00_optim_states.pt", f"{i:064x}") for i in range(files)
+        ),
+    )
+    store.put(side_key("retired", stem(stone.tag, 1, "zero")), to_bytes(stone))
+
+
+def test_what_was_retired_costs_a_name(tmp_path: Path) -> None:
+    """Neither reads nor the line through the pipe grow with what every tombstone lists."""
+    node, store = Node(tmp_path / "save"), CountingStore()
+    node.write_all()
+    node.ship(node.attached(store), node.order(node.sealed()))
+    store.count()
+    observe(store)
+    alone = store.count()
+    for step in range(300):
+        entomb(store, step)
+    cache = DocumentCache()
+    seen = observe(store, cache=cache)
+    assert store.count() == alone
+    assert len(cache) == 1
+    assert len(seen.retired_tags) == 300
+    assert len(seen.model_dump_json()) < 300 * 40 + 4000
+    node.ship(node.attached(store), node.order(node.sealed(step=20)))
+    assert not [key for key in store.gets if "/retired/old_" in key]
+    store.count()
+    (stone,) = describe(store, "old_step7").retired
+    assert len(stone.fingerprints) == 65
+    assert store.count() < 10
+
+
+def test_tombstones_that_matter_are_read(tmp_path: Path) -> None:
+    """Of removals that are under way, of disputed COMMITs, and all of them where nothing counts any more."""
+    node, store = Node(tmp_path / "save"), CountingStore()
+    node.write_all()
+    node.ship(node.attached(store), node.order(node.sealed()))
+    for step in range(5):
+        entomb(store, step)
+    assert observe(store).retired == ()
+    store.put(side_key("disputes", stem("old_step4", 1, "zero")), b"{}")
+    seen = observe(store)
+    assert ([stone.step for stone in seen.retired], seen.retiring) == ([4], ())
+    manifests = [key for key in store.objects if key.startswith("_ckptd/nodes/")]
+    store.put(manifests[0].replace(node.tag, "old_step2"), store.objects[manifests[0]])
+    seen = observe(store)
+    assert [(s.step, s.reason) for s in seen.retired] == [(2, "keep_last = 3"), (4, "keep_last = 3")]
+    assert seen.retiring == (("old_step2", 1, "zero"),)
+    store.delete(commit_key(node.tag, 1, "zero"))
+    assert [stone.step for stone in observe(store).retired] == [0, 1, 2, 3, 4]

@@ -8,13 +8,28 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.manifest import Decision, Dispute, Tombstone, parse, side_key, stem, to_bytes
+from ckptd.core.manifest import (
+    Decision,
+    Dispute,
+    ManifestRef,
+    NodeManifest,
+    Tombstone,
+    commit_key,
+    manifest_key,
+    parse,
+    sha256_of,
+    side_key,
+    stem,
+    to_bytes,
+)
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.remote import observe
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground
 from ckptd.remote.messages import Retire
 from ckptd.remote.retire import retire
+from ckptd.remote.store import Abilities
+from tests.stores.counting import CountingStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
 
@@ -112,7 +127,7 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
         committed = {view.commit.tag for view in seen.commits}
         whole = all(key in after.objects for key in before if key.startswith("global_step10/"))
         assert whole or "global_step10" not in committed
-        if seen.retired and after.objects != finished.objects:
+        if seen.retired_tags and after.objects != finished.objects:
             assert seen.retiring == (("global_step10", 1, "zero"),)
         retire(
             Ground(store=after, abilities=ground.abilities, identity=ground.identity),
@@ -164,11 +179,16 @@ def test_a_damaged_manifest_stops_retention(tmp_path: Path, store: MemoryStore) 
     ground, views = commit_three(tmp_path, store)
     key = views[1].commit.manifests[0].key
     store.objects[key] = store.objects[key].replace(b"global", b"glabol")
+    beside = views[0].commit.manifests[0].key.replace("~zero/", "~universal/")
+    store.objects[beside] = b"{}"
     before = dict(store.objects)
     for view in views[:2]:
         with pytest.raises(RefusedError, match="nothing"):
             retire(ground, order_for(view), lambda: None)
     assert store.objects == before
+    del store.objects[beside]
+    retire(ground, order_for(views[0]), lambda: None)
+    assert key in store.objects
 
 
 def test_pointers_follow_branch_and_step_not_the_step_alone(tmp_path: Path, store: MemoryStore) -> None:
@@ -255,3 +275,65 @@ def test_a_commit_that_was_counted_and_is_disputed_meanwhile_saves_the_one_befor
     store.delete(key)
     retire(ground, order, lambda: None)
     assert first.key not in store.objects
+
+
+def test_a_removal_reads_what_may_lie_in_its_folder(tmp_path: Path) -> None:
+    """Of a remote with hundreds of checkpoints a removal reads no other's manifests, and no COMMIT twice."""
+    store = CountingStore()
+    _, views = commit_three(tmp_path, store)
+    for number in range(200):
+        copy_commit(store, views[1], f"kept_step{number}")
+    ground = attached(store)
+    store.count()
+    observe.observe(store, cache=ground.documents)
+    store.count()
+    retire(ground, order_for(views[0]), lambda: None)
+    assert not [key for key in store.gets if "kept_step" in key]
+    assert store.count() < 20
+    assert not [key for key in store.objects if key.startswith("global_step10/")]
+
+
+def test_what_a_strange_commit_lists_stays(tmp_path: Path) -> None:
+    """A COMMIT of another tag over our folder, a form of the same save, a later generation's manifest."""
+    store = CountingStore()
+    _, views = commit_three(tmp_path, store)
+    ours = [key for key in store.objects if key.startswith("global_step10/")]
+    copy_commit(store, views[0], "strange")
+    retire(attached(store), order_for(views[0]), lambda: None)
+    assert all(key in store.objects for key in ours)
+
+
+def test_keys_in_strange_folders_are_looked_for_everywhere(tmp_path: Path) -> None:
+    store = CountingStore()
+    _, views = commit_three(tmp_path, store)
+    manifest = next(key for key in store.objects if key.startswith("_ckptd/nodes/global_step30"))
+    copy_commit(store, views[2], "other_step5", folder="other_step5")
+    retire(attached(store), order_for(found(store, "other_step5")), lambda: None)
+    assert manifest in store.objects
+    assert [key for key in store.objects if key.startswith("global_step30/")]
+
+
+def attached(store: MemoryStore) -> Ground:
+    """A process that was just started."""
+    abilities = Abilities(create_only=True, checksum=None, resumable=True)
+    return Ground(store=store, abilities=abilities, identity=observe.still_ours(store, None))
+
+
+def copy_commit(store: MemoryStore, view: CommitView, tag: str, folder: str | None = None) -> None:
+    """The same COMMIT and manifests under another tag, naming the same objects."""
+    refs = []
+    for ref in view.commit.manifests:
+        known = parse(NodeManifest, store.objects[ref.key], ref.key)
+        update = {"tag": tag, "folder": folder or view.commit.folder, "step": 5}
+        manifest = known.model_copy(update=update)
+        data = to_bytes(manifest)
+        key = manifest_key(manifest, sha256_of(data))
+        store.objects[key] = data
+        refs.append(ManifestRef(key=key, sha256=sha256_of(data)))
+    update = {"tag": tag, "manifests": tuple(refs), "folder": folder or view.commit.folder, "step": 5}
+    store.objects[commit_key(tag, 1, "zero")] = to_bytes(view.commit.model_copy(update=update))
+
+
+def found(store: MemoryStore, tag: str) -> CommitView:
+    """Its COMMIT."""
+    return next(view for view in observe.observe(store).commits if view.commit.tag == tag)

@@ -1,0 +1,109 @@
+"""What the journal lets go of: rows of saves that ended long ago, and of files that are gone (docs/adr/0117).
+
+A run seals tens of thousands of saves. Nobody asks for those that ended, but for the newest of them, for the
+order of shards that come back (P9), and for what was there before the first start (P5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from ckptd.core.rows import SaveRow
+from ckptd.core.save import Order, SealedSave
+from ckptd.core.view import DerivedRecord, DerivedState
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+    from sqlite3 import Connection
+
+    from ckptd.core.identity import FileIdentity
+
+KEPT_ENDED = 200
+"""Rows of ended saves that stay whole."""
+_AT_ONCE = 1000
+_FACTS_SECONDS = 86400.0
+_MADE = (DerivedState.READY, DerivedState.CONVERTING)
+SHIPS = "SELECT save_id, record FROM ships"
+SAVES = (
+    "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at, weights "
+    "FROM saves"
+)
+WIDEST = "widest_save_seconds"
+
+
+def identity_key(identity: FileIdentity) -> str:
+    """One file in one state, as text."""
+    i = identity
+    return f"{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}"
+
+
+def save_row(row: tuple[Any, ...]) -> SaveRow:
+    """A row of `SAVES`."""
+    return SaveRow(
+        id=row[0],
+        save=SealedSave.model_validate_json(row[1]),
+        state=row[2],
+        found_first=bool(row[3]),
+        adopted=bool(row[4]),
+        held=bool(row[5]),
+        derived=DerivedRecord.model_validate_json(row[6]),
+        seen_at=row[7],
+        sealed_at=row[8],
+        ended_at=row[9],
+        weights={f: DerivedRecord.model_validate(d) for f, d in json.loads(row[10]).items()},
+    )
+
+
+def _past_key(tag: str, fingerprints: tuple[tuple[str, str], ...]) -> str:
+    return "past:" + hashlib.sha256(json.dumps([tag, fingerprints]).encode()).hexdigest()[:32]
+
+
+def past_order(db: Connection, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+    """The order of a save whose row was let go."""
+    row = db.execute("SELECT value FROM meta WHERE key=?", (_past_key(tag, fingerprints),)).fetchone()
+    return None if row is None else Order(*json.loads(row[0]))
+
+
+def outlived(db: Connection, spare: Collection[int]) -> list[tuple[int, SealedSave]]:
+    """Saves that ended, are not among the newest of those, and of which nothing is left here.
+
+    Not one that was found at the first start, nor the highest order that is known.
+    """
+    rows = db.execute(
+        "SELECT id, sealed, derived, weights FROM saves "
+        "WHERE state != 'present' AND held=0 AND found_first=0 "
+        "AND id NOT IN (SELECT save_id FROM deletions WHERE state='intended') "
+        "ORDER BY id DESC LIMIT ? OFFSET ?",
+        (_AT_ONCE, KEPT_ENDED),
+    )
+    found = []
+    for save_id, sealed, derived, weights in rows:
+        made = [DerivedRecord.model_validate_json(derived)]
+        made += [DerivedRecord.model_validate(one) for one in json.loads(weights).values()]
+        if save_id not in spare and not any(one.state in _MADE for one in made):
+            found.append((save_id, SealedSave.model_validate_json(sealed)))
+    return found
+
+
+def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_seconds: float) -> None:
+    """Remove rows of saves, and what hangs on them; their orders stay. In the caller's transaction."""
+    for save_id, save in saves:
+        order = json.dumps([save.branch, save.step, save.save_seq])
+        past = _past_key(save.tag, save.fingerprints)
+        db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (past, order))
+        db.execute("DELETE FROM saves WHERE id=?", (save_id,))
+        db.execute("DELETE FROM ships WHERE save_id=?", (save_id,))
+        db.execute("DELETE FROM objects WHERE save_id=? AND form NOT LIKE '%~'", (save_id,))
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (WIDEST, repr(widest_seconds)))
+    # ids are never used twice: the newest stays
+    db.execute("DELETE FROM deletions WHERE state != 'intended' AND id < (SELECT max(id) FROM deletions)")
+
+
+def facts_of_gone(db: Connection, alive: Iterable[FileIdentity]) -> list[tuple[str]]:
+    """Keys of inspections that are older than a day, of files that are not there."""
+    keep = {identity_key(identity) for identity in alive}
+    old = db.execute("SELECT DISTINCT identity FROM facts WHERE seen_at < ?", (time.time() - _FACTS_SECONDS,))
+    return [(row[0],) for row in old.fetchall() if row[0] not in keep]

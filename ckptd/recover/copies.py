@@ -1,0 +1,80 @@
+"""What of a committed copy is wanted, and what it is worth by itself: pure questions about a copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptd.core.layouts import Role
+from ckptd.core.manifest import ManifestFile
+from ckptd.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ckptd.core.manifest import NodeManifest
+    from ckptd.recover.choose import Copy, Nodes
+
+ZERO, UNIVERSAL = "zero", "universal"
+DESCRIPTION = "ckptd.json"
+"""At the root of a derived form."""
+
+
+def stands_alone(copy: Copy) -> bool:
+    """A derived form that loads without its ZeRO form: whole at its folder's root."""
+    return any(file.path == DESCRIPTION for file in copy.files)
+
+
+def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
+    """Whether a derived form on a remote was made from just this save (H15)."""
+    sources = [m.source for m in universal.manifests if m.source is not None]
+    return bool(sources) and all(
+        fingerprints.get(path) == mark for source in sources for path, mark in source.fingerprints
+    )
+
+
+def of_node(copy: Copy, nodes: Nodes) -> Copy:
+    """What of a copy one node wants."""
+    files: dict[str, ManifestFile] = {}
+    extras: dict[str, ManifestFile] = {}
+    for wanted in _wanted(copy, nodes):
+        for file in wanted:
+            (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
+    files |= {file.path: file for file in copy.late}
+    return replace(copy, files=tuple(files.values()), extras=tuple(extras.values()))
+
+
+def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
+    """The shards of some data-parallel ranks, and all that is nobody's alone.
+
+    Raises:
+        NotFoundError: a rank is not in the grid (66).
+    """
+    beyond = sorted(rank for rank in ranks if rank >= copy.view.commit.grid.dp)
+    if beyond:
+        commit = copy.view.commit
+        msg = f"{commit.tag} has data-parallel ranks 0-{commit.grid.dp - 1}, not {beyond[0]}"
+        raise NotFoundError(msg, hint="ranks are those in the names of its optimizer shards")
+    return replace(copy, files=tuple(f for f in copy.files if f.shard.d is None or f.shard.d in ranks))
+
+
+def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
+    """All files; where as many ranks resume as saved, those of this node's, and what every rank reads (H58).
+
+    By ranks, not by who shipped what: a node that was replaced shipped under two names.
+    """
+    manifests, grid = copy.manifests, copy.view.commit.grid
+    ranks = nodes.ranks_of(grid.dp, grid.mm_count) if copy.view.commit.form == ZERO else None
+    if ranks is not None:
+        return [tuple(f for f in m.files if f.shard.d is None or f.shard.d in ranks) for m in manifests]
+    is_same = nodes.world_size in (None, grid.dp * grid.mm_count)
+    if nodes.count == 1 or not is_same or len(manifests) != nodes.count:
+        return [manifest.files for manifest in manifests]
+    ordered = sorted(manifests, key=lowest_rank)
+    shared = [tuple(f for f in m.files if f.shard.d is None) for m in ordered]
+    return [ordered[nodes.rank].files, *shared]
+
+
+def lowest_rank(manifest: NodeManifest) -> int:
+    """The lowest data-parallel rank among a node's shards."""
+    return min((f.shard.d for f in manifest.files if f.shard.d is not None), default=1 << 30)
