@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.core.manifest import Commit, NodeManifest, parse, sha256_of
-from ckptd.errors import DamagedError, RefusedError, RemoteNotOurs, SourceChanged, VerifyError
+from ckptd.errors import DamagedError, RefusedError, RemoteError, RemoteNotOurs, SourceChanged, VerifyError
 from ckptd.remote import observe
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.commit import ship
@@ -92,6 +92,22 @@ def test_one_is_read_back_while_the_next_is_sent(node: Node) -> None:
     store = ReadBackLate()
     assert node.ship(node.attached(store), node.order(node.sealed())).outcome == "committed"
     assert store.is_second_sent.is_set()
+
+
+class GivesBackAnother(MemoryStore):
+    """Says that it created a COMMIT, and holds what somebody else wrote a moment later."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        is_commit = key.startswith("_ckptd/commits/")
+        return super().put_if_absent(key, data.replace(b'"n0"', b'"n9"') if is_commit else data)
+
+
+def test_a_commit_that_is_not_given_back_as_created_is_none(node: Node) -> None:
+    """P3: nobody rests on it, so nothing local goes for it."""
+    store = GivesBackAnother()
+    with pytest.raises(RemoteError, match="does not give back _ckptd/commits/") as caught:
+        node.ship(node.attached(store), node.order(node.sealed()))
+    assert "ckptd check" in caught.value.hint
 
 
 def test_shipping_again_sends_nothing(node: Node, ground: Ground) -> None:
