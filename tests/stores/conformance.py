@@ -36,6 +36,7 @@ class Meter:
         self._inner = source_of(data)
         self._stop_after = stop_after
         self.asked = 0
+        self.longest_bytes = 0
         self._lock = threading.Lock()
         self.size_bytes = len(data)
         self.mode, self.folder_mode = 0o640, 0o750
@@ -46,6 +47,7 @@ class Meter:
             raise Stopped
         count = self._inner.read_into(offset, buffer[: 256 << 10])
         with self._lock:
+            self.longest_bytes = max(self.longest_bytes, len(buffer))
             self.asked += count
         return count
 

@@ -30,7 +30,7 @@ from ckptd.remote.store import Progress, Resume
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, Stopped, StoreConformance, send
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts)")
@@ -211,6 +211,51 @@ def test_directories_that_cannot_be_synced_are_tolerated(nas: Path, monkeypatch:
     send(store, "t/x", b"1")
     assert store.put_if_absent("u/y", b"1")
     assert store.get("t/x") == b"1"
+
+
+def test_a_file_that_cannot_be_synced_is_not_tolerated(nas: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a folder may lack, a file may not; and EIO of a folder is no lack."""
+    real = os.fsync
+    fails: Callable[[int], bool]
+    for number, (code, fails) in enumerate(((errno.EINVAL, stat.S_ISREG), (errno.EIO, stat.S_ISDIR))):
+
+        def fsync(fd: int, code: int = code, fails: Callable[[int], bool] = fails) -> None:
+            if fails(os.fstat(fd).st_mode):
+                raise OSError(code, os.strerror(code))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError, match="writing t"):
+            send(DirectoryStore(str(nas)), f"t{number}/x", b"1")
+
+
+class Dropping(Meter):
+    """Notes what may leave the page cache of the source."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.dropped: list[tuple[int, int]] = []
+
+    def drop(self, offset: int, length: int) -> None:
+        self.dropped.append((offset, length))
+
+
+def test_each_flushed_window_leaves_both_page_caches(nas: Path) -> None:
+    """While the upload is under way: a shard of 100 GB must not push out what the trainer reads (P12)."""
+    store = DirectoryStore(str(nas), owner="n0", window_bytes=WINDOW_BYTES)
+    source, seen = Dropping(DATA), []
+
+    def progress(done: Progress) -> None:
+        (partial,) = (nas / "t").glob(f"{PARTIAL_PREFIX}*")
+        with partial.open("rb") as stream:
+            runs = files.cached_runs(stream.fileno(), partial.stat().st_size)
+        seen.append((done.flushed_bytes, min((begin for begin, _ in runs), default=done.done_bytes)))
+
+    store.upload("t/x", source, resume=None, on_progress=progress)
+    steps = range(0, len(DATA), WINDOW_BYTES)
+    assert source.dropped == [(at, min(WINDOW_BYTES, len(DATA) - at)) for at in steps]
+    assert len({flushed for flushed, _ in seen}) > len(steps)
+    assert all(cached >= flushed for flushed, cached in seen), seen
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,26 @@ def test_bodies_are_signed_where_that_is_wanted(
     assert meter.asked == len(BIG) * (2 if is_signed else 1)
 
 
+def test_the_region_of_the_job_file_signs_whatever_the_environment_says(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the small requests' own way and by botocore's alike."""
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    heads: list[bytes] = []
+
+    def noted(data: bytes) -> bytes:
+        heads.append(data)
+        return data
+
+    with proxy(moto.port) as between:
+        between.rewrite = noted
+        store = store_at(between.endpoint, region="eu-west-3")
+        assert send(store, "t/x", BIG) == crc64(store.get("t/x") or b"")
+        store.put("t/small", b"1")
+    scopes = set(re.findall(rb"/([a-z0-9-]+)/s3/aws4_request", b"".join(heads)))
+    assert scopes == {b"eu-west-3"}
+
+
 def test_plain_http_to_another_machine_is_signed_and_tls_is_not() -> None:
     signs = {
         None: False,

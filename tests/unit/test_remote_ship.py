@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ckptd.core.manifest import Commit, NodeManifest, parse, sha256_of
-from ckptd.errors import DamagedError, RefusedError, RemoteNotOurs, SourceChanged, VerifyError
+from ckptd.errors import DamagedError, RefusedError, RemoteError, RemoteNotOurs, SourceChanged, VerifyError
 from ckptd.remote import observe
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.commit import ship
@@ -64,6 +65,49 @@ def test_a_save_lands_as_the_trainer_wrote_it_and_is_committed(node: Node, nas: 
         assert file.proof == "read-back"
     assert result.commit is not None
     assert result.commit.sha256 == sha256_of(data)
+
+
+class ReadBackLate(MemoryStore):
+    """Reads the first object back only when the second is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.is_second_sent = threading.Event()
+
+    def upload(self, key: str, *arguments: Any, **more: Any) -> int:
+        self.order.append(key)
+        if len(self.order) == 2:
+            self.is_second_sent.set()
+        return super().upload(key, *arguments, **more)
+
+    def verify(self, key: str, *arguments: Any, **more: Any) -> str:
+        if key == self.order[0]:
+            assert self.is_second_sent.wait(200), "the next one waits for this one to be read back"
+        return super().verify(key, *arguments, **more)
+
+
+def test_one_is_read_back_while_the_next_is_sent(node: Node) -> None:
+    """By the order of events: who reads back before it sends on would wait for itself."""
+    store = ReadBackLate()
+    assert node.ship(node.attached(store), node.order(node.sealed())).outcome == "committed"
+    assert store.is_second_sent.is_set()
+
+
+class GivesBackAnother(MemoryStore):
+    """Says that it created a COMMIT, and holds what somebody else wrote a moment later."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        is_commit = key.startswith("_ckptd/commits/")
+        return super().put_if_absent(key, data.replace(b'"n0"', b'"n9"') if is_commit else data)
+
+
+def test_a_commit_that_is_not_given_back_as_created_is_none(node: Node) -> None:
+    """P3: nobody rests on it, so nothing local goes for it."""
+    store = GivesBackAnother()
+    with pytest.raises(RemoteError, match="does not give back _ckptd/commits/") as caught:
+        node.ship(node.attached(store), node.order(node.sealed()))
+    assert "ckptd check" in caught.value.hint
 
 
 def test_shipping_again_sends_nothing(node: Node, ground: Ground) -> None:
