@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptd.core import words
+from ckptd import words
 
 
 def ago(seconds: float | None) -> str:

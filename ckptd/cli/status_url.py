@@ -75,7 +75,7 @@ def _table(found: JobwideStatus) -> Table:
     from rich.table import Table
 
     from ckptd.cli.text import printable
-    from ckptd.core.words import ago
+    from ckptd.words import ago
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("node", "ranks", "newest", "state", "heard of", "version", ""):

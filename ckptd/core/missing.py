@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
-from ckptd.core.words import ago, ranks_in_words
+from ckptd.words import ago, ranks_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,10 +17,10 @@ from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.manifest import decode_name
 from ckptd.core.missing import late
 from ckptd.core.view import ZERO
-from ckptd.core.words import ago, ranks_in_words
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.documents import read_generation
 from ckptd.remote.heartbeats import Heartbeats
+from ckptd.words import ago, ranks_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

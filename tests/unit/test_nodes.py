@@ -17,11 +17,11 @@ from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
 from ckptd.core.manifest import sha256_of, to_bytes
 from ckptd.core.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, late
 from ckptd.core.parts import Spread, Told, replicas
-from ckptd.core.words import ranks_in_words
 from ckptd.errors import ConfigError
 from ckptd.recover.choose import Nodes
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.heartbeats import Heartbeats
+from ckptd.words import ranks_in_words
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
 from tests.unit.test_core_resave import listed
