@@ -17,14 +17,16 @@ import pytest
 from tests.fleet.__main__ import shape_of
 from tests.fleet.cost import measure
 from tests.fleet.defects import DEFECTS, planted
-from tests.fleet.story import staged, tell
+from tests.fleet.story import Shape, staged, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = bool(os.environ.get("CKPTD_FULL"))
 SEEDS = range(600 if FULL else 20)
 FOUND_WITHIN = range(12)
-FOUND_BY = {"orders not taken from COMMITs": range(2244, 2245)}
+FOUND_BY = {"orders not taken from COMMITs": range(2244, 2245), "prunes beside a save": range(52, 53)}
 """The seeds among which a planted defect shows itself."""
+LATE = "late prunes not looked at again"
+LATE_SEED, LATE_SHAPE = 60044, Shape(nodes=3, checkpoints=30)
 
 
 def test_no_history_breaks_a_promise() -> None:
@@ -42,7 +44,11 @@ def test_no_history_breaks_a_promise() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.full] if number else []) for number, name in enumerate(DEFECTS)],
+    [
+        pytest.param(name, marks=[pytest.mark.full] if number else [])
+        for number, name in enumerate(DEFECTS)
+        if name != LATE
+    ],
 )
 def test_a_planted_defect_is_noticed(name: str) -> None:
     words = DEFECTS[name][1]
@@ -50,6 +56,16 @@ def test_a_planted_defect_is_noticed(name: str) -> None:
         told = (tell(seed, shape_of(seed, None, None)) for seed in FOUND_BY.get(name, FOUND_WITHIN))
         reasons = [one.broken for one in told if one.broken is not None]
     assert any(words in reason for reason in reasons), reasons
+
+
+def test_a_prune_that_workers_begin_late_looks_again() -> None:
+    """The trainer saves what is kept instead once more, between the plan and the prune."""
+    with staged():
+        assert tell(LATE_SEED, LATE_SHAPE).broken is None
+        with planted(LATE):
+            broken = tell(LATE_SEED, LATE_SHAPE).broken
+    assert broken is not None
+    assert DEFECTS[LATE][1] in broken
 
 
 def test_a_history_follows_from_its_seed() -> None:
