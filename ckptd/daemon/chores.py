@@ -55,7 +55,7 @@ class Chores:
         self._conversion_bytes = conversion_bytes
         self._wake = wake
         self.signals = Signals()
-        self.pruner = Pruner(state, audit, self._in_worker, wake)
+        self.pruner = Pruner(state, audit, self._in_worker, wake, config.trainer)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 

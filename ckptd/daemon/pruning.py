@@ -19,11 +19,13 @@ from ckptd.core.view import UNIVERSAL, DerivedState
 from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
+from ckptd.local.scan import scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.core.actions import Prune
+    from ckptd.core.listing import SaveDirListing
     from ckptd.daemon.state import JobState
     from ckptd.errors import CkptdError
     from ckptd.observe.audit import Audit
@@ -40,8 +42,16 @@ TIDY_SECONDS = 20.0
 class Pruner:
     """The prunes of one job; every method is called in the deciding thread."""
 
-    def __init__(self, state: JobState, audit: Audit, in_worker: InWorker, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: JobState,
+        audit: Audit,
+        in_worker: InWorker,
+        wake: Callable[[], None],
+        trainer: str = "auto",
+    ) -> None:
         self._state = state
+        self._trainer = trainer
         self._audit = audit
         self._in_worker = in_worker
         self._wake = wake
@@ -69,8 +79,12 @@ class Pruner:
         deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
         state.confirmations.pop(action.save_id, None)
         state.deleted_at.append(time.monotonic())
+        planned = state.listing
 
         def work(fd: int) -> None:
+            # a worker may have been long in coming (conversions, flushes of every job)
+            if planned is not None:
+                _check_no_save_began(fd, planned, permit.tag, self._trainer)
             self._audit.write(
                 "prune-unuploaded" if isinstance(permit, OptOutPermit) else "prune",
                 tag=permit.tag,
@@ -180,6 +194,19 @@ class Pruner:
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
         self.later()
+
+
+def _check_no_save_began(save_dir_fd: int, planned: SaveDirListing, tag: str, trainer: str) -> None:
+    """Look again at what stays instead: nothing goes while a save is in flight, be it of the newest itself.
+
+    Raises:
+        SourceChanged: shards were written since the removal was planned; nothing was removed.
+    """
+    before = {folder.tag: folder.shards for folder in planned.folders}
+    for folder in scan(save_dir_fd, trainer, planned).folders:
+        if folder.tag != tag and folder.shards != before.get(folder.tag):
+            msg = f"{folder.tag} is being saved since that was planned"
+            raise SourceChanged(msg, hint="it goes once that save is complete")
 
 
 def _is_gone(save_dir_fd: int, tag: str) -> bool:

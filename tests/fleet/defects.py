@@ -16,6 +16,7 @@ from tests.fleet import node
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptd.core.actions import Action
     from ckptd.core.ladder import Fate
     from ckptd.core.view import JobView, RemoteCommit
 
@@ -42,6 +43,10 @@ def _no_order(*_: object) -> None:
     return None
 
 
+def _beside_a_save(view: JobView, fates: dict[int, Fate]) -> list[Action]:
+    return pruning.prune(replace(view, is_save_in_flight=False), fates)
+
+
 DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
     "saves not compared": (
         [
@@ -58,6 +63,11 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         "though the policy keeps it",
     ),
     "orders not taken from COMMITs": ([(node, "committed_order", _no_order)], "though its policy keeps it"),
+    "prunes beside a save": ([(planner, "prune", _beside_a_save)], "is saved"),
+    "late prunes not looked at again": (
+        [(node.Daemon, "is_undisturbed", lambda *_: True)],
+        "is saved",
+    ),
     "other configurations not noticed": (
         [
             (planner, "is_configured_otherwise", lambda *_: False),

@@ -147,6 +147,8 @@ class Judge:
         machine, number, name = daemon.machine, row.written.number, daemon.machine.name
         if name in self.others:
             raise Broken(f"{name} is configured otherwise and lets {row.save.tag} go")
+        if under_way := machine.in_flight(self.clock()):
+            raise Broken(f"{name} lets save {number} go while {', '.join(under_way)} is saved")
         live = [c for c in self.live.values() if c.key not in self.disputed]
         # what was confirmed a moment ago another node may let go meanwhile, as both policies have it
         lately = [c for c, at in self.let_go.values() if self.clock() - at <= PERMIT_SECONDS]

@@ -20,7 +20,6 @@ from ckptd.core.layouts import Grid, Role, parse_shard_name
 from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
 from ckptd.core.order import next_order, sealing_order
 from ckptd.core.parts import replicas
-from ckptd.core.permit import DeletePermit
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order, SealedFile, SealedSave
@@ -54,7 +53,7 @@ from tests.fleet.remote import FleetStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from random import Random
 
     from ckptd.core.manifest import RemoteIdentity
@@ -67,6 +66,8 @@ NAS = "nas"
 SPREAD_SECONDS = 60.0
 SETTLE_SECONDS = 5.0
 AT_REST_SECONDS = 60.0
+LATE_PRUNES = 0.5
+"""How often all workers are busy while a prune is due."""
 ABILITIES = Abilities(create_only=True, checksum="crc64nvme", resumable=True)
 _BESIDE = (Role.SIDE, Role.EXTRA)
 
@@ -137,6 +138,10 @@ class Machine:
     disk: dict[str, Written] = field(default_factory=dict)
     latest: str | None = None
     rows: list[Row] = field(default_factory=list)
+
+    def in_flight(self, now: float) -> frozenset[str]:
+        """Tags whose files changed a moment ago (`daemon/intake.py`)."""
+        return frozenset(t for t, w in self.disk.items() if now < w.done_seconds + SETTLE_SECONDS)
 
     def content(self, written: Written, path: str) -> bytes:
         """The line that stands for a shard's bytes."""
@@ -275,7 +280,7 @@ class Daemon:
         view = self.view(self.observation)
         planned = plan(view)
         self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
-        did = [self._finish(self.observation), *(self._do(action) for action in planned.actions)]
+        did = self._act(planned.actions)
         self.is_first_scan, was_first = False, self.is_first_scan
         return any(did) or was_first
 
@@ -482,7 +487,7 @@ class Daemon:
             backfill="newest",
             latest=machine.latest,
             latest_universal=None,
-            is_save_in_flight=False,
+            is_save_in_flight=bool(machine.in_flight(self.engine.now)),
             is_first_scan=self.is_first_scan,
             is_paused=False,
             may_delete=True,
@@ -502,6 +507,17 @@ class Daemon:
 
     # --- acting (daemon/shipping.py, retiring.py) ------------------------------------------------------
 
+    def _act(self, actions: Sequence[act.Action]) -> list[bool]:
+        """All of a plan begins at once, so a prune waits for no remote; but workers may be busy."""
+        prunes = [action for action in actions if isinstance(action, act.Prune)]
+        others = [action for action in actions if not isinstance(action, act.Prune)]
+        planned = dict(self.machine.disk)
+        are_busy = bool(prunes) and self.chance.random() < LATE_PRUNES
+        did = [] if are_busy else [self._prune(prune, planned) for prune in prunes]
+        assert self.observation is not None
+        did += [self._finish(self.observation), *(self._do(action) for action in others)]
+        return did + ([self._prune(prune, planned) for prune in prunes] if are_busy else [])
+
     def _do(self, action: act.Action) -> bool:
         match action:
             case act.Describe(tag=tag):
@@ -519,8 +535,6 @@ class Daemon:
                     row.record = row.record.model_copy(update=lost)
                     self.tag_views.pop(row.save.tag, None)
                     self.is_stale = True
-            case act.Prune(save_id=save_id, permit=permit):
-                self._prune(self.machine.rows[save_id - 1], permit)
             case act.Retire():
                 self._retire(action)
             case _:
@@ -536,13 +550,19 @@ class Daemon:
             manifests=self.ground.manifests,
         )
 
-    def _prune(self, row: Row, permit: DeletePermit) -> None:
-        machine = self.machine
+    def _prune(self, action: act.Prune, planned: dict[str, Written]) -> bool:
+        machine, permit, row = self.machine, action.permit, self.machine.rows[action.save_id - 1]
         self.confirmations.pop(row.id, None)
-        if permit.is_valid_at(self.engine.now) and machine.disk.get(row.save.tag) == row.written:
+        is_there = machine.disk.get(row.save.tag) == row.written
+        if permit.is_valid_at(self.engine.now) and is_there and self.is_undisturbed(row.save.tag, planned):
             self.on_prune(row)
             del machine.disk[row.save.tag]
             row.state = "pruned"
+        return True
+
+    def is_undisturbed(self, tag: str, planned: dict[str, Written]) -> bool:
+        """No save began since that was planned (`daemon/pruning.py`)."""
+        return all(planned.get(other) == w for other, w in self.machine.disk.items() if other != tag)
 
     def on_prune(self, row: Row) -> None:
         """The judge's."""

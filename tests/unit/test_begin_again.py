@@ -25,8 +25,9 @@ from ckptd.errors import CkptdError, JournalDamaged, JournalFailed, from_os_erro
 from ckptd.journal import Journal
 from ckptd.journal_db import Database
 from ckptd.local import fs
+from ckptd.local.scan import scan
 from ckptd.observe.audit import Audit
-from tests.unit.test_local_prune import TAG, permit_for, save_dir
+from tests.unit.test_local_prune import NAMES, TAG, permit_for, save_dir
 
 __all__ = ["save_dir"]
 
@@ -139,15 +140,25 @@ def test_a_job_begins_again_when_its_journal_fails(tmp_path: Path, monkeypatch: 
 
 
 class Scene:
-    """A pruner whose workers work at once, over real files."""
+    """A pruner over real files, whose workers work at once, or (`is_busy`) once they are told to."""
 
-    def __init__(self, save_dir: Path, fd: int) -> None:
+    def __init__(self, save_dir: Path, fd: int, *, is_busy: bool = False) -> None:
         state_dir = save_dir / "_ckptd" / "state"
         state_dir.mkdir(parents=True)
         self.save_dir, self.fd = save_dir, fd
         self.audit = Audit(state_dir / "audit.jsonl")
         self.state = JobState(journal=Journal(state_dir / "journal.db"))
-        self.pruner = Pruner(self.state, self.audit, self._work, lambda: None)
+        self.waiting: list[Callable[[], None]] = []
+        work = self._queue if is_busy else self._work
+        self.pruner = Pruner(self.state, self.audit, work, lambda: None)
+
+    def _queue(self, *order: Any) -> None:
+        self.waiting.append(lambda: self._work(*order))
+
+    def go_on(self) -> None:
+        """The workers have time."""
+        while self.waiting:
+            self.waiting.pop(0)()
 
     def _work(
         self,
@@ -205,6 +216,33 @@ def test_a_prune_that_an_error_cut_short_is_gone_on_with(
         scene.pruner.tidy(fd)
         assert scene.trash == []
         assert scene.state.journal.open_deletions() == []
+        assert scene.state.problems.all() == ()
+
+
+@pytest.mark.parametrize("other", ["global_step2", "global_step3"], ids=["the newest again", "a new one"])
+def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
+    save_dir: Path, other: str
+) -> None:
+    """Planned while the trainer rested, begun late: nothing goes beside a save in flight (§5 *Permit*)."""
+    shard = "mp_rank_00_model_states.pt"
+    (save_dir / "global_step2").mkdir()
+    (save_dir / "global_step2" / shard).write_text("kept instead")
+    with files.opened_dir(save_dir) as fd:
+        scene = Scene(save_dir, fd, is_busy=True)
+        scene.state.listing = scan(fd)
+        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        (save_dir / other).mkdir(exist_ok=True)
+        (save_dir / other / shard).write_text("half of another save")
+        scene.go_on()
+        assert all((save_dir / TAG / name).exists() for name in NAMES)
+        assert scene.state.journal.open_deletions() == []
+        assert [p.code for p in scene.state.problems.all()] == ["prune-blocked"]
+        # a turn later, of what lies there then
+        scene.state.listing = scan(fd)
+        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        (save_dir / "global_step2" / "notes.txt").write_text("no shard")
+        scene.go_on()
+        assert not (save_dir / TAG).exists()
         assert scene.state.problems.all() == ()
 
 
