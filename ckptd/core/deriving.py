@@ -11,7 +11,7 @@ from ckptd.core.actions import Action, DropDerived, PointUniversal
 from ckptd.core.ladder import Fate
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.view import SETTLED, UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from ckptd.core.keeping import LocalFates
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MAX_CONVERSION_TRIES = 3
 PRESSURE = "disk pressure (P13)"
-_SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
 
 
 def is_open(record: DerivedRecord, now_seconds: float) -> bool:
@@ -163,6 +162,6 @@ def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
         may_come = save.is_intact and zero not in (ShipState.RETIRED, ShipState.REFUSED)
         if (zero is ShipState.COMMITTED or may_come) and save.ship(
             remote.name, UNIVERSAL
-        ).state not in _SETTLED:
+        ).state not in SETTLED:
             return True
     return False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.keeping import best_tag, score_of
 from ckptd.core.ladder import Fate
 from ckptd.core.retention import Held, Item, fates
-from ckptd.core.view import WEIGHTS, ZERO
+from ckptd.core.view import SETTLED, WEIGHTS, ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,6 +115,10 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
         generations = generations_of(remote)
         # orders may differ once the journal was lost, what a save is committed as does not
         claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
+        # what is not settled may turn out to be what a COMMIT of its tag lists (a note written over makes
+        # another save of the same shards), and what retention let go is never sent again (H16)
+        unsettled = {s.save.tag for s in present if s.ship(remote.name, ZERO).state not in SETTLED}
+        unclear = view.unsealed_tags | (unsettled if ZERO in remote.forms else set())
         for is_model_only in (False, True):
             mine = [g for g in generations if g.leader.is_model_only == is_model_only]
             if not mine:
@@ -125,7 +129,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
                 lead = generation.leader
                 more: tuple[str, ...] = ()
                 is_here = (lead.tag, lead.order) in here or lead.key in claimed
-                if (is_here or lead.tag in view.unsealed_tags) and remote.retention.deletes:
+                if (is_here or lead.tag in unclear) and remote.retention.deletes:
                     more += ("still on this node",)
                 if lead.tag == best:
                     more += ("best_model_checkpoint",)

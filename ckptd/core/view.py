@@ -40,6 +40,10 @@ class ShipState(StrEnum):
     REFUSED = "refused"
 
 
+SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+"""Nothing is left to do or to find out about it."""
+
+
 class SupplementRecord(Model):
     """A SUPPLEMENT beside a COMMIT, and what it lists: (path, bytes, fingerprint)."""
 

@@ -33,6 +33,7 @@ from ckptd.core.view import (
     JobView,
     RemoteView,
     SaveView,
+    ShipRecord,
     ShipState,
 )
 from tests.unit.core_views import (
@@ -397,6 +398,20 @@ def test_nothing_is_retired_that_lies_here_and_is_not_known_yet() -> None:
     view = job_view([save_view(2, new)], remotes=(remote,))
     assert [a.commit.tag for a in of(view, Retire)] == [old.tag]
     assert of(replace(view, unsealed_tags=frozenset({old.tag})), Retire) == []
+
+
+@pytest.mark.parametrize("state", ShipState)
+def test_what_may_be_a_save_that_lies_here_is_not_retired_before_that_is_known(state: ShipState) -> None:
+    """A note written over makes another save of the same shards: retired, it would never be sent again."""
+    old, new = sealed(1), sealed(2)
+    record = ShipRecord(remote=NAS, form=ZERO, state=state, retry_at_seconds=1e9)
+    again = save_view(3, old.model_copy(update={"save_seq": 3}), ships={(NAS, ZERO): record})
+    view = job_view([again, save_view(2, new)])
+    commits = (remote_commit(old), remote_commit(new))
+    nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
+    retired = [a.commit.tag for a in of(replace(view, remotes=(nas,)), Retire)]
+    is_settled = state in (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+    assert retired == ([old.tag] if is_settled else [])
 
 
 @pytest.mark.parametrize("more", [{}, {"was_found_first": True, "is_adopted": False}])
