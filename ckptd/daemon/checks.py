@@ -96,7 +96,7 @@ def see_problems(job: Job, state: JobState) -> None:
     see_conversions(see, state)
     unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
-        text = f"{unsealed[0]} waits: a new journal asks every remote once what it holds already"
+        text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
         see.see("waiting-for-remote", "journal", text, "bring the remote back")
     if job.view is not None and job.view.disk.free_bytes < job.view.disk.reserve_bytes:
         free, need = job.view.disk.free_bytes / 1e9, job.view.disk.reserve_bytes / 1e9

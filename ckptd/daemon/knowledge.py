@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core import manifest as mf
+from ckptd.core.coverage import order_of
 from ckptd.core.generation import (
     Already,
     GenerationChoice,
@@ -27,7 +28,7 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import named_in
+from ckptd.daemon.seen import is_written_down, named_in
 from ckptd.daemon.sharing import learn
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
@@ -118,7 +119,7 @@ class Knowledge(Recogniser):
 
     @property
     def is_rebuilt(self) -> bool:
-        """The journal knows all that remotes knew when it was begun."""
+        """The journal knows all that remotes knew when it was begun: one may be away from here on."""
         return self._state.journal.meta("rebuilt") == "1"
 
     def refresh(self) -> bool:
@@ -196,18 +197,9 @@ class Knowledge(Recogniser):
 
     def highest(self) -> Order | None:
         """The highest order of any COMMIT or tombstone."""
-        orders = [
-            Order(c.commit.branch, c.commit.step, c.commit.save_seq)
-            for link in self._links.values()
-            if link.observation
-            for c in link.observation.commits
-        ]
-        orders += [
-            Order(t.branch, t.step, t.save_seq)
-            for link in self._links.values()
-            if link.observation
-            for t in link.observation.retired
-        ]
+        seen = [link.observation for link in self._links.values() if link.observation]
+        orders = [order_of(view.commit) for one in seen for view in one.commits]
+        orders += [Order(stone.branch, stone.step, stone.save_seq) for one in seen for stone in one.retired]
         return max(orders, default=None)
 
     def found_first(self) -> frozenset[str] | None:
@@ -219,7 +211,9 @@ class Knowledge(Recogniser):
                     return None
                 recorded = self._recorded_in_remote() or self._record_first_start()
             self._first = frozenset(recorded.tags)
-        if self.has_heard_all and not self.is_rebuilt:
+        # not when they were heard: before what was found is sealed one may be away, and its answer with it
+        is_heard = self.has_heard_all and not self.is_rebuilt
+        if is_heard and is_written_down(self._state, self._links.values(), self.highest()):
             self._state.journal.set_meta("rebuilt", "1")
         return self._first
 

@@ -6,16 +6,33 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import order_of
 from ckptd.core.generation import SeenCommit, SeenManifest
+from ckptd.core.lifecycle import State
 from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import Order
     from ckptd.core.view import ShipRecord
+    from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.remote.messages import Observation, TagView
+
+_WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
+
+
+def is_written_down(state: JobState, links: Iterable[RemoteLink], highest: Order | None) -> bool:
+    """Whether the journal has what the remotes tell of order: no save here of a tag that they know is yet to
+    be sealed, and one that was is as new as any there (`highest`).
+    """
+    known = frozenset[str]().union(*(link.known_tags() for link in links))
+    for folder in state.listing.folders if state.listing is not None else ():
+        verdict = state.verdicts.get(folder.tag)
+        is_open = folder.tag in known and state.row_of_tag(folder.tag) is None
+        if is_open and (verdict is None or verdict.state in _WILL_SEAL):
+            return False
+    return highest is None or any(row.save.order >= highest for row in state.rows.values())
 
 
 def committed_orders(seen: Observation | None) -> dict[tuple[str | None, str | None], Order]:

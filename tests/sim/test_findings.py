@@ -15,7 +15,7 @@ from ckptd import files
 from ckptd.core.manifest import Decision
 from ckptd.daemon.knowledge import read_decisions, write_decision
 from ckptd.daemon.setup import make_state
-from ckptd.errors import TornArchiveError
+from ckptd.errors import RemoteUnreachable, TornArchiveError
 from ckptd.local import fs
 from ckptd.observe.audit import Audit
 from ckptd.remote.directory import DirectoryStore
@@ -443,3 +443,46 @@ def test_a_note_makes_no_save_of_ours_of_what_was_found() -> None:
         assert made.trainer_has("global_step1")
     finally:
         made.leave()
+
+
+def test_a_remote_that_went_away_again_is_waited_for_when_the_journal_is_lost() -> None:
+    """It was heard, and gone before anything was sealed: orders were not those in COMMITs, and the remote
+    let go what lies here, which then stayed for ever (seed 601793)."""
+    made, rng = World(1, job_config(((NAS, True, None),), None, "newest")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 7)
+        made.live_on(60, rng)
+        saved(made, 3)
+        made.live_on(60, rng)
+        before = orders(made)
+        assert before == {"global_step7": (1, 7), "global_step3": (2, 3)}
+        made.kill()
+        made.kernel.actor = "trainer"
+        made.kernel.unlink(f"{STATE_DIR}/journal.db")
+        made.kernel.actor = "ckptd"
+        made.live_on(60, rng, lambda: made.job is not None and made.job.links[NAS].observation is not None)
+        made.set_mood(NAS, "down")
+        assert made.job is not None
+        assert made.job.links[NAS].observation is not None
+        made.job.links[NAS].trouble(RemoteUnreachable("no answer"))
+        assert orders(made) == {}
+        made.live_on(100, rng)
+        assert orders(made) == {}, "what the remote knows of them was not asked"
+        made.set_mood(NAS, "ok")
+        made.live_on(200, rng)
+        assert orders(made) == before
+        saved(made, 5)
+        made.set_mood(NAS, "down")
+        made.live_on(60, rng)
+        assert orders(made) == before | {"global_step5": (2, 5)}, "the journal is whole: nobody is asked"
+    finally:
+        made.leave()
+
+
+def orders(world: World) -> dict[str, tuple[int, int]]:
+    """(branch, step) of each save that was sealed."""
+    rows = world.job.state.rows.values() if world.job is not None and world.job.state is not None else ()
+    return {row.save.tag: (row.save.branch, row.save.step) for row in rows}

@@ -14,6 +14,7 @@ from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.seen import is_written_down
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
 from ckptd.remote import messages as m
@@ -142,3 +143,11 @@ def test_a_disputed_commit_counts_no_more(tmp_path: Path) -> None:
     life.scene.link.tag_views[TAG] = seen(commits=(view_of(disputed=True),))
     life.knowledge.choose_generations()
     assert [answer.generation for answer in life.state.generations.values()] == [2]
+
+
+def test_a_new_journal_without_the_newest_that_a_remote_tells_of_needs_that_remote(waiting: Life) -> None:
+    """Nothing as new lies here: were the remote away, a save after a rewind would count as an older one."""
+    links, [row] = [waiting.scene.link], waiting.state.rows.values()
+    assert is_written_down(waiting.state, links, None)
+    assert is_written_down(waiting.state, links, row.save.order)
+    assert not is_written_down(waiting.state, links, row.save.order._replace(branch=row.save.branch + 1))
