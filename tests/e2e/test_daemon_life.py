@@ -41,7 +41,9 @@ def test_ships_converts_commits_and_keeps_the_limit(tmp_path: Path) -> None:
                 (here.save_dir / "latest_universal").read_text() == "_ckptd/derived/universal/global_step5"
             ),
         )
-        assert [line["tag"] for line in here.audit()] == ["global_step1", "global_step2", "global_step3"]
+        # two that go in one turn may go in either order: each has a worker of its own
+        gone = {line["tag"] for line in here.audit()}
+        assert gone == {"global_step1", "global_step2", "global_step3"} and len(here.audit()) == 3
         assert all(line["commits"] and len(line["files"]) == 3 for line in here.audit())
         here.wait("safe", lambda: here.status()["safe"]["tag"] == "global_step5")
         assert here.ckptd("status", here.save_dir).returncode == 0
