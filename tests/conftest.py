@@ -6,6 +6,7 @@ Hypothesis judges no time: a slow moment of a shared machine is no defect.
 from __future__ import annotations
 
 import os
+import signal
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,12 @@ settings.load_profile("ckptd")
 WAITING = ("e2e", "cluster", "cluster_convert", "faults", "stores", "service")
 """Folders whose tests wait for trainings, daemons and servers most of their time."""
 SHORT = "unit"
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts into the background with SIGINT ignored, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
