@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptd import journal_past
@@ -56,7 +57,8 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
 
 def _failing(state: JobState, save_id: int, error: NoSpaceError | RefusedError) -> None:
     nothing = cast("Any", None)
-    chores = Chores(nothing, state, nothing, nothing, nothing, wake=lambda: None)
+    config = cast("Any", SimpleNamespace(trainer="auto"))
+    chores = Chores(config, state, nothing, nothing, nothing, wake=lambda: None)
     chores._not_converted(save_id, error)
 
 
