@@ -25,7 +25,7 @@ SEEDS = range(600 if FULL else 20)
 FOUND_WITHIN = range(12)
 FOUND_BY = {"orders not taken from COMMITs": range(2244, 2245)}
 """The seeds among which a planted defect shows itself."""
-REPLAYED = {"late prunes not looked at again": (60044, 3, 30), "prunes beside a save": (52, None, None)}
+REPLAYED = {"late prunes not looked at again": (60036, 3, 30), "prunes beside a save": (52, None, None)}
 """Defects that few histories show: seed, nodes, checkpoints of one that does."""
 CHILD = """
 import sys
