@@ -47,6 +47,9 @@ def shards_in_order(folder: Path) -> list[Path]:
     return sorted(folder.iterdir(), key=lambda p: ("optim" in p.name, p.name))
 
 
+PATIENCE_SECONDS = 100.0
+
+
 @dataclass
 class Node:
     """One node. `job` is TOML put before, `local` and `remote` into their sections."""
@@ -209,7 +212,8 @@ class Node:
         return {p.name for p in self.save_dir.iterdir() if p.is_dir() and p.name != "_ckptd"}
 
     def wait(self, what: str, done: Callable[[], object], seconds: float = 100.0) -> None:
-        """Until `done`; the log's end is in the failure."""
+        """Until `done`, with more patience than a busy machine needs; the log's end is in the failure."""
+        seconds = max(seconds, PATIENCE_SECONDS)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(KeyError, IndexError, json.JSONDecodeError):
