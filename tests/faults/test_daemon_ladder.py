@@ -64,7 +64,7 @@ def test_from_whole_to_gone(tmp_path: Path) -> None:
         here.wait("the node's ladder", lambda: here.local_tags() == {"global_step4"}, 20)
         kept = {"global_step3", "global_step4"}
         here.wait("the node's universal forms", lambda: universals(here) == kept, 20)
-        assert not list((here.nas / "global_step3").glob("*.pt"))
+        here.wait("its objects gone", lambda: not list((here.nas / "global_step3").glob("*.pt")))
         assert (here.nas / "latest").read_text() == "global_step4"
         told(here)
         audited(here)
