@@ -64,15 +64,25 @@ def plan(view: JobView) -> Plan:
         loose = _let_go(view, local.zero)
         actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
         moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
-        actions += moves
+        # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
+        # that a link which is never idle, or a remote that is full, still lets go of what is due
+        first = {m.remote for m in moves if isinstance(m, Ship) and _comes_before_removals(view, m)}
+        removals = [action for action in _retire(view, remote_fates) if action.remote not in first]
+        removing = {action.remote for action in removals}
+        actions += [m for m in moves if not (isinstance(m, Ship | Supplement) and m.remote in removing)]
         actions += _convert(view)
         actions += keep_derived(view, local)
         actions += prune(view, local.zero)
-        # a remote does one thing at a time, and what sends comes before what removes
-        busy = {move.remote for move in moves if isinstance(move, Ship | Supplement)}
-        actions += [action for action in _retire(view, remote_fates) if action.remote not in busy]
+        actions += removals
     actions = on_shared(actions, view.tenure)
     return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates, drained=drained)
+
+
+def _comes_before_removals(view: JobView, move: Ship) -> bool:
+    if move.form != ZERO:
+        return False
+    save = next(s for s in view.saves if s.id == move.save_id)
+    return save.ship(move.remote, ZERO).state is not ShipState.FAILED
 
 
 def _rest(view: JobView, local: LocalFates) -> list[Action]:
