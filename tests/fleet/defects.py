@@ -68,12 +68,13 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         [(node.Daemon, "is_undisturbed", lambda *_: True)],
         "is saved",
     ),
-    "other configurations not noticed": (
-        [
-            (planner, "is_configured_otherwise", lambda *_: False),
-            (pruning, "is_configured_otherwise", lambda *_: False),
-        ],
-        "",
+    "other configurations not noticed here": (
+        [(pruning, "is_configured_otherwise", lambda *_: False)],
+        "is configured otherwise",
+    ),
+    "other configurations not noticed there": (
+        [(planner, "is_configured_otherwise", lambda *_: False)],
+        "though the policy keeps it",
     ),
 }
 """Name → what is put in the place of what, and words of what it leads to."""

@@ -171,6 +171,7 @@ class Daemon:
         self.chance = chance
         self.late_looks = latest_looks
         """How often an observation comes too late to be planned on."""
+        self.late_prunes = LATE_PRUNES
         self.store = FleetStore(remote, network, chance, counts)
         self.ground = commit.Ground(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
         self.cache = DocumentCache()
@@ -183,7 +184,8 @@ class Daemon:
         self.due_since: dict[tuple[str, str], float] = {}
         self.retiring_since: dict[Stem, float] = {}
         self.is_first_scan = True
-        self.is_idle = False
+        self.idle_until: float | None = None
+        """None: in the middle of a turn."""
         self.naps = naps
         self.nap: Nap | None = None
         self.begun: Nap | None = None
@@ -209,8 +211,11 @@ class Daemon:
 
     def hint(self) -> None:
         """The trainer wrote something."""
-        if self.is_idle:
-            self.program.wake_in(SETTLE_SECONDS + 0.1)
+        seconds = SETTLE_SECONDS + 0.1
+        # a trainer that saves again and again postpones nothing
+        if self.idle_until is not None and self.engine.now + seconds < self.idle_until:
+            self.idle_until = self.engine.now + seconds
+            self.program.wake_in(seconds)
 
     def _rest(self) -> None:
         """Until the next turn; those that nothing can come of are not lived."""
@@ -239,9 +244,9 @@ class Daemon:
             self.begun = nap
 
     def _idle_until(self, when: float) -> None:
-        self.is_idle = True
+        self.idle_until = when
         self.program.wait_until(when)
-        self.is_idle = False
+        self.idle_until = None
 
     def _nothing_before(self) -> float:
         """Until when turns decide nothing, as the last one did not, unless somebody changes something; 0: no
@@ -512,11 +517,16 @@ class Daemon:
         prunes = [action for action in actions if isinstance(action, act.Prune)]
         others = [action for action in actions if not isinstance(action, act.Prune)]
         planned = dict(self.machine.disk)
-        are_busy = bool(prunes) and self.chance.random() < LATE_PRUNES
+        are_busy = bool(prunes) and self.chance.random() < self.late_prunes
         did = [] if are_busy else [self._prune(prune, planned) for prune in prunes]
         assert self.observation is not None
         did += [self._finish(self.observation), *(self._do(action) for action in others)]
+        if are_busy:
+            self.while_busy()
         return did + ([self._prune(prune, planned) for prune in prunes] if are_busy else [])
+
+    def while_busy(self) -> None:
+        """The story's: what happens until a worker is free for a prune."""
 
     def _do(self, action: act.Action) -> bool:
         match action:
