@@ -115,6 +115,17 @@ class Directed(Fleet):
             if daemon is not None:
                 daemon.program.stir()
 
+    def lose_state(self, slot: int) -> None:
+        """The state directory of a node whose daemon is down is gone."""
+        self.names += 1
+        self.machines[slot].rows, self.machines[slot].node_id = [], f"id{self.names:04d}"
+
+    def restore(self, number: int, step: int, slot: int) -> None:
+        """A person puts an earlier save back."""
+        self.say(f"save {number} is restored on n{slot}")
+        del self.machines[slot].disk[f"global_step{step}"]
+        self._write(slot, number, step)
+
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.engine.run(self.engine.now + seconds)
@@ -147,6 +158,19 @@ def _rewound_behind_its_back(fleet: Directed) -> None:
     fleet.start(1)  # what it finds at once it takes in the order of steps
 
 
+def _restored_and_not_known(fleet: Directed) -> None:
+    fleet.save(10)
+    fleet.save(20)
+    fleet.stop(1)
+    fleet.lose_state(1)
+    fleet.save(10, (1,))  # of step 10 the new journal knows this one
+    fleet.start(1)
+    fleet.wait(QUIET_SECONDS)
+    fleet.restore(1, 10, 1)
+    fleet.wait(QUIET_SECONDS)
+    fleet.save(30)
+
+
 def _always_in_flight(fleet: Directed) -> None:
     fleet.save(10)
     for step in range(20, 150, 10):
@@ -168,6 +192,7 @@ PLAYS = {
     "generations skipped": Play(script=_one_tag_again),
     "retired by local view": Play(script=_one_that_is_not_here, remote_limit=2),
     "orders not taken from COMMITs": Play(script=_rewound_behind_its_back, local_limit=1),
+    "orders only raised by COMMITs": Play(script=_restored_and_not_known, local_limit=2),
     "prunes beside a save": Play(script=_always_in_flight, local_limit=1),
     "late prunes not looked at again": Play(
         script=_three, local_limit=1, late_prunes=1.0, is_saved_while_busy=True

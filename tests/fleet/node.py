@@ -38,7 +38,7 @@ from ckptd.core.view import (
 )
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.retiring import patience_seconds, since_when
-from ckptd.daemon.seen import committed_order, committed_orders, named_in, seen_in
+from ckptd.daemon.seen import committed_orders, named_in, order_by_commits, seen_in
 from ckptd.daemon.viewing import as_planned
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
@@ -282,6 +282,7 @@ class Daemon:
         self._seal()
         self._hear_of_commits(self.observation)
         self._choose()
+        self._adopt_orders(self.observation)
         view = self.view(self.observation)
         planned = plan(view)
         self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
@@ -403,7 +404,6 @@ class Daemon:
         made = {(v.commit.tag, v.commit.generation) for v in seen.commits}
         disputed = {v.sha256 for v in seen.commits if v.disputed}
         held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
-        orders = committed_orders(seen)
         for row in self.machine.rows:
             record = row.record
             update: dict[str, object] = {}
@@ -417,10 +417,6 @@ class Daemon:
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
-            order = committed_order(row.record, row.save.order, orders)
-            if order is not None:
-                fields = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
-                row.save = row.save.model_copy(update=fields)
 
     def _choose(self) -> None:
         for row in self.machine.rows:
@@ -453,6 +449,15 @@ class Daemon:
                     self.is_stale = True
                 case Retired(generation=g):
                     row.record = row.record.model_copy(update={"state": ShipState.RETIRED, "generation": g})
+
+    def _adopt_orders(self, seen: Observation) -> None:
+        orders = committed_orders(seen)
+        for row in self.machine.rows:
+            record, own = row.record, row.save.order
+            if record.state is ShipState.COMMITTED:
+                order = order_by_commits(own, [orders.get((record.commit_key, record.commit_sha256))])
+                if order != own:
+                    row.save = row.save.model_copy(update=order._asdict())
 
     # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
 
