@@ -39,7 +39,9 @@ from ckptd.core.view import (
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.retiring import patience_seconds, since_when
 from ckptd.daemon.seen import committed_orders, named_in, order_by_commits, seen_in
+from ckptd.daemon.shipping import STEP_IN_SECONDS
 from ckptd.daemon.viewing import as_planned
+from ckptd.daemon.waiting import waiting_on
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import IDENTITY_KEY, DocumentCache
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ckptd.core.manifest import RemoteIdentity
+    from ckptd.daemon.waiting import Waiting
     from ckptd.remote.documents import Stem
     from ckptd.remote.messages import Observation, TagView
     from tests.fleet.engine import Engine
@@ -125,6 +128,7 @@ class Row:
     state: str = "present"
     shipped: dict[str, Shipped] = field(default_factory=dict)
     manifest_sha256: str = ""
+    waiting: Waiting | None = None
 
 
 @dataclass
@@ -453,10 +457,11 @@ class Daemon:
     def _adopt_orders(self, seen: Observation) -> None:
         orders = committed_orders(seen)
         for row in self.machine.rows:
-            record, own = row.record, row.save.order
+            record = row.record
             if record.state is ShipState.COMMITTED:
-                order = order_by_commits(own, [orders.get((record.commit_key, record.commit_sha256))])
-                if order != own:
+                told = orders.get((record.commit_key, record.commit_sha256))
+                own = row.save.order
+                if told != own and (order := order_by_commits(own, [told])) != own:
                     row.save = row.save.model_copy(update=order._asdict())
 
     # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
@@ -649,7 +654,9 @@ class Daemon:
             }
             row.record = row.record.model_copy(update=update)
         elif result.outcome == "waiting":
-            update = {"state": ShipState.WAITING, "retry_at_seconds": self.engine.now + 60.0}
+            row.waiting = waiting_on(row.waiting, result)
+            again = self.engine.now + row.waiting.retry_seconds(STEP_IN_SECONDS)
+            update = {"state": ShipState.WAITING, "retry_at_seconds": again}
             row.record = row.record.model_copy(update=update)
         else:
             row.shipped.clear()
