@@ -299,7 +299,8 @@ class Fleet:
         if self.machines[slot].name in self.judge.others:
             self.judge.others = frozenset({name})
         fresh = self.machines[slot] = self._machine(slot, name)
-        live = [c for c in self.judge.live.values() if c.key not in self.judge.entombed | self.judge.disputed]
+        judge = self.judge
+        live = [c for c in judge.live.values() if c.key not in judge.entombed and c.key not in judge.disputed]
         best = max(live, key=lambda c: c.order, default=None)
         self.step = best.order[1] if best is not None else 0
         if best is not None:
