@@ -105,7 +105,7 @@ class Training:
     def kill(self) -> None:
         """SIGKILL to every process of it at once: the node goes down."""
         kill_tree(self.process.pid)  # torchrun puts each rank in a session of its own
-        self.process.wait(10)
+        self.process.wait(200)
 
 
 def start(run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | None = None) -> Training:
