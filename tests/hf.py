@@ -11,26 +11,20 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckptd.quickstart.launch import kill_tree
-from tests.real import CACHE, REPOSITORY, locked
-from tests.stores.servers import free_port
+from tests import ranks
+from tests.real import CACHE, locked
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {name: HERE / f"{name}.py" for name in ("hf_train", "accelerate_train")}
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
-ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 START_SECONDS = 240.0
+ranks.expect(
+    "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "transformers.integrations.deepspeed"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,27 +86,24 @@ Run = HfRun | AccelerateRun
 class Training:
     """A run in the background."""
 
-    process: subprocess.Popen[bytes]
-    log: Path
+    ranks: ranks.Ranks
     losses: Path
 
     def finish(self, seconds: float = START_SECONDS) -> dict[int, float]:
         """Wait for its end; loss by step."""
-        if self.process.wait(seconds) != 0:
-            raise AssertionError(self.log.read_text()[-4000:])
+        self.ranks.wait(seconds)
         return read_losses(self.losses)
 
     def kill(self) -> None:
         """SIGKILL to every process of it at once: the node goes down."""
-        kill_tree(self.process.pid)  # torchrun puts each rank in a session of its own
-        self.process.wait(200)
+        self.ranks.kill()
 
 
 def start(run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | None = None) -> Training:
     """Train live into `out`; losses and log go to `work`."""
     losses = work / f"{name}.losses.json"
     job = _job(run, out, losses, notes)
-    return Training(_launch(run, [job], work / name), work / f"{name}.log", losses)
+    return Training(_launch(run, [job], work / name), losses)
 
 
 def train(
@@ -190,23 +181,11 @@ def _job(run: Run, out: Path, losses: Path, notes: Path | None) -> dict[str, obj
     return fields | {"out": str(out), "losses": str(losses), "notes": str(notes) if notes else None}
 
 
-def _launch(run: Run, jobs: list[dict[str, object]], work: Path) -> subprocess.Popen[bytes]:
-    listed = work.with_suffix(".jobs.json")
-    listed.write_text(json.dumps(jobs))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(run.processes)),
-        *("--master_port", str(free_port()), "-m", f"tests.{run.script}", str(listed)),
-    ]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with work.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            cwd=REPOSITORY,
-            env=os.environ | ENVIRONMENT | {"PATH": path},
-            start_new_session=True,
-        )
+def _launch(run: Run, jobs: list[dict[str, object]], work: Path) -> ranks.Ranks:
+    """Start all ranks; jobs and logs go to the new folder `work`."""
+    work.mkdir()
+    (work / "jobs.json").write_text(json.dumps(jobs))
+    return ranks.start(f"tests.{run.script}", [str(work / "jobs.json")], work, ranks=run.processes)
 
 
 def _make(batch: list[Run]) -> None:
@@ -219,9 +198,7 @@ def _make(batch: list[Run]) -> None:
             place = work / key_of(run)
             place.mkdir()
             jobs.append(_job(run, place / "save", place / "losses.json", place / "notes"))
-        process = _launch(batch[0], jobs, work / "all")
-        if process.wait(START_SECONDS + 30 * len(batch)) != 0:
-            raise AssertionError((work / "all.log").read_text()[-4000:])
+        _launch(batch[0], jobs, work / "all").wait(START_SECONDS + 30 * len(batch))
         for run in batch:
             shutil.rmtree(CACHE / key_of(run), ignore_errors=True)
             (work / key_of(run) / "done").touch()
