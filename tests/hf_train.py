@@ -1,4 +1,4 @@
-"""Trains a tiny GPT-2 with the real transformers.Trainer and DeepSpeed on CPU; run by every rank (tests/hf.py).
+"""Trains a tiny GPT-2 with the real transformers.Trainer and DeepSpeed on CPU; every rank runs it (hf.py).
 
 `python -m tests.hf_train JOBS.json` in torchrun's environment: JOBS is a list of the fields
 of `tests.hf.HfRun` with "out", "losses", "notes". Several jobs share one start, because the start costs more

@@ -2,8 +2,8 @@
 
 torchrun starts an interpreter per rank, and each imports torch and DeepSpeed anew: on two cores that is most
 of a start. Here multiprocessing's fork server imports them once per test process; a rank gets torchrun's
-environment and then runs its module as `python -m` would. torchrun itself starts the quickstart's trainings and
-those of tests/e2e/test_told.py: DeepSpeed's own loop and the Trainer.
+environment and then runs its module as `python -m` would. torchrun itself starts the quickstart's trainings
+and those of tests/e2e/test_told.py: DeepSpeed's own loop and the Trainer.
 """
 
 from __future__ import annotations
