@@ -21,7 +21,7 @@ from tests.real import CACHE, locked
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {name: HERE / f"{name}.py" for name in ("hf_train", "accelerate_train")}
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
-START_SECONDS = 240.0
+START_SECONDS = 500.0
 ranks.expect(
     "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "transformers.integrations.deepspeed"
 )

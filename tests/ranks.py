@@ -8,6 +8,7 @@ and those of tests/e2e/test_told.py: DeepSpeed's own loop and the Trainer.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import runpy
@@ -82,8 +83,15 @@ def start(module: str, arguments: Sequence[str], logs: Path, *, nodes: int = 1, 
 def train(
     module: str, arguments: Sequence[str], logs: Path, *, nodes: int = 1, ranks: int, seconds: float
 ) -> None:
-    """The same until all have ended, as `Ranks.wait` says."""
-    start(module, arguments, logs, nodes=nodes, ranks=ranks).wait(seconds)
+    """The same until all have ended, as `Ranks.wait` says; one after another, whoever runs the tests.
+
+    DeepSpeed's shared-memory collective spins while it waits: two trainings on two cores stand in each other's
+    way.
+    """
+    (REPOSITORY / ".build").mkdir(exist_ok=True)
+    with (REPOSITORY / ".build" / "ranks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start(module, arguments, logs, nodes=nodes, ranks=ranks).wait(seconds)
 
 
 def run_module(module: str, *arguments: str, log: Path, seconds: float) -> str:

@@ -28,7 +28,7 @@ SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("make_ckpt.py", "mak
 SAVED_AT = 2
 STEPS = 6
 TAG = f"global_step{SAVED_AT}"
-START_SECONDS = 280
+START_SECONDS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
