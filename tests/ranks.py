@@ -85,8 +85,7 @@ def train(
 ) -> None:
     """The same until all have ended, as `Ranks.wait` says; one after another, whoever runs the tests.
 
-    DeepSpeed's shared-memory collective spins while it waits: two trainings on two cores stand in each other's
-    way.
+    DeepSpeed's shared-memory collective spins while it waits: two trainings on two cores hinder each other.
     """
     (REPOSITORY / ".build").mkdir(exist_ok=True)
     with (REPOSITORY / ".build" / "ranks.lock").open("w") as lock:
