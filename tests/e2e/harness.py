@@ -48,6 +48,8 @@ def shards_in_order(folder: Path) -> list[Path]:
 
 
 PATIENCE_SECONDS = 200.0
+PACE = {"link-slow", "disk-full-soon", "trainer-may-outrun"}
+"""What a busy machine may have said meanwhile."""
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Node:
     # --- the daemon ------------------------------------------------------------------------------------
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start a daemon and wait until it watches."""
+        """Start a daemon and wait until it watches, or says that save_dir is not there yet."""
         with self.log.open("ab") as log:
             mark = log.tell()
             process = subprocess.Popen(
@@ -100,8 +102,14 @@ class Node:
         while time.monotonic() < deadline and process.poll() is None:
             if b"watching" in self.log.read_bytes()[mark:]:
                 break
+            if not self.save_dir.is_dir() and (private_place(self.save_dir) / "status.json").exists():
+                break
             time.sleep(0.05)
         return process
+
+    def comes_to_rest(self) -> bool:
+        """`ckptd run --once` ends well; on a busy machine it may find that the link was slow."""
+        return self.once() == 0 or (bool(self.problems()) and not self.problems() - PACE)
 
     def once(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
         """`ckptd run --once`; its exit code."""
