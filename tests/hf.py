@@ -100,10 +100,14 @@ class Training:
 
 
 def start(run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | None = None) -> Training:
-    """Train live into `out`; losses and log go to `work`."""
+    """Train live into `out`; losses go to `work`, jobs and logs to its new folder `name`."""
     losses = work / f"{name}.losses.json"
     job = _job(run, out, losses, notes)
-    return Training(_launch(run, [job], work / name), losses)
+    place = work / name
+    place.mkdir()
+    (place / "jobs.json").write_text(json.dumps([job]))
+    command = (f"tests.{run.script}", [str(place / "jobs.json")], place)
+    return Training(ranks.start(*command, ranks=run.processes), losses)
 
 
 def train(
@@ -115,14 +119,19 @@ def train(
 
 def prepare(runs: Sequence[Run]) -> None:
     """Make the trees that are not cached yet, one start for those of a script and a number of processes."""
+    if not _missing(runs):
+        return  # nobody who trains meanwhile is waited for
     CACHE.mkdir(parents=True, exist_ok=True)
     with locked():
         batches: dict[tuple[str, int], list[Run]] = {}
-        for run in dict.fromkeys(runs):
-            if not (CACHE / key_of(run) / "done").exists():
-                batches.setdefault((run.script, run.processes), []).append(run)
+        for run in _missing(runs):
+            batches.setdefault((run.script, run.processes), []).append(run)
         for batch in batches.values():
             _make(batch)
+
+
+def _missing(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in dict.fromkeys(runs) if not (CACHE / key_of(run) / "done").exists()]
 
 
 def tree_of(run: Run) -> Path:
@@ -181,13 +190,6 @@ def _job(run: Run, out: Path, losses: Path, notes: Path | None) -> dict[str, obj
     return fields | {"out": str(out), "losses": str(losses), "notes": str(notes) if notes else None}
 
 
-def _launch(run: Run, jobs: list[dict[str, object]], work: Path) -> ranks.Ranks:
-    """Start all ranks; jobs and logs go to the new folder `work`."""
-    work.mkdir()
-    (work / "jobs.json").write_text(json.dumps(jobs))
-    return ranks.start(f"tests.{run.script}", [str(work / "jobs.json")], work, ranks=run.processes)
-
-
 def _make(batch: list[Run]) -> None:
     work = CACHE / f"making-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
@@ -198,7 +200,9 @@ def _make(batch: list[Run]) -> None:
             place = work / key_of(run)
             place.mkdir()
             jobs.append(_job(run, place / "save", place / "losses.json", place / "notes"))
-        _launch(batch[0], jobs, work / "all").wait(START_SECONDS + 30 * len(batch))
+        (work / "jobs.json").write_text(json.dumps(jobs))
+        module, seconds = f"tests.{batch[0].script}", START_SECONDS + 30 * len(batch)
+        ranks.train(module, [str(work / "jobs.json")], work, ranks=batch[0].processes, seconds=seconds)
         for run in batch:
             shutil.rmtree(CACHE / key_of(run), ignore_errors=True)
             (work / key_of(run) / "done").touch()

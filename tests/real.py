@@ -133,6 +133,8 @@ def expect(*recipes: Recipe) -> None:
 
 def prepare(recipes: Sequence[Recipe]) -> None:
     """Make what is not cached yet, one start per world size and process groups."""
+    if not _missing(recipes):
+        return  # nobody who trains meanwhile is waited for
     CACHE.mkdir(parents=True, exist_ok=True)
     with locked():
         starts = {_start(recipe) for recipe in _missing(recipes)}
