@@ -6,7 +6,7 @@ PY     := $(VENV)/bin/python
 JOBS   ?= 4
 # Test workers; each takes file after file, since much of the tests waits for daemons and links.
 WORKERS ?= 2
-# Tracing each line costs the models and the units of pure code more than their own work: .ci/run leaves it out.
+# `make pytest COVERAGE=` leaves it out: tracing each line takes as long as the tests of pure code do.
 COVERAGE ?= --cov=ckptd --cov-branch --cov-report=term:skip-covered
 ARGS   ?=
 REMOTE ?= directory

@@ -26,6 +26,8 @@ settings.load_profile("ckptd")
 WAITING = ("e2e", "cluster", "cluster_convert", "faults", "stores", "service")
 """Folders whose tests wait for trainings, daemons and servers most of their time."""
 SHORT = "unit"
+UNTRACED = ("model", "sim", "fleet", "seeded", "killpoints", "attacks")
+"""Folders whose tests live long lives in pure code: tracing costs more than they do and shows no new line."""
 
 
 def pytest_configure() -> None:
@@ -42,19 +44,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=longer)
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
+        if folder_of(item.path) in UNTRACED:
+            item.add_marker("no_cover")
         files.setdefault(item.path, []).append(item)
     items[:] = [item for file in in_order(files) for item in files[file]]
 
 
+def folder_of(file: Path) -> str:
+    """The folder of the tests that a file lies in; of those beside this one their own name."""
+    return file.relative_to(Path(__file__).parent).parts[0]
+
+
 def in_order(files: Iterable[Path]) -> list[Path]:
     """In turns one that waits and one that computes; the short ones last, so that workers end together."""
-
-    def folder(file: Path) -> str:
-        return file.relative_to(Path(__file__).parent).parts[0]
-
-    waiting = [file for file in files if folder(file) in WAITING]
-    waiting.sort(key=lambda file: WAITING.index(folder(file)))
-    computing = sorted((f for f in files if folder(f) not in WAITING), key=lambda f: folder(f) == SHORT)
+    waiting = [file for file in files if folder_of(file) in WAITING]
+    waiting.sort(key=lambda file: WAITING.index(folder_of(file)))
+    computing = sorted((f for f in files if folder_of(f) not in WAITING), key=lambda f: folder_of(f) == SHORT)
     return [file for pair in zip_longest(waiting, computing) for file in pair if file is not None]
 
 
