@@ -100,7 +100,10 @@ def load_job_file(path: Path, *, check_paths: bool = True) -> list[JobConfig]:
     if not is_glob(data.get("save_dir")):
         return [load_job(path, check_paths=check_paths)]
     data.setdefault("name", path.stem)
-    return [_job_of(one, path, check_paths=check_paths) for one in expand(data, str(path))]
+    jobs = [_job_of(one, path, check_paths=check_paths) for one in expand(data, str(path))]
+    for job in jobs:
+        job._is_matched = True
+    return jobs
 
 
 def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig:

@@ -27,6 +27,7 @@ from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld
 from ckptd.local.state_dir import state_dir_of
+from ckptd.observe.logs import about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -141,7 +142,8 @@ class Daemon:
             job.open()
         except CkptdError as error:
             self.invalid.append(Invalid(config.name, str(config.save_dir), error, time.time()))
-            log.error("job %s does not run: %s", config.name, error)
+            with about(config.name):
+                log.error("job %s does not run: %s", config.name, error)
         else:
             self.jobs.append(job)
 
@@ -203,6 +205,8 @@ class Daemon:
                 job.problems.put("reload-refused", job.config.name, text, refused.hint)
         wrong = [*found.kept.values(), *(error for _, error in found.refused)]
         log.info("configuration read again: %s", found.summary)
+        for error in wrong:
+            log.error("refused, what runs goes on as it was: %s", error)
         return str(wrong[0]) if wrong else None
 
     def _look_for_matches(self, now: float) -> None:
@@ -232,7 +236,8 @@ class Daemon:
             self._wait()
             now = time.monotonic()
             for job in list(self.jobs):
-                self._turn(job, now)
+                with about(job.config.name):
+                    self._turn(job, now)
             self._totals.settle()
             self._give_back_when_at_rest()
             self._look_for_matches(now)

@@ -70,10 +70,10 @@ class Notifier:
             if self._config.command:
                 self._put(lambda event=event: self._exec(self._config.command, event))  # type: ignore[misc]
 
-    def turn(self, jobs: Sequence[str], *, has_invalid: bool) -> None:
-        """Every job took its turn: the heartbeat goes on, if all is well."""
-        self._desk.forget(set(jobs))
-        if self._config.heartbeat is None or has_invalid or not self._desk.is_well():
+    def turn(self, jobs: Sequence[JobStatus]) -> None:
+        """All jobs took their turns, among them what does not run: the heartbeat goes on, if all is well."""
+        self._desk.forget_others(jobs)
+        if self._config.heartbeat is None or not self._desk.is_well():
             return
         now = time.monotonic()
         if self._beat_at is None or now - self._beat_at >= HEARTBEAT_SECONDS:

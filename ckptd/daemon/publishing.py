@@ -104,6 +104,8 @@ class Publisher:
         now = time.monotonic()
         self._budget_bytes = memory_budget_bytes
         broken = [_invalid_status(one) for one in invalid]
+        for one in broken:
+            self._notifier.see(one)
         header = (tuple(broken), reloaded, alive, self._notifier.failed, self._exporter.failed)
         is_urgent = is_urgent or header != self._header
         self._header = header
@@ -121,7 +123,7 @@ class Publisher:
         self._exporter.see(
             self._daemon(now, reloaded, memory_budget_bytes, alive=alive), [*statuses, *broken]
         )
-        self._notifier.turn([job.config.name for job in jobs], has_invalid=bool(invalid))
+        self._notifier.turn([*statuses, *broken])
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
     def retract(self, job: Job, why: Invalid | None = None) -> None:

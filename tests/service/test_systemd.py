@@ -80,6 +80,8 @@ def test_started_it_ships_converts_and_answers(machine: Booted) -> None:
     save(machine, "one")
     machine.wait("both forms", lambda: committed(machine, "one", 1, "universal"))
     assert committed(machine, "one", 1, "zero")
+    said = json.loads(machine.journal(SERVICE, "global_step1 (zero) committed on nas"))
+    assert (said["job"], said["action"], said["tag"]) == ("one", "commit", "global_step1")
     machine.wait("status", lambda: status(machine, "one")["safe"])
     machine.wait("nothing left to do", lambda: status(machine, "one")["state"] == "ok")
     for where in ((), ("--state-dir", f"/var/lib/ckptd/{USER}")):
@@ -122,6 +124,7 @@ def test_reload_with_a_good_and_a_bad_file(machine: Booted) -> None:
     refused = machine.run("systemctl", "reload", SERVICE)
     assert refused.returncode != 0
     assert "save_totl_limit" in machine.log()
+    assert machine.journal(SERVICE, "save_totl_limit", "-p", "err")
     assert machine.show(SERVICE, "ActiveState") == "active"
     bad.unlink()
     assert machine.run("systemctl", "reload", SERVICE).returncode == 0

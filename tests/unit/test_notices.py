@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.config_notify import NotifyConfig
+from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.notifier import Notifier
+from ckptd.daemon.publishing import Invalid, Publisher, Reloaded
+from ckptd.errors import ConfigError
 from ckptd.observe.events import Event, events_between
 from ckptd.observe.notices import MOST_IN_AN_HOUR, Desk, Rules
 from ckptd.observe.status import (
@@ -161,6 +165,33 @@ def test_what_was_not_delivered_is_said_until_the_next_one_is(tmp_path: Path) ->
     notifier.see(job(checkpoint(), checkpoint("global_step2")))
     wait_for(lambda: notifier.failed == f"{program} ended with 3")
     notifier.close()
+
+
+def test_a_job_that_does_not_run_is_told_of(tmp_path: Path) -> None:
+    """Its file is wrong, or its daemon gave it up: no turn of it comes that would tell."""
+    program, seen = tmp_path / "program", tmp_path / "seen"
+    program.write_text(f"#!/bin/sh\ncat >> {seen}\necho >> {seen}\n")
+    program.chmod(0o755)
+    notifier = Notifier(NotifyConfig.model_validate({"command": [str(program)]}), "node-0")
+    publisher = Publisher(notifier, Exporter(None))
+    wrong = Invalid("llama", "/etc/llama.toml", ConfigError("save_dri is no key", hint="save_dir"), 0.0)
+    for _ in range(2):
+        publisher.publish([], [wrong], Reloaded(), 1)
+    wait_for(lambda: seen.exists() and seen.read_text().endswith("}\n"))
+    publisher.publish([], [], Reloaded(), 1)
+    notifier.close()
+    (told,) = map(json.loads, seen.read_text().splitlines())
+    assert (told["job"], told["code"], told["next_step"]) == ("llama", "config-invalid", "save_dir")
+
+
+def test_a_wrong_file_with_the_name_of_a_job_that_runs_is_no_flapping() -> None:
+    desk = Desk(RULES)
+    wrong = replace(job(problems=(problem("config-invalid"),)), save_dir="/etc/llama.toml", state="invalid")
+    told = [kinds(desk.see(status, at).messages) for at in (0.0, 1.0) for status in (job(), wrong)]
+    assert told == [[], ["problem"], [], []]
+    assert not desk.is_well()
+    desk.forget_others([job()])
+    assert desk.is_well()
 
 
 def wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
