@@ -18,7 +18,7 @@ from ckptd.cli import status_words as words
 from ckptd.cli.status_places import STATUS, state_places
 from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.status_url import is_remote, show_url
-from ckptd.cli.text import ENV_JOB, printable_everywhere, say
+from ckptd.cli.text import ENV_JOB, printable, printable_everywhere, say
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
         first.append(words.headline(job, life, now), style=_colour(job, life))
         parts.append(first)
         if not life.is_well and job["state"] != "invalid":
-            parts.append(Text(f"  → {words.start_it(job, life)}"))
+            parts.append(Text(f"  → {printable(words.start_it(job, life))}"))
         for severity, line in words.problem_lines(job, now):
             parts.append(Text(f"  {line}", style=_STYLES.get(severity, "")))
         if line := words.disk_line(job):

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter
 from ckptd import __version__, files
 from ckptd.daemon.memory import tree_bytes
 from ckptd.daemon.report import job_status
+from ckptd.daemon.service import start_command
 from ckptd.errors import CkptdError, LockHeld
 from ckptd.local.state_dir import drop_status, prepare_state_dir, private_place
 from ckptd.observe import status as st
@@ -81,6 +83,7 @@ class Publisher:
         self._notifier = notifier
         self._exporter = exporter
         self._started_unix = time.time()
+        self._start_command = start_command(sys.argv[1:])
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
         """Where jobs without a checkpoint are told of."""
@@ -168,6 +171,7 @@ class Publisher:
             reload_error=reloaded.error,
             notify_error=self._notifier.failed,
             metrics_error=self._exporter.failed,
+            start_command=self._start_command,
         )
 
     def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:

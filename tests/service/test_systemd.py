@@ -162,6 +162,8 @@ def test_stopped_it_ends_in_time_and_uninstalled_it_is_gone(machine: Booted) -> 
     assert machine.run("systemctl", "stop", SERVICE).returncode == 0
     assert machine.show(SERVICE, "Result") == "success"
     assert machine.show(SERVICE, "ActiveState") == "inactive"
+    gone = machine.run("ckptd", "status", "one").stdout
+    assert f"→ start it: systemctl start ckptd@{USER};" in gone
     assert machine.run("systemctl", "start", SERVICE).returncode == 0
     done = machine.run("ckptd", "uninstall-service", "--run-as", USER)
     assert done.returncode == 0, done.stderr
