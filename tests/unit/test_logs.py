@@ -100,8 +100,8 @@ def test_a_trace_is_in_the_line_and_the_journal_gets_its_priority(
 
 
 _BEGIN = (
-    "import logging, os; from ckptd.observe import logs; logs.begin(os.environ, 'INFO', os.environ['STYLE']); "
-    "logging.getLogger('ckptd').info('here')"
+    "import logging, os; from ckptd.observe import logs; "
+    "logs.begin(os.environ, 'INFO', os.environ['STYLE']); logging.getLogger('ckptd').info('here')"
 )
 
 
