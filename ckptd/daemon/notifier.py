@@ -184,6 +184,17 @@ def url_of(given: str) -> str:
         raise from_os_error(error, f"reading {path}") from error
 
 
+def _proxy_of(url: str) -> str | None:
+    """Of the environment ($https_proxy, $no_proxy …), since nodes often reach the outside by it alone."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies_environment, proxy_bypass_environment
+
+    parts = urlsplit(url)
+    if proxy_bypass_environment(parts.netloc):
+        return None
+    return getproxies_environment().get(parts.scheme)
+
+
 def _request(method: str, what: str, url: str, body: bytes | None) -> None:
     """One request, tried again at connection errors and 5xx; the URL stays out of every message."""
     import urllib3
@@ -195,7 +206,7 @@ def _request(method: str, what: str, url: str, body: bytes | None) -> None:
     )  # fmt: skip
     headers = {"Content-Type": "application/json"} if body is not None else {}
     try:
-        with urllib3.PoolManager() as pool:
+        with urllib3.ProxyManager(proxy) if (proxy := _proxy_of(url)) else urllib3.PoolManager() as pool:
             answer = pool.request(
                 method, url, body=body, headers=headers, retries=retries, timeout=Timeout(total=10.0)
             )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,6 +195,38 @@ def test_a_wrong_file_with_the_name_of_a_job_that_runs_is_no_flapping() -> None:
     assert not desk.is_well()
     desk.forget_others([job()])
     assert desk.is_well()
+
+
+def test_the_environments_proxy_is_used_but_for_whom_it_bypasses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    port = server.server_address[1]
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for url in ("http://nowhere.invalid/hook", f"http://127.0.0.1:{port}/hook"):
+        config = NotifyConfig.model_validate({"webhook": url, "severity": "note"})
+        notifier = Notifier(config, "node-0")
+        notifier.see(job(problems=(problem(),)))
+        notifier.close(60)
+        assert notifier.failed is None
+    server.shutdown()
+    server.server_close()
+    assert asked == ["http://nowhere.invalid/hook", "/hook"]
 
 
 def wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
