@@ -247,6 +247,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
+        _judge(document)
     except FileNotFoundError:
         return None
     except PermissionError as error:
@@ -257,6 +258,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         msg = f"{path} cannot be read: {error}"
         raise NotFoundError(msg, hint="a daemon that runs writes it again within 20 s") from error
     return document
+
+
+def _judge(document: object) -> None:
+    """Raises: ValueError: it is no status of ckptd."""
+    shape = {"generated_at": str, "daemon": dict, "jobs": list}
+    if not isinstance(document, dict) or any(not isinstance(document.get(k), v) for k, v in shape.items()):
+        raise ValueError("it is no status of ckptd")
 
 
 def _given(state_dir: Path) -> list[Path]:

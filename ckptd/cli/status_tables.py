@@ -39,7 +39,14 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         *remotes,
         "kept here because" if retention else "note",
     ):
-        table.add_column(title, justify="right" if title in ("step", "size") else "left")
+        # a tag that is cut off cannot be typed: on a narrow terminal the others give way
+        is_whole = title in ("tag", "step", "size")
+        table.add_column(
+            title,
+            justify="right" if title in ("step", "size") else "left",
+            no_wrap=is_whole,
+            overflow="fold",
+        )
     ended = [] if retention else [c for c in job["checkpoints"] if _is_gone(c)]
     if ended:
         table.caption = f"and {len(ended)} that left this node (--retention shows them)"

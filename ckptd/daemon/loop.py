@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd")
 
 LONGEST_PAUSE_SECONDS = 10.0
+_UNSEALED = "what is still being saved"
 GLOB_SECONDS = 10.0
 """How often globs in save_dir are looked at again."""
 
@@ -260,7 +261,7 @@ class Daemon:
             log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
             return True
         if self._deadline is not None and now >= self._deadline:
-            log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or "nothing")
+            log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or _UNSEALED)
             return True
         return False
 

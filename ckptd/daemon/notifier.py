@@ -187,12 +187,12 @@ def url_of(given: str) -> str:
 def _proxy_of(url: str) -> str | None:
     """Of the environment ($https_proxy, $no_proxy …), since nodes often reach the outside by it alone."""
     from urllib.parse import urlsplit
-    from urllib.request import getproxies_environment, proxy_bypass_environment
+    from urllib.request import getproxies, proxy_bypass
 
     parts = urlsplit(url)
-    if proxy_bypass_environment(parts.netloc):
+    if proxy_bypass(parts.netloc):
         return None
-    return getproxies_environment().get(parts.scheme)
+    return getproxies().get(parts.scheme)
 
 
 def _request(method: str, what: str, url: str, body: bytes | None) -> None:

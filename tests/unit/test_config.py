@@ -508,7 +508,8 @@ def test_what_status_tells_to_type_finds_the_job(
     words = shlex.split(command_for(job, "accept", "a tag", "--to", "DIR"))
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "home")}
     if "=" in words[0]:
-        environ |= [words.pop(0).split("=", 1)]  # type: ignore[arg-type]
+        name, _, value = words.pop(0).partition("=")
+        environ[name] = value
     config_dir = Path(words[words.index("--config-dir") + 1]) if "--config-dir" in words else None
     assert (words[:2], words[-3:]) == (["ckptd", "accept"], ["a tag", "--to", "DIR"])
     monkeypatch.chdir("/")

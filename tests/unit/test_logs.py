@@ -48,7 +48,7 @@ def test_a_line_names_job_tag_and_action(written: Callable[[logging.Formatter], 
     with about("llama"):
         log.info("%s pruned: %s", "global_step1", "two newer", extra=doing("prune", "global_step1"))
         with about("qwen"):
-            log.warning("a line\nof two, and \udcff")
+            log.warning("a line\nof two, and €")
     log.error("of no job")
     first, second, third = lines_of(data)
     assert first.pop("at").endswith("+00:00")
@@ -60,8 +60,11 @@ def test_a_line_names_job_tag_and_action(written: Callable[[logging.Formatter], 
         "action": "prune",
         "text": "global_step1 pruned: two newer",
     }
-    assert (second["job"], second["text"]) == ("qwen", "a line\nof two, and \udcff")
+    assert (second["job"], second["text"]) == ("qwen", "a line\nof two, and €")
     assert "job" not in third
+    assert data.getvalue().isascii()
+    no_text = logging.makeLogRecord({"msg": "\udcff", "name": "x"})
+    assert "\\udcff" in JsonLines().format(no_text)
     shown = text.getvalue().splitlines()
     assert shown[0].endswith("INFO ckptd.test_logs [llama]: global_step1 pruned: two newer")
     assert shown[-1].endswith("ERROR ckptd.test_logs: of no job")
