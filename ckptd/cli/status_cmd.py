@@ -287,5 +287,6 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_meant(status: dict[str, Any], job: str) -> bool:
-    path = os.path.normpath(os.path.abspath(job))
-    return status["name"] in (job, Path(job).stem) or status["save_dir"] == path
+    # a name needs no working directory, which may have gone
+    is_named = status["name"] in (job, Path(job).stem)
+    return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))
