@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
@@ -87,6 +87,7 @@ class Publisher:
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
         """Where jobs without a checkpoint are told of."""
+        self._broken: list[st.JobStatus] = []
         self._header: object = None
         self._budget_bytes = 0
         self._memory_bytes, self._measured_at_seconds = 0, -math.inf
@@ -107,8 +108,10 @@ class Publisher:
         now = time.monotonic()
         self._budget_bytes = memory_budget_bytes
         broken = [_invalid_status(one) for one in invalid]
-        for one in broken:
+        mended = {(one.name, one.save_dir): replace(one, problems=()) for one in self._broken}
+        for one in (mended | {(one.name, one.save_dir): one for one in broken}).values():
             self._notifier.see(one)
+        self._broken = broken
         header = (tuple(broken), reloaded, alive, self._notifier.failed, self._exporter.failed)
         is_urgent = is_urgent or header != self._header
         self._header = header

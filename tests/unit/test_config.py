@@ -515,3 +515,19 @@ def test_what_status_tells_to_type_finds_the_job(
     monkeypatch.chdir("/")
     found = resolve_job(words[2], environ, config_dir=config_dir)
     assert (found.save_dir, found.remotes[0].url) == (save_dir, url)
+
+
+def test_a_file_that_cannot_be_read_stops_its_own_job_alone(tmp_path: Path, base: dict[str, Any]) -> None:
+    """P16: a folder, a link that leads nowhere, somebody else's file."""
+    jobs = tmp_path / "conf" / "jobs.d"
+    jobs.mkdir(parents=True)
+    write(tmp_path, base).rename(jobs / "llama.toml")
+    (jobs / "folder.toml").mkdir()
+    (jobs / "loop.toml").symlink_to("loop.toml")
+    loaded = load_all(tmp_path / "conf")
+    assert [job.name for job in loaded.jobs] == ["llama"]
+    assert {path.name for path, _ in loaded.problems} == {"folder.toml", "loop.toml"}
+    assert "is a directory, no job file" in str(dict(loaded.problems)[jobs / "folder.toml"])
+    assert resolve_job("llama", {}, config_dir=tmp_path / "conf").name == "llama"
+    with pytest.raises(ConfigError, match="symbolic links"):
+        resolve_job("loop", {}, config_dir=tmp_path / "conf")

@@ -178,13 +178,13 @@ def test_a_job_that_does_not_run_is_told_of(tmp_path: Path) -> None:
     notifier = Notifier(NotifyConfig.model_validate({"command": [str(program)]}), "node-0")
     publisher = Publisher(notifier, Exporter(None))
     wrong = Invalid("llama", "/etc/llama.toml", ConfigError("save_dri is no key", hint="save_dir"), 0.0)
-    for _ in range(2):
-        publisher.publish([], [wrong], Reloaded(), 1)
-    wait_for(lambda: seen.exists() and seen.read_text().endswith("}\n"))
+    for since in (0.0, 1.0):  # as after a reload
+        publisher.publish([], [replace(wrong, since_unix_seconds=since)], Reloaded(), 1)
     publisher.publish([], [], Reloaded(), 1)
-    notifier.close()
-    (told,) = map(json.loads, seen.read_text().splitlines())
-    assert (told["job"], told["code"], told["next_step"]) == ("llama", "config-invalid", "save_dir")
+    notifier.close(60)
+    told = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert [one["kind"] for one in told] == ["problem", "solved"]
+    assert (told[0]["job"], told[0]["code"], told[0]["next_step"]) == ("llama", "config-invalid", "save_dir")
 
 
 def test_a_wrong_file_with_the_name_of_a_job_that_runs_is_no_flapping() -> None:
