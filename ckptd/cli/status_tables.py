@@ -39,14 +39,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         *remotes,
         "kept here because" if retention else "note",
     ):
-        # a tag that is cut off cannot be typed: on a narrow terminal the others give way
-        is_whole = title in ("tag", "step", "size")
-        table.add_column(
-            title,
-            justify="right" if title in ("step", "size") else "left",
-            no_wrap=is_whole,
-            overflow="fold",
-        )
+        table.add_column(title, justify="right" if title in ("step", "size") else "left")
     ended = [] if retention else [c for c in job["checkpoints"] if _is_gone(c)]
     if ended:
         table.caption = f"and {len(ended)} that left this node (--retention shows them)"
@@ -70,6 +63,9 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
             step = f"{step} (branch {checkpoint['branch']})"
         size = size_of(checkpoint["bytes"])
         table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
+    for column in table.columns:
+        # a tag that is cut off cannot be typed: on a narrow terminal the others give way
+        column.no_wrap, column.overflow = column.header in ("tag", "step", "size"), "fold"
     return table
 
 
