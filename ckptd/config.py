@@ -23,7 +23,7 @@ from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
 from ckptd.config_section import Section
 from ckptd.config_values import UNNAMED, url_path
-from ckptd.errors import ConfigError, NotFoundError, from_os_error
+from ckptd.errors import CkptdError, ConfigError, NotFoundError, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -100,7 +100,10 @@ def load_job_file(path: Path, *, check_paths: bool = True) -> list[JobConfig]:
     if not is_glob(data.get("save_dir")):
         return [load_job(path, check_paths=check_paths)]
     data.setdefault("name", path.stem)
-    return [_job_of(one, path, check_paths=check_paths) for one in expand(data, str(path))]
+    jobs = [_job_of(one, path, check_paths=check_paths) for one in expand(data, str(path))]
+    for job in jobs:
+        job._is_matched = True
+    return jobs
 
 
 def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig:
@@ -163,10 +166,8 @@ def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str,
             jobs = load_job_file(path)
             for number, job in enumerate(jobs):
                 conflicts(job, [*good, *jobs[:number]], state_dirs, str(path))
-        except ConfigError as error:
-            problems.append((path, error))
-        except NotFoundError as error:
-            problems.append((path, ConfigError(error.message, hint=error.hint)))
+        except CkptdError as error:
+            problems.append((path, _as_wrong(error)))
         else:
             good += jobs
     patterns = [_read_job(path).get("save_dir") for path in paths if path not in dict(problems)]
@@ -220,9 +221,14 @@ def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError]]:
     for path in sorted((directory / "jobs.d").glob("*.toml")):
         try:
             found += load_job_file(path, check_paths=False)
-        except ConfigError as error:
-            found.append((path, error))
+        except CkptdError as error:
+            found.append((path, _as_wrong(error)))
     return found
+
+
+def _as_wrong(error: CkptdError) -> ConfigError:
+    """A file that cannot be read is one that is wrong: its job alone does not run (P16)."""
+    return error if isinstance(error, ConfigError) else ConfigError(error.message, hint=error.hint)
 
 
 def _absolute(path: str) -> str:
@@ -249,6 +255,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         msg = f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
         raise ConfigError(msg) from error
+    except IsADirectoryError as error:
+        msg = f"{path} is a directory, no job file"
+        hint = (
+            "a SAVE_DIR goes with its URL: `ckptd run SAVE_DIR URL`; elsewhere CKPTD_SAVE_DIR and CKPTD_URL"
+        )
+        raise ConfigError(msg, hint=hint) from error
     except OSError as error:
         raise from_os_error(error, f"reading {path}") from error
 

@@ -28,6 +28,7 @@ _OWN = {
     "CKPTD_JOB",
     "CKPTD_ONCE",
     "CKPTD_DRAIN",
+    "CKPTD_LOG_FORMAT",
     "CKPTD_URL",
     "CKPTD_SAVE_DIR",
 }

@@ -213,6 +213,7 @@ class JobConfig(Section):
     local: LocalConfig = Field(default_factory=LocalConfig)
     remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
     _file: Path | None = PrivateAttr(default=None)
+    _is_matched: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
@@ -242,6 +243,11 @@ class JobConfig(Section):
     def file(self) -> Path | None:
         """The job file; None for a job made from arguments."""
         return self._file
+
+    @property
+    def is_matched(self) -> bool:
+        """A glob in its file's save_dir found it: the file stands for others too."""
+        return self._is_matched
 
     @property
     def deletes_locally(self) -> bool:

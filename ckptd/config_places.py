@@ -1,4 +1,4 @@
-"""Where the configuration lies, what a node is called, and one job file for every node.
+"""Where the configuration lies, what a node is called, one file for every node, and what is typed for a job.
 
 `{hostname}` and `{SLURM_JOB_ID}` are filled in before a file is judged, in save_dir, node_name and the
 remotes' URLs alone; a name that means nothing here is refused with what does. `{dir}` is a glob's and left
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ckptd.config_model import JobConfig
 
 HOSTNAME = "hostname"
 _SLURM = ("SLURM_", "SLURMD_")
@@ -44,9 +47,33 @@ def default_config_dir(environ: Mapping[str, str]) -> Path:
     """`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>` (docs/contract.md)."""
     if given := environ.get("CKPTD_CONFIG_DIR"):
         return Path(given)
+    return _own_config_dir(environ)
+
+
+def _own_config_dir(environ: Mapping[str, str]) -> Path:
+    """Without $CKPTD_CONFIG_DIR, which a daemon may have and a shell beside it not."""
     if base := environ.get("XDG_CONFIG_HOME"):
         return Path(base) / "ckptd"
     return Path("/etc/ckptd") / user_name()
+
+
+def command_for(job: JobConfig, verb: str, *rest: str) -> str:
+    """A line that does `verb` to this job wherever it is typed, quoted for a shell.
+
+    By name only where the user's own configuration has the job: one that was started by its file or by two
+    arguments has no name that a command could look up.
+    """
+    directory = job.file.parent.parent if job.file is not None and job.file.parent.name == "jobs.d" else None
+    words = [str(job.save_dir)]
+    if directory is not None and directory == _own_config_dir(os.environ):
+        words = [job.name]
+    elif directory is not None and job.is_matched:
+        words = [job.name, "--config-dir", str(directory)]
+    elif job.file is not None and not job.is_matched:
+        words = [str(job.file)]
+    elif job.remotes:
+        return f"CKPTD_URL={shlex.quote(job.remotes[0].url)} {shlex.join(['ckptd', verb, *words, *rest])}"
+    return shlex.join(["ckptd", verb, *words, *rest])
 
 
 def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -101,7 +101,9 @@ def connect(path: Path) -> Database:
 def _in_words(error: sqlite3.Error, path: Path) -> JournalFailed:
     is_passing = getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
     kind = JournalFailed if is_passing else JournalDamaged
-    return kind(f"the journal {path}: {error}")
+    is_closed = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY
+    hint = "run this as the user that ckptd runs as; else the file system is read-only" if is_closed else ""
+    return kind(f"the journal {path}: {error}", hint=hint)
 
 
 class Transaction:

@@ -161,7 +161,12 @@ class Draining:
         """In words, and the exit code."""
         code = 0
         for one in jobs:
-            drain = one.job().get("drain") or {"is_done": False, "missing": [], "refused": []}
+            # what status still tells of an earlier drain says nothing of what was saved since
+            drain = self._drain_of(one)
+            if not drain:
+                print(f"{one.name}: {_no_answer(one)}; what is committed is not known")
+                code = 3
+                continue
             if drain["is_done"]:
                 print(f"{one.name}: drained, all that is complete here is committed")
                 continue
@@ -224,3 +229,7 @@ class Draining:
             raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
         daemon = config.load_daemon(directory / "ckptd.toml", os.environ)
         return config.LoadedConfig(daemon=daemon, jobs=(job,))
+
+
+def _no_answer(one: Asked) -> str:
+    return "no daemon runs" if one.pid is None else f"its daemon (process {one.pid}) gave no answer"

@@ -101,7 +101,7 @@ def _remotes_of(config: JobConfig) -> JobConfig:
 
     if not config.remotes:
         msg = f"{config.save_dir} is not known with its remote"
-        raise UsageError(msg, hint="name the job file, or a job of the configuration directory")
+        raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
     return config
 
 
@@ -136,6 +136,7 @@ def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
 
 
 def _must_exist(config: JobConfig, tag: str) -> None:
+    from ckptd.config_places import command_for
     from ckptd.core.manifest import tag_problem
     from ckptd.errors import NotFoundError
     from ckptd.remote.access import access_of
@@ -149,4 +150,4 @@ def _must_exist(config: JobConfig, tag: str) -> None:
         if any(c.commit.tag == tag for c in held.commits):
             return
     msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"
-    raise NotFoundError(msg, hint=f"ckptd list {config.name}")
+    raise NotFoundError(msg, hint=command_for(config, "list"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptd.cli.text import ENV_JOB
-from ckptd.errors import BehindError, ConfigError, NotFoundError
+from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +38,16 @@ def register(app: typer.Typer) -> None:
             return find_status(job, *places)
 
         before = look()["daemon"]
-        os.kill(daemon_pid(before["pid"], signal.SIGHUP), signal.SIGHUP)
+        _signal(daemon_pid(before["pid"], signal.SIGHUP))
         print(_answer(look, before.get("reloaded_at")))
+
+
+def _signal(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGHUP)
+    except PermissionError as error:
+        msg = f"the daemon (process {pid}) is another user's"
+        raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
 def daemon_pid(pid: int, number: signal.Signals) -> int:

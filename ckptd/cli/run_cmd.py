@@ -39,23 +39,24 @@ def register(app: typer.Typer) -> None:
             False, "--same-filesystem", help="Allow a remote on save_dir's own disk (tests)."
         ),
         log_level: str = typer.Option("info", "--log-level", help="debug, info, warning or error."),
+        log_format: str = typer.Option(
+            "auto",
+            "--log-format",
+            envvar="CKPTD_LOG_FORMAT",
+            help="text, json, or auto: json to the journal, else text.",
+        ),
     ) -> None:
         import logging
         import os
-        import sys
         from functools import partial
 
         from ckptd.daemon.loop import Daemon
-        from ckptd.errors import UsageError
+        from ckptd.observe import logs
 
-        if log_level.lower() not in _LEVELS:
-            raise UsageError(f"--log-level {log_level!r} is none of {', '.join(_LEVELS)}")
+        _must_be_one_of("--log-level", log_level.lower(), _LEVELS)
+        _must_be_one_of("--log-format", log_format, logs.STYLES)
         drain_seconds = _drain_seconds(drain) if drain else None
-        logging.basicConfig(
-            stream=sys.stderr,
-            level=log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        logs.begin(os.environ, log_level.upper(), log_format)  # type: ignore[arg-type]
         logging.getLogger("watchdog").setLevel(logging.WARNING)
         # at every end it calls an event that came too late an error
         logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
@@ -71,6 +72,13 @@ def register(app: typer.Typer) -> None:
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
         raise typer.Exit(daemon.run())
+
+
+def _must_be_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    from ckptd.errors import UsageError
+
+    if value not in allowed:
+        raise UsageError(f"{option} {value!r} is none of {', '.join(allowed)}")
 
 
 def _drain_seconds(text: str) -> float:

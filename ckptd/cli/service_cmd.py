@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ckptd.config import LoadedConfig
     from ckptd.install.plan import Step, Target
     from ckptd.install.units import DropIn
 
+_LINGER = Path("/var/lib/systemd/linger")
+"""One file for each user whose services outlive the sessions."""
+_HIDDEN = ("/tmp", "/var/tmp")  # noqa: S108  PrivateTmp=
 _USER = typer.Option(False, "--user", help="In your own systemd (`systemctl --user`), without root.")
 _RUN_AS = typer.Option("", "--run-as", metavar="USER", help="The user who trains: ckptd@USER.service.")
 _ROOT = typer.Option("", "--root", metavar="DIR", help="Install into an image that is not running.")
@@ -32,8 +35,6 @@ def register(app: typer.Typer) -> None:
         root: str = _ROOT,
         dry_run: bool = _DRY,
     ) -> None:
-        from pathlib import Path
-
         from ckptd.install.plan import install_steps
 
         target = _target(user=user, run_as=run_as, root=root)
@@ -58,7 +59,6 @@ def register(app: typer.Typer) -> None:
 def _target(*, user: bool, run_as: str, root: str) -> Target:
     import os
     import pwd
-    from pathlib import Path
 
     from ckptd.errors import NotFoundError, UsageError
     from ckptd.install.plan import SYSTEM_UNITS, Target
@@ -84,7 +84,6 @@ def _target(*, user: bool, run_as: str, root: str) -> Target:
 
 def _config_dir(target: Target) -> Path:
     import os
-    from pathlib import Path
 
     if target.user is not None:
         return target.root / "etc" / "ckptd" / target.user
@@ -114,21 +113,19 @@ def _drop_in(loaded: LoadedConfig, *, sets_paths: bool) -> DropIn:
 def _program(root: Path) -> tuple[str, ...]:
     """This installation's `ckptd`; the service's PATH is not this shell's."""
     import sys
-    from pathlib import Path
 
     from ckptd.errors import RefusedError
 
     beside = Path(sys.executable).parent / "ckptd"
     program = (str(beside),) if beside.is_file() else (sys.executable, "-m", "ckptd")
-    if Path(program[0]).is_relative_to("/tmp") and root == Path("/"):  # noqa: S108  PrivateTmp hides it
-        msg = f"{program[0]} lies in /tmp, which a service does not see"
+    hidden = next((place for place in _HIDDEN if Path(program[0]).is_relative_to(place)), None)
+    if hidden is not None and root == Path("/"):
+        msg = f"{program[0]} lies in {hidden}, which a service does not see"
         raise RefusedError(msg, hint="install ckptd elsewhere, for example in /opt/ckptd")
     return program
 
 
 def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: bool) -> list[str]:
-    from pathlib import Path
-
     from ckptd.config import user_name
 
     name = target.service.removesuffix(".service")
@@ -136,7 +133,7 @@ def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: b
     lines = []
     if not loaded.jobs and not loaded.problems:
         lines.append(f"`ckptd init SAVE_DIR URL > {place / 'jobs.d'}/NAME.toml`, then the same command again")
-    if target.user is None and not Path("/var/lib/systemd/linger", user_name()).exists():
+    if target.user is None and not (_LINGER / user_name()).exists():
         lines.append("it ends with your last session: `loginctl enable-linger` lets it live on")
     if not started:
         lines.append(f"`{control} start {name}`")

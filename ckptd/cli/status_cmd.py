@@ -18,8 +18,8 @@ from ckptd.cli import status_words as words
 from ckptd.cli.status_places import STATUS, state_places
 from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.status_url import is_remote, show_url
-from ckptd.cli.text import ENV_JOB, printable_everywhere
-from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.cli.text import ENV_JOB, printable, printable_everywhere, say
+from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,7 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
         first.append(words.headline(job, life, now), style=_colour(job, life))
         parts.append(first)
         if not life.is_well and job["state"] != "invalid":
-            parts.append(Text(f"  → {words.start_it(job, life)}"))
+            parts.append(Text(f"  → {printable(words.start_it(job, life))}"))
         for severity, line in words.problem_lines(job, now):
             parts.append(Text(f"  {line}", style=_STYLES.get(severity, "")))
         if line := words.disk_line(job):
@@ -206,22 +206,30 @@ def published(
     """State directories with the documents in them; of one job the first that has one.
 
     Raises:
-        NotFoundError: nothing is published where it would be.
+        NotFoundError: nothing is published where it would be. NotPermitted: this user may not look there.
     """
     found: list[tuple[Path, dict[str, Any]]] = []
     looked: list[str] = []
-    for place in _given(state_dir) if state_dir else state_places(job, config_dir):
-        path = place / STATUS
-        looked.append(str(path))
-        try:
-            found.append((place, json.loads(path.read_bytes())))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            msg = f"{path} cannot be read: {error}"
-            raise NotFoundError(msg, hint="the daemon writes it again within 20 s") from error
-        if job is not None:
-            break
+    denied: NotPermitted | None = None
+    try:
+        for place in _given(state_dir) if state_dir else state_places(job, config_dir):
+            looked.append(str(place / STATUS))
+            try:
+                document = _read(place / STATUS)
+            except NotPermitted as error:
+                denied = denied or error
+                continue
+            if document is not None:
+                found.append((place, document))
+                if job is not None:
+                    break
+    except NotFoundError:
+        if denied is None:
+            raise
+    if denied is not None and not found:
+        raise denied
+    if denied is not None and job is None:
+        say(str(denied))
     if found:
         return found
     if job is None and not looked:
@@ -231,9 +239,37 @@ def published(
     raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    """A published document; None where there is none.
+
+    Raises:
+        NotPermitted: this user may not look there. NotFoundError: it cannot be read.
+    """
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        _judge(document)
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        msg = f"{path} may not be read by this user"
+        hint = "ask as the user that ckptd runs as, or let others enter its folders (chmod o+x)"
+        raise NotPermitted(msg, hint=hint) from error
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise NotFoundError(msg, hint="a daemon that runs writes it again within 20 s") from error
+    return document
+
+
+def _judge(document: object) -> None:
+    """Raises: ValueError: it is no status of ckptd."""
+    shape = {"generated_at": str, "daemon": dict, "jobs": list}
+    if not isinstance(document, dict) or any(not isinstance(document.get(k), v) for k, v in shape.items()):
+        raise ValueError("it is no status of ckptd")
+
+
 def _given(state_dir: Path) -> list[Path]:
     """A job's state directory, or one that holds those of several."""
-    if (state_dir / STATUS).exists() or not state_dir.is_dir():
+    if os.path.exists(state_dir / STATUS) or not os.path.isdir(state_dir):
         return [state_dir]
     return sorted(path.parent for path in state_dir.glob(f"*/{STATUS}")) or [state_dir]
 
@@ -251,5 +287,6 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_meant(status: dict[str, Any], job: str) -> bool:
-    path = os.path.normpath(os.path.abspath(job))
-    return status["name"] in (job, Path(job).stem) or status["save_dir"] == path
+    # a name needs no working directory, which may have gone
+    is_named = status["name"] in (job, Path(job).stem)
+    return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))

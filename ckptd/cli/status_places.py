@@ -34,12 +34,15 @@ def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
         yield from _state_dirs(save_dir)
         yield from _base_dirs(save_dir.name)
     yield from _as_written(job, config_dir) or ()
+    if "/" not in job and not job.endswith(".toml"):
+        # whoever asks: a job of the node's services, by its name
+        yield from _of_services(job)
     yield from _configured(job, config_dir)
 
 
 def _all_known(config_dir: Path | None) -> list[Path]:
     written = _as_written(None, config_dir)
-    if written and any((place / STATUS).exists() for place in written):
+    if written and any(os.path.exists(place / STATUS) for place in written):
         return written
     from ckptd.config import load_all
 
@@ -133,8 +136,11 @@ def _state_dirs(save_dir: Path) -> list[Path]:
     from ckptd.place import path_of
 
     digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+    inside = save_dir / "_ckptd" / "state"
+    with contextlib.suppress(PermissionError):  # said when it is read, unless another place answers
+        inside = path_of(save_dir, "_ckptd/state")
     return [
-        path_of(save_dir, "_ckptd/state"),
+        inside,
         Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest,  # noqa: S108 — read only
     ]
 
@@ -142,4 +148,8 @@ def _state_dirs(save_dir: Path) -> list[Path]:
 def _base_dirs(name: str) -> list[Path]:
     bases = [os.environ.get("CKPTD_STATE_DIR"), os.environ.get("STATE_DIRECTORY")]
     places = [Path(base.split(":")[0]) / name for base in bases if base]
-    return places + sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())
+    return places + _of_services(name)
+
+
+def _of_services(name: str) -> list[Path]:
+    return sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())

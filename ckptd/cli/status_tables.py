@@ -66,6 +66,9 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
             step = f"{step} (branch {checkpoint['branch']})"
         size = size_of(checkpoint["bytes"])
         table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
+    for column in table.columns:
+        # a tag that is cut off cannot be typed: on a narrow terminal the others give way
+        column.no_wrap, column.overflow = column.header in ("tag", "step", "size"), "fold"
     return table
 
 

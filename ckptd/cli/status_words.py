@@ -30,6 +30,8 @@ class Life:
     """Of the document."""
     hanging: int | None = None
     """The process that is there and decides nothing."""
+    start_command: str = ""
+    """As the daemon told it; empty: it did not."""
 
     @property
     def is_well(self) -> bool:
@@ -46,14 +48,15 @@ def life_of(document: dict[str, Any], now: float) -> Life:
     """By the process where it can be seen from here, and by the age of what it published (H33)."""
     daemon = document["daemon"]
     age = seconds_since(document["generated_at"], now)
+    start = str(daemon.get("start_command") or "")
     if not daemon["alive"]:
-        return Life(reason=f"the daemon was stopped {ago(age)} ago", age_seconds=age)
+        return Life(reason=f"the daemon was stopped {ago(age)} ago", age_seconds=age, start_command=start)
     if daemon.get("pid_space") in (None, "", pid_space()) and not _is_there(int(daemon["pid"])):
         reason = f"the daemon (process {daemon['pid']}) is gone; it last published {ago(age)} ago"
-        return Life(reason=reason, age_seconds=age)
+        return Life(reason=reason, age_seconds=age, start_command=start)
     if age > STALE_SECONDS:
         reason = f"the daemon (process {daemon['pid']}) has not published for {ago(age)}"
-        return Life(reason=reason, age_seconds=age, hanging=int(daemon["pid"]))
+        return Life(reason=reason, age_seconds=age, hanging=int(daemon["pid"]), start_command=start)
     return Life(age_seconds=age)
 
 
@@ -188,7 +191,7 @@ def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
 def start_it(job: dict[str, Any], life: Life) -> str:
     """What brings the daemon back."""
     first = f"end process {life.hanging}, then start it" if life.hanging else "start it"
-    how = "ckptd run --config-dir DIR, or systemctl start ckptd@USER"
+    how = life.start_command or "ckptd run --config-dir DIR, or systemctl start ckptd@USER"
     return f"{first}: {how}; until then nothing of {job['save_dir']} is uploaded"
 
 

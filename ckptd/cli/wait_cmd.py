@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ckptd.cli.text import ENV_JOB
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 POLL_SECONDS = 0.5
 UNWATCHED_SECONDS = 30.0
@@ -51,6 +54,8 @@ def register(app: typer.Typer) -> None:
             raise UsageError(f"--timeout: {error}") from error
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
         end, watched_at = time.monotonic() + seconds, time.monotonic()
+        if places[0] is None:
+            _must_be_a_job(job, places[1])
         while True:
             found, is_watched = _look(job, places)
             verdict, text = judged(found, step)
@@ -68,6 +73,24 @@ def register(app: typer.Typer) -> None:
                 msg = f"step {step} is not committed, and no daemon runs"
                 raise PersonNeeded(msg, hint="start it: ckptd run, or systemctl start ckptd@USER")
             time.sleep(min(POLL_SECONDS, max(0.0, end - now)))
+
+
+def _must_be_a_job(job: str, config_dir: Path | None) -> None:
+    """A name that nobody knows is not waited for.
+
+    Raises:
+        NotFoundError, ConfigError: there is no such job, or its file is wrong.
+    """
+    import os
+
+    from ckptd.cli.status_cmd import published
+    from ckptd.config import default_config_dir, resolve_job
+    from ckptd.errors import NotFoundError
+
+    try:
+        published(job, None, config_dir)
+    except NotFoundError:
+        resolve_job(job, os.environ, config_dir=config_dir or default_config_dir(os.environ))
 
 
 def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:

@@ -9,6 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote
 from ckptd.core import actions as a
@@ -21,6 +22,7 @@ from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
 from ckptd.daemon.unfinished import bytes_of, removal, unfinished
 from ckptd.daemon.waiting import see_nodes, see_waiting
+from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
@@ -48,7 +50,12 @@ def notice_gone(job: Job, state: JobState) -> None:
         job.problems.clear("prune-blocked", tag)
         fate = state.plan.local_fates.get(row.id) if state.plan else None
         kept = fate.keeps if fate else ()
-        log.info("%s was removed by somebody else; here it was kept: %s", tag, ", ".join(kept) or "no more")
+        log.info(
+            "%s was removed by somebody else; here it was kept: %s",
+            tag,
+            ", ".join(kept) or "no more",
+            extra=doing("vanish", tag),
+        )
         if is_lost:
             job.problems.put(
                 "vanished-uncommitted",
@@ -58,7 +65,8 @@ def notice_gone(job: Job, state: JobState) -> None:
             )
         elif (why := _why_wanted(job, state, row)) is not None:
             text = f"{tag} was removed here by somebody else: {why}; the remote holds it"
-            job.problems.put("vanished-kept", tag, text, f"ckptd restore {job.config.name} {tag} --to DIR")
+            back = command_for(job.config, "restore", tag, "--to", "DIR")
+            job.problems.put("vanished-kept", tag, text, back)
         state.reload(row.id)
 
 
@@ -155,7 +163,8 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         elif verdict.state is State.INCOMPLETE:
             see.see("incomplete-save", tag, costs, aside)
         elif verdict.state is State.SUSPECT:
-            see.see("suspect-save", tag, reason, f"if it is one save: ckptd accept {job.config.name} {tag}")
+            accept = command_for(job.config, "accept", tag)
+            see.see("suspect-save", tag, reason, f"if it is one save: {accept}")
         elif verdict.state is State.LEFTOVER and _is_lost(job, state, tag):
             text = f"{tag} is being removed before it was committed"
             see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)

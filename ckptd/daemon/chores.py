@@ -17,6 +17,7 @@ from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError, from_os_error
 from ckptd.local import fs, hold
+from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ class Chores:
             state.busy[row.id] -= 1
             if isinstance(error, RefusedError):
                 state.can_clone = False
-            log.warning("holding %s: %s", row.save.tag, error)
+            log.warning("holding %s: %s", row.save.tag, error, extra=doing("hold", row.save.tag))
 
         self._in_worker(
             f"holding {row.save.tag}",
@@ -181,7 +182,13 @@ class Chores:
         state.busy[save_id] -= 1
         state.converting = None
         state.put_derived(save_id, record)
-        log.info("%s has its universal form (%s, %.1f MB)", tag, record.layout, record.bytes / 1e6)
+        log.info(
+            "%s has its universal form (%s, %.1f MB)",
+            tag,
+            record.layout,
+            record.bytes / 1e6,
+            extra=doing("convert", tag),
+        )
         self._wake()
 
     def _not_converted(self, save_id: int, error: CkptdError) -> None:
@@ -205,7 +212,7 @@ class Chores:
             update["tries"] = derived.tries + 1
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 3)
         state.put_derived(save_id, derived.model_copy(update=update))
-        log.warning("converting %s: %s", tag, error)
+        log.warning("converting %s: %s", tag, error, extra=doing("convert", tag))
         self._wake()
 
     def stop_converting(self, action: StopConverting) -> None:

@@ -29,6 +29,7 @@ from ckptd.daemon.reading import Reading
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.local.scan import has_open_writer
+from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -271,6 +272,7 @@ class Intake:
             save.total_bytes / 1e6,
             grid.proof
             + (f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""),
+            extra=doing("complete", folder.tag),
         )
 
     def _grows(self, row: SaveRow, folder: FolderListing, verdict: Verdict) -> bool:

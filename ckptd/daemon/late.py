@@ -21,6 +21,7 @@ from ckptd.daemon.processes import error_of
 from ckptd.errors import SourceChanged
 from ckptd.local import fs
 from ckptd.local.scan import has_open_writer, scan_folder
+from ckptd.observe.logs import doing
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -154,7 +155,13 @@ class Supplementing:
         state.busy[row.id] += 1
         link.ships, link.makes_way = "supplement", False
         link.ship_order = link.order(order, lambda answer: self._on_answer(action, answer))
-        log.info("%s → %s: %d files that came late", row.save.tag, action.remote, len(action.files))
+        log.info(
+            "%s → %s: %d files that came late",
+            row.save.tag,
+            action.remote,
+            len(action.files),
+            extra=doing("ship", row.save.tag),
+        )
 
     def _on_answer(self, action: Supplement, answer: m.Answer) -> None:
         if isinstance(answer, m.Moving | m.ObjectDone | m.Planned):

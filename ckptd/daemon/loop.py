@@ -27,6 +27,7 @@ from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld
 from ckptd.local.state_dir import state_dir_of
+from ckptd.observe.logs import about
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd")
 
 LONGEST_PAUSE_SECONDS = 10.0
+_UNSEALED = "what is still being saved"
 GLOB_SECONDS = 10.0
 """How often globs in save_dir are looked at again."""
 
@@ -141,7 +143,8 @@ class Daemon:
             job.open()
         except CkptdError as error:
             self.invalid.append(Invalid(config.name, str(config.save_dir), error, time.time()))
-            log.error("job %s does not run: %s", config.name, error)
+            with about(config.name):
+                log.error("job %s does not run: %s", config.name, error)
         else:
             self.jobs.append(job)
 
@@ -203,6 +206,8 @@ class Daemon:
                 job.problems.put("reload-refused", job.config.name, text, refused.hint)
         wrong = [*found.kept.values(), *(error for _, error in found.refused)]
         log.info("configuration read again: %s", found.summary)
+        for error in wrong:
+            log.error("refused, what runs goes on as it was: %s", error)
         return str(wrong[0]) if wrong else None
 
     def _look_for_matches(self, now: float) -> None:
@@ -232,7 +237,8 @@ class Daemon:
             self._wait()
             now = time.monotonic()
             for job in list(self.jobs):
-                self._turn(job, now)
+                with about(job.config.name):
+                    self._turn(job, now)
             self._totals.settle()
             self._give_back_when_at_rest()
             self._look_for_matches(now)
@@ -255,7 +261,7 @@ class Daemon:
             log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
             return True
         if self._deadline is not None and now >= self._deadline:
-            log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or "nothing")
+            log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or _UNSEALED)
             return True
         return False
 

@@ -70,10 +70,10 @@ class Notifier:
             if self._config.command:
                 self._put(lambda event=event: self._exec(self._config.command, event))  # type: ignore[misc]
 
-    def turn(self, jobs: Sequence[str], *, has_invalid: bool) -> None:
-        """Every job took its turn: the heartbeat goes on, if all is well."""
-        self._desk.forget(set(jobs))
-        if self._config.heartbeat is None or has_invalid or not self._desk.is_well():
+    def turn(self, jobs: Sequence[JobStatus]) -> None:
+        """All jobs took their turns, among them what does not run: the heartbeat goes on, if all is well."""
+        self._desk.forget_others(jobs)
+        if self._config.heartbeat is None or not self._desk.is_well():
             return
         now = time.monotonic()
         if self._beat_at is None or now - self._beat_at >= HEARTBEAT_SECONDS:
@@ -184,6 +184,17 @@ def url_of(given: str) -> str:
         raise from_os_error(error, f"reading {path}") from error
 
 
+def _proxy_of(url: str) -> str | None:
+    """Of the environment ($https_proxy, $no_proxy …), since nodes often reach the outside by it alone."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies, proxy_bypass
+
+    parts = urlsplit(url)
+    if proxy_bypass(parts.netloc):
+        return None
+    return getproxies().get(parts.scheme)
+
+
 def _request(method: str, what: str, url: str, body: bytes | None) -> None:
     """One request, tried again at connection errors and 5xx; the URL stays out of every message."""
     import urllib3
@@ -195,7 +206,7 @@ def _request(method: str, what: str, url: str, body: bytes | None) -> None:
     )  # fmt: skip
     headers = {"Content-Type": "application/json"} if body is not None else {}
     try:
-        with urllib3.PoolManager() as pool:
+        with urllib3.ProxyManager(proxy) if (proxy := _proxy_of(url)) else urllib3.PoolManager() as pool:
             answer = pool.request(
                 method, url, body=body, headers=headers, retries=retries, timeout=Timeout(total=10.0)
             )

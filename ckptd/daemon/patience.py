@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, JournalDamaged, NotPermitted, StorageError, from_os_error
+from ckptd.observe import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,8 @@ class Patience:
         if self._ending is not None:
             return
         try:
-            call()
+            with logs.about(self._job.config.name):
+                call()
         except (StorageError, NotPermitted, OSError, RuntimeError) as error:
             told = error if isinstance(error, CkptdError) else _in_words(error)
             if told is None:

@@ -20,6 +20,7 @@ from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 from ckptd.local.scan import scan
+from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +100,7 @@ class Pruner:
             fs.prune(fd, permit, name)
 
         def failed(error: CkptdError) -> None:
-            log.warning("pruning %s: %s", permit.tag, error)
+            log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
             if name in fs.trash_names(save_dir_fd):
                 self._half_done.add(deletion_id)
                 self.later()
@@ -135,7 +136,7 @@ class Pruner:
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
         state.problems.clear("prune-blocked", tag)
-        log.info("%s pruned: %s", tag, reason)
+        log.info("%s pruned: %s", tag, reason, extra=doing("prune", tag))
         self._wake()
 
     # --- what an error left -----------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import json
 import logging
 import math
 import os
+import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter
 from ckptd import __version__, files
 from ckptd.daemon.memory import tree_bytes
 from ckptd.daemon.report import job_status
+from ckptd.daemon.service import start_command
 from ckptd.errors import CkptdError, LockHeld
 from ckptd.local.state_dir import drop_status, prepare_state_dir, private_place
 from ckptd.observe import status as st
@@ -81,9 +83,11 @@ class Publisher:
         self._notifier = notifier
         self._exporter = exporter
         self._started_unix = time.time()
+        self._start_command = start_command(sys.argv[1:])
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
         """Where jobs without a checkpoint are told of."""
+        self._broken: list[st.JobStatus] = []
         self._header: object = None
         self._budget_bytes = 0
         self._memory_bytes, self._measured_at_seconds = 0, -math.inf
@@ -104,6 +108,10 @@ class Publisher:
         now = time.monotonic()
         self._budget_bytes = memory_budget_bytes
         broken = [_invalid_status(one) for one in invalid]
+        mended = {(one.name, one.save_dir): replace(one, problems=()) for one in self._broken}
+        for one in (mended | {(one.name, one.save_dir): one for one in broken}).values():
+            self._notifier.see(one)
+        self._broken = broken
         header = (tuple(broken), reloaded, alive, self._notifier.failed, self._exporter.failed)
         is_urgent = is_urgent or header != self._header
         self._header = header
@@ -121,7 +129,7 @@ class Publisher:
         self._exporter.see(
             self._daemon(now, reloaded, memory_budget_bytes, alive=alive), [*statuses, *broken]
         )
-        self._notifier.turn([job.config.name for job in jobs], has_invalid=bool(invalid))
+        self._notifier.turn([*statuses, *broken])
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
     def retract(self, job: Job, why: Invalid | None = None) -> None:
@@ -166,6 +174,7 @@ class Publisher:
             reload_error=reloaded.error,
             notify_error=self._notifier.failed,
             metrics_error=self._exporter.failed,
+            start_command=self._start_command,
         )
 
     def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:

@@ -13,6 +13,7 @@ from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.holds import take_up_holds
 from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
+from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
@@ -42,7 +43,8 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 os.close(trash_fd)
             state.journal.end_deletion(deletion.id, done=True)
             state.journal.end_save(deletion.save_id, "pruned")
-            log.info("finished pruning %s", deletion.intent.tag)
+            tag = deletion.intent.tag
+            log.info("finished pruning %s", tag, extra=doing("prune", tag))
         else:
             row = state.rows.get(deletion.save_id)
             gone = row is not None and not fs.folder_is_intact(save_dir_fd, row.save.tag, row.save.files)

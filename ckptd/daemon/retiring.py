@@ -25,6 +25,7 @@ from ckptd.errors import (
     RefusedError,
     SourceChanged,
 )
+from ckptd.observe.logs import doing
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -104,7 +105,14 @@ class Retiring:
             counted=action.counted,
         )
         link.ship_order = link.order(order, partial(self._retired, action))
-        log.info("%s (%s) retired from %s: %s", commit.tag, commit.form, action.remote, action.reason)
+        log.info(
+            "%s (%s) retired from %s: %s",
+            commit.tag,
+            commit.form,
+            action.remote,
+            action.reason,
+            extra=doing("retire", commit.tag),
+        )
 
     def _retired(self, action: Retire, answer: m.Answer) -> None:
         link, commit, state = self._links[action.remote], action.commit, self._state

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
+from ckptd.config_places import command_for
 from ckptd.core.coverage import order_of
 from ckptd.core.identity import Model
 from ckptd.remote import messages as m
@@ -245,8 +246,8 @@ class Scrubber:
         view, copy = rows[0]
         more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
         text = f"{name}: {copy.key} is {copy.found}, committed was {copy.expected}{more}"
-        job, tag = self._config.name, view.commit.tag
-        see.put("remote-object-damaged", name, text, f"ckptd verify {job} {tag} --repair --read-data")
+        step = command_for(self._config, "verify", view.commit.tag, "--repair", "--read-data")
+        see.put("remote-object-damaged", name, text, step)
 
     def _say_unread(self, name: str) -> None:
         see = self._state.problems
@@ -258,8 +259,8 @@ class Scrubber:
         view, key = rows[0]
         more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
         text = f"{name}: {key} cannot be read, so nobody knows whether it is as it was committed{more}"
-        step = f"ckptd verify {self._config.name} {view.commit.tag} --read-data says why"
-        see.put("remote-object-unreadable", name, text, step)
+        step = command_for(self._config, "verify", view.commit.tag, "--read-data")
+        see.put("remote-object-unreadable", name, text, f"{step} says why")
 
     # --- journal ---------------------------------------------------------------------------------------
 

@@ -6,14 +6,17 @@ decide any more gets restarted.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sdnotify
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class Service:
@@ -56,3 +59,34 @@ class Service:
     def longest_pause_seconds(self, pause_seconds: float) -> float:
         """Never sleep through half the watchdog's patience."""
         return min(pause_seconds, self.watchdog_seconds / 3) if self.watchdog_seconds else pause_seconds
+
+
+def start_command(arguments: Sequence[str]) -> str:
+    """What brings this daemon back: its unit of systemd, else its own command line; empty: it is no `run`."""
+    if arguments[:1] != ["run"]:
+        return ""
+    groups = ""
+    with contextlib.suppress(OSError):
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+    if unit := unit_of(groups):
+        return unit
+    line = shlex.join(["ckptd", *arguments])
+    is_relative = any(not word.startswith(("/", "-")) and os.path.exists(word) for word in arguments[1:])
+    return f"cd {shlex.quote(os.getcwd())} && {line}" if is_relative else line
+
+
+def unit_of(groups: str) -> str:
+    """The command for a unit of ours, by the text of /proc/PID/cgroup; empty: it is in none.
+
+    >>> unit_of("0::/ckptd.slice/ckptd@alice.service")
+    'systemctl start ckptd@alice'
+    >>> unit_of("0::/user.slice/user-1000.slice/user@1000.service/ckptd.slice/ckptd.service")
+    'systemctl --user start ckptd'
+    """
+    for line in groups.splitlines():
+        path = line.rpartition(":")[2]
+        name = path.rpartition("/")[2]
+        if name.startswith("ckptd") and name.endswith(".service"):
+            asks = "systemctl --user" if "/user@" in path else "systemctl"
+            return f"{asks} start {name.removesuffix('.service')}"
+    return ""

@@ -24,6 +24,7 @@ from ckptd.daemon.waiting import waiting_on
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
 from ckptd.local import fs
+from ckptd.observe.logs import doing
 from ckptd.place import path_of
 from ckptd.remote import messages as m
 
@@ -116,6 +117,7 @@ class Shipping:
             action.remote,
             action.generation,
             total / 1e6,
+            extra=doing("ship", row.save.tag),
         )
 
     def _sources(
@@ -236,7 +238,7 @@ class Shipping:
                     "bytes_sent": answer.bytes_sent,
                 }
             )
-            log.info("%s (%s) committed on %s", tag, action.form, action.remote)
+            log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
         elif answer.outcome == "waiting":
             key = (action.save_id, action.remote, action.form)
             waiting = state.waiting[key] = waiting_on(state.waiting.get(key), answer)
@@ -256,7 +258,7 @@ class Shipping:
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
             derived = state.rows[action.save_id].derived_of(action.form)
             state.put_derived(action.save_id, derived.model_copy(update=update), action.form)
-            log.warning("%s (%s): %s", tag, action.form, answer.reason)
+            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=doing("ship", tag))
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:
@@ -279,7 +281,7 @@ class Shipping:
         state, link = self._state, self._links[action.remote]
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
-        log.warning("%s (%s): %s", about, action.form, error)
+        log.warning("%s (%s): %s", about, action.form, error, extra=doing("ship", tag))
         if isinstance(error, SourceChanged):
             state.journal.forget_objects(action.save_id, action.remote, action.form)
             record = self._again(record, error.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.lifecycle import State
 
 if TYPE_CHECKING:
@@ -27,4 +28,4 @@ def bytes_of(state: JobState, tag: str) -> int:
 
 def removal(job: Job, tag: str) -> str:
     """The command for a person who has given it up."""
-    return f"ckptd gc {job.config.name} --incomplete {tag}"
+    return command_for(job.config, "gc", "--incomplete", tag)

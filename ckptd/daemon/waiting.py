@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.missing import late
 from ckptd.core.view import ShipState
 
@@ -88,7 +89,7 @@ def _other_save(job: Job, row: SaveRow, remote: str) -> str:
 
 def _cure(job: Job) -> str:
     back = "bring that node's daemon back, or train on: the next save is not concerned"
-    return f"{back}; what is committed: ckptd list {job.config.name}"
+    return f"{back}; what is committed: {command_for(job.config, 'list')}"
 
 
 def see_nodes(job: Job) -> None:

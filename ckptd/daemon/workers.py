@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptd.errors import CkptdError, from_os_error
+from ckptd.observe.logs import bound
 
 Result = TypeVar("Result")
 Guard = Callable[[Callable[[], None]], None]
@@ -99,7 +100,7 @@ class Workers:
                 return
             self._post(lambda: self._finish(lambda: failed(problem)))
 
-        self._pool.submit(run)
+        self._pool.submit(bound(run))
 
     def for_one(self, guard: Guard = lambda call: call()) -> OneJobs:
         """The pool for one activation of one job, whose results are taken in through `guard`."""

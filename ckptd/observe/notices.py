@@ -5,6 +5,7 @@ What flaps is told once in `repeat`; more than `MOST_IN_AN_HOUR` messages become
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 from ckptd.observe.events import Event, events_between
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptd.observe.status import JobStatus
 
 MOST_IN_AN_HOUR = 20
@@ -41,15 +44,16 @@ class Desk:
     """Remembers what was told; one for all jobs of a daemon."""
 
     rules: Rules
-    _last: dict[str, JobStatus] = field(default_factory=dict)
+    _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)
+    """By name and save_dir: a file that is wrong may bear the name of a job that runs."""
     _told_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
     _times: deque[float] = field(default_factory=deque)
     _held_back: int = 0
 
     def see(self, status: JobStatus, now_seconds: float) -> Told:
         """Take in a job's status; `now_seconds` is a monotonic time."""
-        events = events_between(self._last.get(status.name), status)
-        self._last[status.name] = status
+        events = events_between(self._last.get(_key(status)), status)
+        self._last[_key(status)] = status
         messages = [e for e in events if e.kind in ("problem", "solved") and self._is_told(e, now_seconds)]
         messages += self._lasting(status, now_seconds)
         messages += self._safety(status, now_seconds)
@@ -62,9 +66,10 @@ class Desk:
             for status in self._last.values()
         )
 
-    def forget(self, names: set[str]) -> None:
+    def forget_others(self, jobs: Sequence[JobStatus]) -> None:
         """Only these jobs are left."""
-        self._last = {name: status for name, status in self._last.items() if name in names}
+        left = {_key(status) for status in jobs}
+        self._last = {key: status for key, status in self._last.items() if key in left}
 
     def _is_told(self, event: Event, now_seconds: float) -> bool:
         """Once in `repeat`; that it is over, only if it was told."""
@@ -115,7 +120,7 @@ class Desk:
                 at=status.as_of,
                 severity="attention",
                 text=f"{minutes} min of training would be lost with this node{last}",
-                next_step=f"ckptd status {status.name}",
+                next_step=f"ckptd status {shlex.quote(status.save_dir)}",
             )
         ]
 
@@ -134,3 +139,7 @@ class Desk:
             self._times.append(now_seconds)
             kept.append(message)
         return tuple(kept)
+
+
+def _key(status: JobStatus) -> tuple[str, str]:
+    return status.name, status.save_dir

@@ -36,6 +36,8 @@ class DaemonStatus:
     """Why the last notification was not delivered."""
     metrics_error: str | None = None
     """Why metrics are not offered where `ckptd.toml` says."""
+    start_command: str = ""
+    """What starts it again, for whoever finds it gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ckptd import files
+from ckptd.config_places import command_for
 from ckptd.core.listing import OURS
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.errors import LockHeld, RefusedError
@@ -107,7 +108,8 @@ class Removal:
             why = "half-removed" if is_ours else "a folder of the trainer's whose removal was cut short"
             yield self._piece(fs.TRASH, name, "goes" if is_ours else "stays", why)
         for name in fs.names_in(fd, fs.ASIDE):
-            why = f"it was in the way of a resume or repair: ckptd gc {self._job.name} --aside removes it"
+            removes = command_for(self._job, "gc", "--aside")
+            why = f"it was in the way of a resume or repair: {removes} removes it"
             yield self._piece(fs.ASIDE, name, "stays", why)
         if self._pointer(fd).startswith(f"{OURS}/"):
             yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
@@ -185,7 +187,7 @@ class Removal:
         alone = [piece for piece in pieces if piece.fate == "only here"]
         if alone and not with_uncommitted:
             names = "; ".join(f"{piece.path}: {piece.why}" for piece in alone)
-            hint = f"ckptd drain {self._job.name} commits it; --uncommitted removes it for good"
+            hint = f"{command_for(self._job, 'drain')} commits it; --uncommitted removes it for good"
             raise RefusedError(f"nothing was removed, for this is nowhere else: {names}", hint=hint)
         going = [piece for piece in pieces if piece.fate != "stays"]
         fd = self._fd

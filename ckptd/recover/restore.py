@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.config_places import command_for
 from ckptd.core.coverage import order_of
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import (
@@ -163,7 +164,7 @@ class Restore:
         job = self._where.job
         if job is not None and Path(os.path.realpath(job.save_dir)) == self._dir:
             msg = f"{self._dir} is the save_dir of job {job.name}"
-            raise RefusedError(msg, hint=f"`ckptd resume {job.name}` makes it resumable in place")
+            raise RefusedError(msg, hint=f"`{command_for(job, 'resume')}` makes it resumable in place")
         if job is not None and Path(os.path.realpath(job.save_dir)) in self._dir.parents:
             msg = f"{self._dir} lies inside the save_dir of job {job.name}"
             raise RefusedError(msg, hint="what lies there is taken for checkpoints; choose another directory")

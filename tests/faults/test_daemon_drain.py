@@ -181,6 +181,14 @@ def test_without_a_daemon_it_works_by_itself(here: Node) -> None:
     done = here.ckptd("drain", here.job_file, "--deadline", "60s", timeout_seconds=90)
     assert (done.returncode, "run: drained" in done.stdout) == (0, True), done.stdout + done.stderr
     assert list(here.commits()) == ["global_step1~g1"]
+    # what status tells of this drain is no answer to a later one
+    process = here.start()
+    assert here.ckptd("drain", here.job_file, "--deadline", "60s", timeout_seconds=90).returncode == 0
+    process.send_signal(signal.SIGSTOP)
+    here.save(2)
+    done = here.ckptd("drain", here.job_file, "--deadline", "0.2s", timeout_seconds=90)
+    process.send_signal(signal.SIGCONT)
+    assert (done.returncode, "gave no answer" in done.stdout) == (3, True), done.stdout + done.stderr
 
 
 @FULL

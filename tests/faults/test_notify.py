@@ -80,7 +80,7 @@ def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
         f'on_complete = ["{script}"]\non_committed = ["{script}"]\non_problem = ["{script}"]\n'
     )
     house.job("one")
-    house.start(AWS_SECRET_ACCESS_KEY="planted-secret")
+    house.start(AWS_SECRET_ACCESS_KEY="planted-secret", CKPTD_LOG_FORMAT="json")
     house.save("one")
     house.wait("the commit", lambda: house.committed("one"))
     seen = house.root / "seen"
@@ -105,6 +105,11 @@ def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
     house.wait("that it is over", lambda: told(receiver, "solved"))
     house.wait("the second commit", lambda: house.committed("one", 2))
     assert "SECRET-PATH" not in house.log.read_text()
+    lines = [json.loads(line) for line in house.log.read_text().splitlines()]
+    done = [(line["job"], line["action"], line["tag"]) for line in lines if "action" in line]
+    assert [one for one in done if one[2] == "global_step1" and one[1] != "convert"] == [
+        ("one", action, "global_step1") for action in ("complete", "ship", "commit")
+    ]
     assert "SECRET-PATH" not in json.dumps(house.status())
 
 

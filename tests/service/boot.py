@@ -124,6 +124,11 @@ class Booted:
             time.sleep(0.1)
         raise AssertionError(f"waited for {what}: {self.log()}")
 
+    def journal(self, unit: str, pattern: str, *more: str) -> str:
+        """The newest line of a unit that fits."""
+        found = self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit, "-g", pattern, *more)
+        return (found.stdout.splitlines() or [""])[-1]
+
     def log(self) -> str:
         """The journal's end."""
         return self.run("journalctl", "--no-pager", "-n", "40", "-o", "cat").stdout

@@ -80,6 +80,8 @@ def test_started_it_ships_converts_and_answers(machine: Booted) -> None:
     save(machine, "one")
     machine.wait("both forms", lambda: committed(machine, "one", 1, "universal"))
     assert committed(machine, "one", 1, "zero")
+    said = json.loads(machine.journal(SERVICE, r"global_step1 \(zero\) committed on nas"))
+    assert (said["job"], said["action"], said["tag"]) == ("one", "commit", "global_step1")
     machine.wait("status", lambda: status(machine, "one")["safe"])
     machine.wait("nothing left to do", lambda: status(machine, "one")["state"] == "ok")
     for where in ((), ("--state-dir", f"/var/lib/ckptd/{USER}")):
@@ -122,6 +124,7 @@ def test_reload_with_a_good_and_a_bad_file(machine: Booted) -> None:
     refused = machine.run("systemctl", "reload", SERVICE)
     assert refused.returncode != 0
     assert "save_totl_limit" in machine.log()
+    assert machine.journal(SERVICE, "save_totl_limit", "-p", "err")
     assert machine.show(SERVICE, "ActiveState") == "active"
     bad.unlink()
     assert machine.run("systemctl", "reload", SERVICE).returncode == 0
@@ -159,6 +162,8 @@ def test_stopped_it_ends_in_time_and_uninstalled_it_is_gone(machine: Booted) -> 
     assert machine.run("systemctl", "stop", SERVICE).returncode == 0
     assert machine.show(SERVICE, "Result") == "success"
     assert machine.show(SERVICE, "ActiveState") == "inactive"
+    gone = machine.run("ckptd", "status", "one")
+    assert f"→ start it: systemctl start ckptd@{USER};" in gone.stdout, gone.stdout + gone.stderr
     assert machine.run("systemctl", "start", SERVICE).returncode == 0
     done = machine.run("ckptd", "uninstall-service", "--run-as", USER)
     assert done.returncode == 0, done.stderr

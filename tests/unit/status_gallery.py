@@ -243,8 +243,15 @@ def documents() -> dict[str, st.Status]:
         "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
         "drained": of(job(drain=_drain(is_done=True))),
         "daemon stopped": of(job(**old), published=7200.0, alive=False),
-        "daemon dead": of(behind(**old), published=7200.0, pid=NO_PROCESS),
-        "daemon stands still": of(behind(as_of=before(400)), published=400.0),
+        "daemon dead": of(
+            behind(**old),
+            published=7200.0,
+            pid=NO_PROCESS,
+            start_command="cd /home/alice && ckptd run --job llama.toml",
+        ),
+        "daemon stands still": of(
+            behind(as_of=before(400)), published=400.0, start_command="systemctl start ckptd@alice"
+        ),
         "a remote that is not as it should be": of(
             job(remotes=(replace(REMOTE, create_only=False, notes=("ETags prove nothing",)),))
         ),

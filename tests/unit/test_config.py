@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ckptd.config import (
 )
 from ckptd.config_explain import toml_keys
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config_places import command_for
 from ckptd.config_s3 import S3Keys
 from ckptd.config_template import daemon_template, job_template
 from ckptd.errors import ConfigError, NotFoundError
@@ -479,3 +481,53 @@ def test_keys_that_would_hold_secrets_are_refused(tmp_path: Path, key: str) -> N
     with pytest.raises(ConfigError, match="secret") as caught:
         load_job(on_s3(tmp_path, f'{key} = "hunter2"'))
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["own", "other", "file", "arguments", "glob", "glob file"])
+def test_what_status_tells_to_type_finds_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """However the daemon was started, from any directory, with a blank in the path."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CKPTD_CONFIG_DIR", str(tmp_path / "of the daemon"))
+    save_dir, url = tmp_path / "my nvme" / "llama", str(tmp_path / "my nas" / "llama")
+    save_dir.mkdir(parents=True)
+    is_glob = way.startswith("glob")
+    text = (
+        f'save_dir = "{save_dir.parent / "*" if is_glob else save_dir}"\nname = "of-mine"\n'
+        f'[[remote]]\nname = "nas"\nurl = "{url.replace("llama", "{dir}") if is_glob else url}"\n'
+    )
+    folder = {"own": "home/ckptd/jobs.d", "other": "of the daemon/jobs.d", "glob": "of the daemon/jobs.d"}
+    path = tmp_path / folder.get(way, "else where") / "llama.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    if way == "arguments":
+        job = job_from_arguments(str(save_dir), url)
+    else:
+        (job,) = load_job_file(path)
+    words = shlex.split(command_for(job, "accept", "a tag", "--to", "DIR"))
+    environ = {"XDG_CONFIG_HOME": str(tmp_path / "home")}
+    if "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environ[name] = value
+    config_dir = Path(words[words.index("--config-dir") + 1]) if "--config-dir" in words else None
+    assert (words[:2], words[-3:]) == (["ckptd", "accept"], ["a tag", "--to", "DIR"])
+    monkeypatch.chdir("/")
+    found = resolve_job(words[2], environ, config_dir=config_dir)
+    assert (found.save_dir, found.remotes[0].url) == (save_dir, url)
+
+
+def test_a_file_that_cannot_be_read_stops_its_own_job_alone(tmp_path: Path, base: dict[str, Any]) -> None:
+    """P16: a folder, a link that leads nowhere, somebody else's file."""
+    jobs = tmp_path / "conf" / "jobs.d"
+    jobs.mkdir(parents=True)
+    write(tmp_path, base).rename(jobs / "llama.toml")
+    (jobs / "folder.toml").mkdir()
+    (jobs / "loop.toml").symlink_to("loop.toml")
+    loaded = load_all(tmp_path / "conf")
+    assert [job.name for job in loaded.jobs] == ["llama"]
+    assert {path.name for path, _ in loaded.problems} == {"folder.toml", "loop.toml"}
+    assert "is a directory, no job file" in str(dict(loaded.problems)[jobs / "folder.toml"])
+    assert resolve_job("llama", {}, config_dir=tmp_path / "conf").name == "llama"
+    with pytest.raises(ConfigError, match="symbolic links"):
+        resolve_job("loop", {}, config_dir=tmp_path / "conf")

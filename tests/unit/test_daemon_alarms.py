@@ -38,7 +38,9 @@ class Watched:
         self.scene = Scene(root)
         self.quiet, self.is_in_flight = quiet, is_in_flight
         self.state = JobState(journal=Journal(root / "journal.db"), problems=Problems())
-        config = SimpleNamespace(name="run", settle_seconds=0.5)
+        job_file = Path("/jobs/run.toml")
+        config = SimpleNamespace(name="run", settle_seconds=0.5, file=job_file, is_matched=False)
+        config.save_dir = self.scene.save_dir
         self.job: Any = SimpleNamespace(
             config=config, problems=self.state.problems, node="node-7", view=None, phase="active"
         )
@@ -149,7 +151,7 @@ def test_a_save_that_was_cut_short_is_counted_with_the_command_that_removes_it(w
     assert unfinished(watched.state) == ("global_step10",)
     lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
     assert bytes_of(watched.state, "global_step10") == lying > 0
-    assert removal(watched.job, "global_step10") == "ckptd gc run --incomplete global_step10"
+    assert removal(watched.job, "global_step10") == "ckptd gc /jobs/run.toml --incomplete global_step10"
 
 
 # --- retention ---------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config import load_all
+from ckptd.cli import service_cmd
+from ckptd.cli.service_cmd import _next_steps, _program
+from ckptd.config import load_all, user_name
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, TargetExists
 from ckptd.install import units
 from ckptd.install.paths import uncovered, writable_paths
@@ -157,3 +159,28 @@ def test_the_command_says_before_it_does(tmp_path: Path) -> None:
     assert "there is no user" in unknown.stderr
     gone = ckptd("uninstall-service", "--run-as", "alice", "--root", str(tmp_path))
     assert gone.returncode == 66
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/var/tmp"])
+def test_a_program_that_a_service_does_not_see_is_refused(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", f"{place}/venv/bin/python")
+    with pytest.raises(RefusedError, match=f"lies in {place}, which a service does not see"):
+        _program(Path("/"))
+    assert _program(Path("/image"))[0] == f"{place}/venv/bin/python"
+
+
+def test_whoever_does_not_linger_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service of a user's own ends with the last session."""
+    target_of_mine = Target(folder=tmp_path, user=None)
+    loaded = load_all(tmp_path)
+    monkeypatch.setattr(service_cmd, "_LINGER", tmp_path)
+    assert any(
+        "loginctl enable-linger" in line
+        for line in _next_steps(target_of_mine, loaded, tmp_path, started=True)
+    )
+    (tmp_path / user_name()).touch()
+    assert not any(
+        "enable-linger" in line for line in _next_steps(target_of_mine, loaded, tmp_path, started=True)
+    )

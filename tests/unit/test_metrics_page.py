@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd.daemon.exporter import Exporter
@@ -86,6 +87,11 @@ def test_each_alert_fires_when_it_should_and_not_before() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     done = promtool("test", "rules", "prometheus/ckptd.test.yml")
     assert done.returncode == 0, done.stdout + done.stderr
+    rules = yaml.safe_load((CONFIG / "prometheus" / "ckptd.rules.yml").read_text())["groups"][0]["rules"]
+    tests = yaml.safe_load((CONFIG / "prometheus" / "ckptd.test.yml").read_text())["tests"]
+    said = [one for test in tests for one in test["alert_rule_test"]]
+    for kept in (lambda one: one["exp_alerts"], lambda one: not one["exp_alerts"]):
+        assert {one["alertname"] for one in said if kept(one)} == {rule["alert"] for rule in rules}
 
 
 def test_rules_dashboard_and_docs_name_no_metric_that_is_not_there(tmp_path: Path) -> None:

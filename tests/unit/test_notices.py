@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.config_notify import NotifyConfig
+from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.notifier import Notifier
+from ckptd.daemon.publishing import Invalid, Publisher, Reloaded
+from ckptd.errors import ConfigError
 from ckptd.observe.events import Event, events_between
 from ckptd.observe.notices import MOST_IN_AN_HOUR, Desk, Rules
 from ckptd.observe.status import (
@@ -161,6 +168,65 @@ def test_what_was_not_delivered_is_said_until_the_next_one_is(tmp_path: Path) ->
     notifier.see(job(checkpoint(), checkpoint("global_step2")))
     wait_for(lambda: notifier.failed == f"{program} ended with 3")
     notifier.close()
+
+
+def test_a_job_that_does_not_run_is_told_of(tmp_path: Path) -> None:
+    """Its file is wrong, or its daemon gave it up: no turn of it comes that would tell."""
+    program, seen = tmp_path / "program", tmp_path / "seen"
+    program.write_text(f"#!/bin/sh\ncat >> {seen}\necho >> {seen}\n")
+    program.chmod(0o755)
+    notifier = Notifier(NotifyConfig.model_validate({"command": [str(program)]}), "node-0")
+    publisher = Publisher(notifier, Exporter(None))
+    wrong = Invalid("llama", "/etc/llama.toml", ConfigError("save_dri is no key", hint="save_dir"), 0.0)
+    for since in (0.0, 1.0):  # as after a reload
+        publisher.publish([], [replace(wrong, since_unix_seconds=since)], Reloaded(), 1)
+    publisher.publish([], [], Reloaded(), 1)
+    notifier.close(60)
+    told = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert [one["kind"] for one in told] == ["problem", "solved"]
+    assert (told[0]["job"], told[0]["code"], told[0]["next_step"]) == ("llama", "config-invalid", "save_dir")
+
+
+def test_a_wrong_file_with_the_name_of_a_job_that_runs_is_no_flapping() -> None:
+    desk = Desk(RULES)
+    wrong = replace(job(problems=(problem("config-invalid"),)), save_dir="/etc/llama.toml", state="invalid")
+    told = [kinds(desk.see(status, at).messages) for at in (0.0, 1.0) for status in (job(), wrong)]
+    assert told == [[], ["problem"], [], []]
+    assert not desk.is_well()
+    desk.forget_others([job()])
+    assert desk.is_well()
+
+
+def test_the_environments_proxy_is_used_but_for_whom_it_bypasses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    port = server.server_address[1]
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for url in ("http://nowhere.invalid/hook", f"http://127.0.0.1:{port}/hook"):
+        config = NotifyConfig.model_validate({"webhook": url, "severity": "note"})
+        notifier = Notifier(config, "node-0")
+        notifier.see(job(problems=(problem(),)))
+        notifier.close(60)
+        assert notifier.failed is None
+    server.shutdown()
+    server.server_close()
+    assert asked == ["http://nowhere.invalid/hook", "/hook"]
 
 
 def wait_for(done: Callable[[], bool], seconds: float = 200.0) -> None:

@@ -167,4 +167,4 @@ def test_remotes_are_listed_and_named(scene: RestoreScene, tmp_path: Path) -> No
     assert "from second" in done.stderr
     done = ckptd("restore", "run", "--to", scene.save_dir, **environ)
     assert done.returncode == 65
-    assert "ckptd resume run" in done.stderr
+    assert f"ckptd resume {jobs / 'run.toml'}" in done.stderr

@@ -178,7 +178,7 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     (text,) = thread.problems
     assert text.startswith("remote-object-damaged: nas: ")
     assert f"{TAG}/{shard.name}" in text
-    assert text.endswith(f"ckptd verify run {TAG} --repair --read-data")
+    assert text.endswith(f"ckptd verify {scene.save_dir} {TAG} --repair --read-data")
     thread.restart()
     assert thread.scrubber.damaged_tags == {TAG}
     assert thread.proven == 2
@@ -267,7 +267,7 @@ def test_what_cannot_be_read_is_not_proven(
     (text,) = thread.problems
     key = f"{TAG}/{shard.name}" if what == "object" else f"_ckptd/commits/{TAG}~g1~zero.json"
     assert text.startswith(f"remote-object-unreadable: nas: {key} cannot be read")
-    assert f"ckptd verify run {TAG} --read-data" in text
+    assert f"ckptd verify {scene.save_dir} {TAG} --read-data" in text
     assert thread.scrubber.damaged_tags == {TAG}
     thread.restart()
     assert thread.scrubber.damaged_tags == {TAG}

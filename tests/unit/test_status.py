@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
+
+from ckptd.cli.main import main
+from ckptd.cli.status_tables import checkpoints_table
+from tests.unit import status_gallery as gallery
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,3 +181,21 @@ def test_a_save_that_was_cut_short_is_shown_with_its_bytes_and_the_command(house
     assert "full in 2 saves / 40 min at this pace" in shown
     assert "12.0 GB in saves that were cut short, production 800.0 MB/s, link 200.0 MB/s" in shown
     assert "rank 1; ckptd gc a --incomplete global_step9 removes it" in shown
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"generated_at": 1, "daemon": {}, "jobs": []}', '{"x'])
+def test_what_is_no_status_is_said(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "status.json").write_text(text)
+    for verb in (["status"], ["status", "--json"], ["pause"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*verb, "--state-dir", str(tmp_path)])
+        assert ended.value.code == 66
+        assert "status.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_tag_is_whole_on_a_narrow_terminal() -> None:
+    long = replace(gallery.checkpoint(4000), tag=f"global_step{'0' * 20}", reason="word " * 9)
+    job = {"checkpoints": [asdict(long)]}
+    out = io.StringIO()
+    Console(file=out, width=70).print(checkpoints_table(job, retention=False))
+    assert f"global_step{'0' * 20} " in out.getvalue()

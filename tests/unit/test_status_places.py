@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ckptd.cli import status_places
 from ckptd.cli.status_cmd import published
 from ckptd.cli.status_places import state_places
 from ckptd.config import load_all, resolve_job
-from ckptd.errors import ConfigError, NotFoundError
+from ckptd.errors import ConfigError, NotFoundError, NotPermitted
 
 DOCUMENT = json.dumps({"generated_at": "2026-01-01T00:00:00.000Z", "daemon": {}, "jobs": []})
 
@@ -90,3 +93,50 @@ def test_what_is_nowhere_is_said_in_the_words_of_the_configuration(etc: Path) ->
     job(etc, "a", 'save_dir = "nvme/a"\n')
     with pytest.raises(ConfigError, match="save_dir"):
         published("a", None, etc)
+
+
+def test_a_place_that_may_not_be_read_is_said(etc: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the path and with what to do; another job that can be read is shown all the same."""
+    paths = [job(etc, name, f'save_dir = "ROOT/nvme/{name}"\n') for name in ("a", "b")]
+    for name in ("a", "b"):
+        (etc.parent / "state" / name).mkdir(parents=True)
+        (etc.parent / "state" / name / "status.json").write_text(DOCUMENT)
+    (etc.parent / "state" / "a").chmod(0)
+    (etc.parent / "nvme").chmod(0o700)
+    with somebody_else(etc):
+        for asked in ("a", str(paths[0]), str(etc.parent / "nvme" / "a")):
+            with pytest.raises(NotPermitted, match=r"may not be read by this user"):
+                published(asked, None, etc)
+        # what lies in a closed save_dir is published elsewhere
+        assert [place.name for place, _ in published(str(etc.parent / "nvme" / "b"), None, etc)] == ["b"]
+        assert capsys.readouterr().err == ""
+        assert [place.name for place, _ in published(None, None, etc)] == ["b"]
+    assert "state/a/status.json may not be read" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def somebody_else(etc: Path) -> Iterator[None]:
+    """Not root, to whom no folder is closed."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for folder in (etc.parent, *etc.parent.parents):
+        if "pytest" in str(folder):
+            folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_job_of_a_service_is_found_by_its_name(
+    etc: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By anybody, whose own configuration does not know it; what is told of an unknown name stays."""
+    monkeypatch.setattr(status_places, "_SERVICES", tmp_path / "var")
+    (tmp_path / "var" / "alice" / "llama").mkdir(parents=True)
+    (tmp_path / "var" / "alice" / "llama" / "status.json").write_text(DOCUMENT)
+    assert [place.name for place, _ in published("llama", None, etc)] == ["llama"]
+    with pytest.raises(NotFoundError, match="no job 'qwen'"):
+        published("qwen", None, etc)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptd.cli.main import main
 from ckptd.cli.wait_cmd import judged
 from ckptd.observe.status import JobStatus
 from tests.unit.status_gallery import REMOTE, behind, checkpoint, job
@@ -57,3 +59,18 @@ def test_a_run_that_was_rewound_is_waited_for_again() -> None:
         remotes=(),
     )
     assert judged(read(rewound), 4500)[0] == "not yet"
+
+
+def test_a_name_that_nobody_knows_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A typing error is said at once; a job that has not begun is waited for."""
+    (tmp_path / "jobs.d").mkdir()
+    (tmp_path / "jobs.d" / "llama.toml").write_text(
+        f'save_dir = "{tmp_path}/nvme"\n[[remote]]\nname = "nas"\nurl = "{tmp_path}/nas"\n'
+    )
+    for name, code in (("lama", 66), ("llama", 3)):
+        with pytest.raises(SystemExit) as ended:
+            main(["wait", name, "--step", "1", "--timeout", "0.1s", "--config-dir", str(tmp_path)])
+        assert ended.value.code == code
+    assert "no job 'lama'" in capsys.readouterr().err

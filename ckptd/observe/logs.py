@@ -1,0 +1,116 @@
+"""The daemon's log: lines for people, or JSON with job, tag and action for the journal and log collectors.
+
+Which job a line is of is known to whoever calls, not to the module that speaks: a context variable carries
+it through turns, results and workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from functools import wraps
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+Style = Literal["auto", "text", "json"]
+STYLES: tuple[str, ...] = get_args(Style)
+Action = Literal["complete", "ship", "commit", "convert", "hold", "prune", "retire", "vanish"]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+_job: ContextVar[str] = ContextVar("ckptd_job", default="")
+_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+
+
+@contextlib.contextmanager
+def about(job: str) -> Iterator[None]:
+    """Lines that are written in here are of that job."""
+    token = _job.set(job)
+    try:
+        yield
+    finally:
+        _job.reset(token)
+
+
+def bound(call: Callable[Args, Result]) -> Callable[Args, Result]:
+    """The call, made later or in another thread, about the job that is spoken of now."""
+    job = _job.get()
+
+    @wraps(call)
+    def later(*args: Args.args, **named: Args.kwargs) -> Result:
+        with about(job):
+            return call(*args, **named)
+
+    return later
+
+
+def doing(action: Action, tag: str) -> Mapping[str, str]:
+    """`extra` of a line: what happens to which checkpoint."""
+    return {"action": action, "tag": tag}
+
+
+class TextLines(logging.Formatter):
+    """For people: time, level, part, job."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s%(job)s: %(message)s", defaults={"job": ""})
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and the trace where there is one."""
+        job = _job.get()
+        record.job = f" [{job}]" if job else ""
+        return super().format(record)
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: at, level, logger, job?, tag?, action?, text, trace?.
+
+    `has_priority`: with the level in front, as the journal takes it (sd-daemon(3)).
+    """
+
+    def __init__(self, *, has_priority: bool = False) -> None:
+        super().__init__()
+        self._has_priority = has_priority
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; what is not known is left out. ASCII: names that are no UTF-8 pass as escapes."""
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "job": _job.get(),
+            "tag": getattr(record, "tag", ""),
+            "action": getattr(record, "action", ""),
+            "text": record.getMessage(),
+            "trace": self.formatException(record.exc_info) if record.exc_info else "",
+        }
+        text = json.dumps({key: value for key, value in line.items() if value})
+        if not self._has_priority:
+            return text
+        priority = next((number for level, number in _PRIORITIES if record.levelno >= level), 7)
+        return f"<{priority}>{text}"
+
+
+def begin(environ: Mapping[str, str], level: str, style: Style) -> None:
+    """Log to stderr from now on; `auto`: JSON where stderr is the journal's, else text."""
+    is_journal = _is_journal(environ)
+    handler = logging.StreamHandler(sys.stderr)
+    is_json = style == "json" or (style == "auto" and is_journal)
+    handler.setFormatter(JsonLines(has_priority=is_journal) if is_json else TextLines())
+    logging.basicConfig(handlers=[handler], level=level)
+
+
+def _is_journal(environ: Mapping[str, str]) -> bool:
+    """$JOURNAL_STREAM names the journal's socket; stderr may lead elsewhere all the same."""
+    with contextlib.suppress(OSError):
+        status = os.fstat(2)
+        return environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+    return False
