@@ -67,7 +67,8 @@ class Clustered(Ranged):
     ) -> None:
         if options.memory_budget_bytes < LEAST_BUDGET_BYTES:
             raise errors.UsageError(
-                f"--memory-budget is too small for a worker of a cluster ({LEAST_BUDGET_BYTES >> 20} MiB at least)",
+                "--memory-budget is too small for a worker of a cluster "
+                f"({LEAST_BUDGET_BYTES >> 20} MiB at least)",
                 hint="it is of each worker process",
             )
         super().__init__(

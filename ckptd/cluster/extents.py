@@ -43,11 +43,11 @@ def spans_of(ranges: Iterable[Range]) -> Spans:
     return {source: sorted(spans) for source, spans in found.items()}
 
 
-def blocks_of(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Blocks of half of `size` to one and a half that hold these ranges, gaps too small for a request included.
+def cut_blocks(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Blocks of at most one and a half `size` that hold these ranges, gaps too small for a request included.
 
-    They end where a range begins or ends, if they can: a block that two lanes read would be fetched twice, for
-    they come to it at different times.
+    They end where a range begins or ends, if they can: a block that two lanes read would be fetched twice,
+    for they come to it at different times.
     """
     runs: list[tuple[int, int, list[int]]] = []
     for begin, end in spans:
@@ -67,7 +67,9 @@ def _cut(begin: int, end: int, borders: list[int], size: int) -> Iterator[tuple[
         if borders[last] < at + size // 2:
             # none ends a block of the usual size: a little later is as good
             last = min(last + 1, len(borders) - 1)
-        is_near = at + size // 2 <= borders[last] <= at + size + size // 2 or borders[last] == end <= at + size
+        is_near = (
+            at + size // 2 <= borders[last] <= at + size + size // 2 or borders[last] == end <= at + size
+        )
         to = borders[last] if is_near else min(at + size, end)
         yield at, to
         at = to
@@ -168,7 +170,7 @@ class Extents(Ranges):
         self._starts: dict[int, list[int]] = {}
         self._ends: dict[int, list[int]] = {}
         for source, found in spans.items():
-            cuts = blocks_of(found, size)
+            cuts = cut_blocks(found, size)
             self._starts[source] = [begin for begin, _ in cuts]
             self._ends[source] = [end for _, end in cuts]
         self._blocks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
@@ -176,6 +178,7 @@ class Extents(Ranges):
         self._changed = threading.Condition()
         self._sums: dict[tuple[int, int], int] = {}
         self.read_bytes = 0
+        self.most_kept_bytes = 0
         self.needed_bytes = sum(
             end - begin
             for source, starts in self._starts.items()
@@ -224,6 +227,7 @@ class Extents(Ranges):
                     self._kept_bytes += len(block)
                 while self._kept_bytes > self._cache_bytes:
                     self._kept_bytes -= len(self._blocks.popitem(last=False)[1])
+                self.most_kept_bytes = max(self.most_kept_bytes, self._kept_bytes)
                 self._changed.notify_all()
         return block
 

@@ -15,8 +15,8 @@ BASE_BYTES = 128 * MIB
 LANE_BYTES = 24 * MIB
 """An output, or a part of one, on its way."""
 HELD_BYTES = 16 * MIB
-"""Of a lane: what is sent is made once and held up to this. The rest of the lane is a block on its way in, one
-on its way out, and the streams in which an output is read back."""
+"""Of a lane: what is sent is made once and held up to this. The rest of the lane is a block on its way in,
+one on its way out, and the streams in which an output is read back."""
 LEAST_CACHE_BYTES = 8 * MIB
 MOST_CACHE_BYTES = 24 * MIB
 MOST_LANES = 3
@@ -55,7 +55,7 @@ def shares_of(budget_bytes: int) -> Shares:
 def keep_small() -> None:
     """Few arenas, and large blocks mapped one by one: glibc would keep those of every thread (glibc alone).
 
-    Fixed, the threshold does not rise with the first block that is freed, up to 32 MiB, as it would by itself.
+    Fixed, the threshold does not rise with each block that is freed, up to 32 MiB, as it would by itself.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
