@@ -127,7 +127,7 @@ def test_a_worker_stays_below_its_budget(server: servers.Server, tmp_path: Path)
     source = scene.checkpoint(tmp_path / "global_step1", stage=2, layers=3, hidden=640, fill=None)
     scene.put(server.client(), source, "run/in")
     ends = url("run/in"), url("run/out")
-    done = scene.cli(*ends, "--cluster", "local:1", "--memory-budget", "192MiB", "--json")
+    done = scene.cli(*ends, "--cluster", "local:1", "--memory-budget", "192MiB", "--json", timeout=200)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["bytes"] > 192 * MIB
