@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from bench import saves
 from bench.limited import Limited, limited
 from bench.report import machine, replace_part
@@ -58,6 +60,8 @@ class Run:
     up_bytes: int
     down_bytes: int
     peak_rss_bytes: int
+    busy_share: float
+    """Of all cores of this machine, the server's and the proxy's work among it: 1.0 is a bound of its own."""
     plan_sha256: str
 
 
@@ -121,7 +125,9 @@ def _run(workers: int, line: Limited, bucket: Path, cluster: str = "") -> Run:
     command = ["convert", *ends, "--json", "--memory-budget", BUDGET]
     command += ["--cluster", cluster or f"local:{workers}"]
     line.reset()
+    psutil.cpu_percent()
     report = json.loads(_ckptd(command, servers.environment(None, AWS_ENDPOINT_URL=line.endpoint)))
+    busy_share = psutil.cpu_percent() / 100
     made, seen = bucket / "made" / name, report["cluster"]
     run = Run(
         workers=workers,
@@ -134,6 +140,7 @@ def _run(workers: int, line: Limited, bucket: Path, cluster: str = "") -> Run:
         up_bytes=line.up_bytes,
         down_bytes=line.down_bytes,
         peak_rss_bytes=report["peak_rss_bytes"],
+        busy_share=busy_share,
         plan_sha256=report["plan_sha256"],
     )
     shutil.rmtree(made)
@@ -150,8 +157,8 @@ def render(runs: list[Run]) -> str:
     lines = [
         f"Machine: {machine()}; all processes on it, {RATE / 1e6:.0f} MB/s per connection.",
         "",
-        "| workers | wall s | MB/s | speed-up | read, of it sources | sent | RSS, MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| workers | wall s | MB/s | speed-up | read, of it sources | sent | RSS, MiB | cores busy |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         down, up = run.down_bytes / run.parameters, run.up_bytes / run.parameters
@@ -159,7 +166,7 @@ def render(runs: list[Run]) -> str:
         lines.append(
             f"| {_name(run)} | {run.wall_seconds:.1f} | {rate:.0f} | {faster:.2f} "
             f"| {down:.2f}, {run.source_bytes / run.parameters:.2f} | {up:.2f} "
-            f"| {run.peak_rss_bytes / 2**20:.0f} |"
+            f"| {run.peak_rss_bytes / 2**20:.0f} | {100 * run.busy_share:.0f} % |"
         )
     ranged = [run for run in runs if not run.placed]
     most, placed = ranged[-1], runs[-1]

@@ -18,9 +18,9 @@ from ckptd.cluster.crew import Address, gathered
 from ckptd.cluster.ends import End, give_up
 from ckptd.cluster.folder import publish_folder
 from ckptd.cluster.grouping import index_of, without_links
+from ckptd.cluster.memory import LEAST_BUDGET_BYTES
 from ckptd.cluster.messages import Ability, Job, TaskSource
 from ckptd.cluster.note import Note
-from ckptd.cluster.work import BASE_BYTES, TASK_BYTES
 from ckptd.convert.describing import description_of
 from ckptd.convert.options import ClusterReport
 from ckptd.convert.sources import identity_of
@@ -65,10 +65,10 @@ class Clustered(Ranged):
         on_progress: Callable[[ConvertProgress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> None:
-        least = BASE_BYTES + TASK_BYTES
-        if options.memory_budget_bytes < least:
+        if options.memory_budget_bytes < LEAST_BUDGET_BYTES:
             raise errors.UsageError(
-                f"--memory-budget is too small for a worker of a cluster ({least >> 20} MiB at least)",
+                "--memory-budget is too small for a worker of a cluster "
+                f"({LEAST_BUDGET_BYTES >> 20} MiB at least)",
                 hint="it is of each worker process",
             )
         super().__init__(

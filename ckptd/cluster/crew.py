@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ckptd
 from ckptd.cluster import work
+from ckptd.cluster.memory import shares_of
 from ckptd.cluster.messages import Claims, Question
 from ckptd.errors import BehindError, ConfigError, RemoteUnreachable, UsageError
 
@@ -111,7 +112,7 @@ def _place(address: Address, budget_bytes: int, stack: ExitStack) -> Any:
     folder = stack.enter_context(
         tempfile.TemporaryDirectory(prefix="ckptd-cluster-", ignore_cleanup_errors=True)
     )
-    threads = max(1, min(work.at_once(budget_bytes), os.cpu_count() or 1))
+    threads = max(1, min(shares_of(budget_bytes).tasks, os.cpu_count() or 1))
     if address.kind == "local":
         from distributed import LocalCluster
 

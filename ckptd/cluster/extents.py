@@ -18,7 +18,7 @@ from ckptd.errors import SourceChanged
 from ckptd.remote.checksums import crc64, crc64_combined, to_hex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckptd.cluster.messages import TaskSource
     from ckptd.convert.parts import Range
@@ -26,31 +26,53 @@ if TYPE_CHECKING:
 
 GAP_BYTES = 64 << 10
 MOST_BLOCK_BYTES = 1 << 20
-LEAST_BLOCK_BYTES = 64 << 10
+LEAST_BLOCK_BYTES = 16 << 10
 MOST_RUN_BYTES = 16 << 20
 """Of one CRC64 that is told: what two tasks read in part is hashed again by the command."""
 
 Spans = dict[int, list[tuple[int, int]]]
-"""By source: begin and end of what is read, in order and apart."""
+"""By source: begin and end of what is read, in order."""
 
 
 def spans_of(ranges: Iterable[Range]) -> Spans:
-    """Ranges of the plan, those that touch or almost touch joined."""
+    """Ranges of the plan as they are."""
     found: Spans = {}
     for r in ranges:
         if r.nbytes:
             found.setdefault(r.source, []).append((r.offset, r.offset + r.nbytes))
-    joined: Spans = {}
-    for source, spans in found.items():
-        spans.sort()
-        kept = [spans[0]]
-        for begin, end in spans[1:]:
-            if begin <= kept[-1][1] + GAP_BYTES:
-                kept[-1] = (kept[-1][0], max(kept[-1][1], end))
-            else:
-                kept.append((begin, end))
-        joined[source] = kept
-    return joined
+    return {source: sorted(spans) for source, spans in found.items()}
+
+
+def cut_blocks(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Blocks of at most one and a half `size` that hold these ranges, gaps too small for a request included.
+
+    They end where a range begins or ends, if they can: a block that two lanes read would be fetched twice,
+    for they come to it at different times.
+    """
+    runs: list[tuple[int, int, list[int]]] = []
+    for begin, end in spans:
+        if runs and begin <= runs[-1][1] + GAP_BYTES:
+            first, last, borders = runs[-1]
+            runs[-1] = first, max(last, end), borders
+            borders += (begin, end)
+        else:
+            runs.append((begin, end, [begin, end]))
+    return [block for begin, end, borders in runs for block in _cut(begin, end, sorted(set(borders)), size)]
+
+
+def _cut(begin: int, end: int, borders: list[int], size: int) -> Iterator[tuple[int, int]]:
+    at = begin
+    while at < end:
+        last = bisect_right(borders, at + size) - 1
+        if borders[last] < at + size // 2:
+            # none ends a block of the usual size: a little later is as good
+            last = min(last + 1, len(borders) - 1)
+        is_near = (
+            at + size // 2 <= borders[last] <= at + size + size // 2 or borders[last] == end <= at + size
+        )
+        to = borders[last] if is_near else min(at + size, end)
+        yield at, to
+        at = to
 
 
 class Place(Protocol):
@@ -141,13 +163,14 @@ class Extents(Ranges):
         self._sources = sources
         self._check_stop = check_stop
         size = MOST_BLOCK_BYTES
-        while size > LEAST_BLOCK_BYTES and size * 2 * len(spans) > cache_bytes:
+        while size > LEAST_BLOCK_BYTES and size * 3 * len(spans) > cache_bytes:
             size //= 2
-        self._most_blocks = max(2 * len(spans) + 2, cache_bytes // size)
+        self._cache_bytes = cache_bytes
+        self._kept_bytes = 0
         self._starts: dict[int, list[int]] = {}
         self._ends: dict[int, list[int]] = {}
         for source, found in spans.items():
-            cuts = [(at, min(at + size, end)) for begin, end in found for at in range(begin, end, size)]
+            cuts = cut_blocks(found, size)
             self._starts[source] = [begin for begin, _ in cuts]
             self._ends[source] = [end for _, end in cuts]
         self._blocks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
@@ -155,7 +178,12 @@ class Extents(Ranges):
         self._changed = threading.Condition()
         self._sums: dict[tuple[int, int], int] = {}
         self.read_bytes = 0
-        self.needed_bytes = sum(end - begin for found in spans.values() for begin, end in found)
+        self.most_kept_bytes = 0
+        self.needed_bytes = sum(
+            end - begin
+            for source, starts in self._starts.items()
+            for begin, end in zip(starts, self._ends[source], strict=True)
+        )
 
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source, out of blocks; all of them are in the task's extents."""
@@ -196,10 +224,18 @@ class Extents(Ranges):
                 if block is not None:
                     self.read_bytes += len(block)
                     self._blocks[key] = block
-                while len(self._blocks) > self._most_blocks:
-                    self._blocks.popitem(last=False)
+                    self._kept_bytes += len(block)
+                while self._kept_bytes > self._cache_bytes:
+                    self._kept_bytes -= len(self._blocks.popitem(last=False)[1])
+                self.most_kept_bytes = max(self.most_kept_bytes, self._kept_bytes)
                 self._changed.notify_all()
         return block
+
+    def close(self) -> None:
+        """Let go of what was read, though somebody may still know of it."""
+        with self._changed:
+            self._blocks.clear()
+            self._kept_bytes = 0
 
     def hashed(self) -> tuple[Extent, ...]:
         """CRC64s of what was read of sources that a manifest knows; blocks that touch are joined."""

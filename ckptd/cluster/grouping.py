@@ -25,7 +25,7 @@ SHARED_BYTES = 1 << 20
 """Ranges below this are rather read twice than tied together."""
 MOST_RANGES = 200_000
 MOST_FILES = 256
-MOST_LINE_BYTES = 4 << 20
+MOST_LINE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 """What is made of a part that begins in the middle of an arranged piece is made from its beginning."""
 

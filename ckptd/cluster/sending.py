@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.cluster.grouping import clipped, parts_of
+from ckptd.cluster.memory import HELD_BYTES
 from ckptd.cluster.messages import Done, Parts, Piece, SentPart
 from ckptd.errors import (
     BehindError,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 _HASH_BYTES = 1 << 20
-_HELD_BYTES = 16 << 20
 
 
 def upload_of(token: str, nbytes: int) -> Upload:
@@ -84,7 +84,7 @@ def units_of(piece: Piece) -> list[Unit]:
 
 
 class _Slice:
-    """The bytes of a unit, at their place in the output; at most `_HELD_BYTES` are made once and kept."""
+    """The bytes of a unit, at their place in the output; at most `HELD_BYTES` are made once and kept."""
 
     def __init__(self, made: PartsSource, unit: Unit, *, is_held: bool) -> None:
         self._made = made
@@ -159,7 +159,7 @@ class Sender:
         modes = self._job.file_mode, self._job.folder_mode
         made = PartsSource(unit.parts, self._ranges, *modes, lambda _: self._check_stop())
         made.gid = self._job.gid
-        is_held = shares_uploads(self._store) is not None and unit.end - unit.begin <= _HELD_BYTES
+        is_held = shares_uploads(self._store) is not None and unit.end - unit.begin <= HELD_BYTES
         return _Slice(made, unit, is_held=is_held)
 
     def _send_whole(self, key: str, unit: Unit) -> int:

@@ -22,6 +22,7 @@ from ckptd.cluster import sending
 from ckptd.cluster.extents import Extents, FolderPlace, StorePlace, spans_of
 from ckptd.cluster.grouping import parts_of
 from ckptd.cluster.held import HeldPlace, Shelf, save_dirs
+from ckptd.cluster.memory import keep_small, shares_of
 from ckptd.cluster.messages import Claims, Job, Question, Result, Task
 from ckptd.convert.parts import decode, ranges_of
 from ckptd.convert.reading import same_bytes
@@ -51,15 +52,7 @@ if TYPE_CHECKING:
     from ckptd.convert.parts import Range
     from ckptd.remote.store import Store
 
-MIB = 1 << 20
-BASE_BYTES = 112 * MIB
-"""A dask worker with ckptd and its store."""
-TASK_BYTES = 96 * MIB
-"""Blocks, and a part or file in flight per lane."""
-LANE_BYTES = 20 * MIB
-MOST_LANES = 4
-MOST_TASKS = 4
-WINDOW_BYTES = 8 * MIB
+WINDOW_BYTES = 8 << 20
 
 
 class _Attempts:
@@ -105,6 +98,7 @@ _attempts = _Attempts()
 def hello(dask_worker: Any = None) -> str:
     """The version of ckptd in this worker, whose profiler is stopped."""
     calm(dask_worker)
+    keep_small()
     return ckptd.__version__
 
 
@@ -142,16 +136,11 @@ def _shelf() -> Shelf:
     return Shelf(save_dirs(os.environ))
 
 
-def at_once(budget_bytes: int) -> int:
-    """Tasks that one worker process may run at a time."""
-    return max(1, min(MOST_TASKS, (budget_bytes - BASE_BYTES) // TASK_BYTES))
-
-
 def run(job_text: str, task_text: str) -> str:
     """Carry out a task; a `Result` as JSON, also where it failed."""
     job, task = Job.model_validate_json(job_text), Task.model_validate_json(task_text)
     _calm_here()
-    with _attempts.slot(job.attempt, at_once(job.memory_budget_bytes)):
+    with _attempts.slot(job.attempt, shares_of(job.memory_budget_bytes).tasks):
         try:
             result = _Work(job, task).run()
         except CkptdError as error:
@@ -215,9 +204,7 @@ class _Work:
         self.job = job
         self.task = task
         self.sources = {source.number: source for source in task.sources}
-        share = (job.memory_budget_bytes - BASE_BYTES) // at_once(job.memory_budget_bytes)
-        self.cache_bytes = max(8 * MIB, min(24 * MIB, share // 4))
-        self.lanes = max(1, min(MOST_LANES, (share - self.cache_bytes) // LANE_BYTES))
+        self.shares = shares_of(job.memory_budget_bytes)
 
     def check_stop(self) -> None:
         """Raise once the command wants no more."""
@@ -237,12 +224,14 @@ class _Work:
         with ExitStack() as stack:
             place = self._place(ends.source, stack)
             extents = Extents(
-                place, self.sources, spans, cache_bytes=self.cache_bytes, check_stop=self.check_stop
+                place, self.sources, spans, cache_bytes=self.shares.cache_bytes, check_stop=self.check_stop
             )
+            # an error's traceback may live on, and with it all that it saw
+            stack.callback(extents.close)
             for line in task.checks:
                 self._compare(line, extents)
             sender = sending.Sender(job, ends.target, extents, self.check_stop)
-            with ThreadPoolExecutor(self.lanes, thread_name_prefix="outputs") as pool:
+            with ThreadPoolExecutor(self.shares.lanes, thread_name_prefix="outputs") as pool:
                 work = [pool.submit(sender.send, unit) for unit in units]
                 work += [pool.submit(sender.join, join) for join in task.joins]
                 work += [pool.submit(sender.prove, proof) for proof in task.proofs]
@@ -333,6 +322,7 @@ def _calm_here() -> None:
     from distributed import get_worker
 
     calm(get_worker())
+    keep_small()
 
 
 @cache

@@ -98,6 +98,9 @@ class PartsSource:
         count = min(len(cursor.rest), len(buffer))
         buffer[:count] = cursor.rest[:count]
         cursor.rest = cursor.rest[count:] if count < len(cursor.rest) else memoryview(b"")
+        if offset + count >= self.size_bytes:
+            # its iterator knows this source: kept, neither would go before a collection of garbage
+            return count
         with self._lock:
             self._cursors[offset + count] = cursor
             while len(self._cursors) > MOST_CURSORS:
