@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.remote.client import RemoteClient
-from ckptd.remote.messages import ShipOrder
+from ckptd.remote.making_messages import Planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +24,13 @@ class Process:
     """As `RemoteClient`; every method is called in the deciding thread."""
 
     def __init__(self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None]) -> None:
-        self._child = RemoteClient(settings, on_answer, making=MAKING)
         self._has_made = False
+
+        def heard(order_id: int, answer: m.Answer) -> None:
+            self._has_made |= isinstance(answer, Planned)
+            on_answer(order_id, answer)
+
+        self._child = RemoteClient(settings, heard, making=MAKING)
 
     @property
     def pid(self) -> int | None:
@@ -34,7 +39,6 @@ class Process:
 
     def submit(self, order: m.Order) -> int:
         """Queue an order."""
-        self._has_made |= isinstance(order, ShipOrder) and order.making is not None
         return self._child.submit(order)
 
     def ended(self) -> None:

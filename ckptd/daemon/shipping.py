@@ -16,7 +16,7 @@ from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.late import Supplementing
-from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_order
+from ckptd.daemon.orders import committed_source, files_to_ship, making_of, pointer_to_ship, ship_order
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
@@ -126,7 +126,9 @@ class Shipping:
             return files_to_ship(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
         staging = path_of(self._config.save_dir, fs.STAGING)
-        return pointer_to_ship(row, action), making_of(row, action, str(staging), memory_bytes)
+        zero = self._state.ship(row.id, action.remote, ZERO)
+        source = committed_source(row, zero, self._config.shared_takeover_seconds)
+        return pointer_to_ship(row, action), making_of(row, action, source, str(staging), memory_bytes)
 
     def make_way(self, action: MakeWay) -> None:
         """Cancel the upload under way; it goes on where it stopped."""
@@ -242,7 +244,10 @@ class Shipping:
                 update={
                     "state": ShipState.WAITING,
                     "reason": answer.reason,
-                    "retry_at_seconds": time.monotonic() + self._step_in_seconds,
+                    "retry_at_seconds": time.monotonic()
+                    + (
+                        self._step_in_seconds if action.form == ZERO else self._config.shared_takeover_seconds
+                    ),
                 }
             )
             waiting = Waiting(
@@ -250,7 +255,8 @@ class Shipping:
                 hint=answer.hint or "see the other nodes",
                 missing=answer.missing,
             )
-            state.waiting[action.save_id, action.remote, action.form] = waiting
+            if action.form == ZERO:
+                state.waiting[action.save_id, action.remote, ZERO] = waiting
         elif answer.outcome == "refused":
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
