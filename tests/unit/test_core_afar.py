@@ -143,11 +143,8 @@ def test_a_drain_ends_one_that_is_under_way_and_begins_none() -> None:
     forms = (ZERO, UNIVERSAL, BF16)
     late = part(6, committed=False)
     assert made(on(job_view([part(5), late], drain=drain), forms=forms)) == []
-    shipping = {"is_shipping": True, "ships": UNIVERSAL, "ships_save": 5}
-    assert (
-        a.MakeWay(remote=NAS, reason="draining")
-        in plan(on(job_view([part()], drain=drain), **shipping)).actions
-    )
+    view = on(job_view([part()], drain=drain), is_shipping=True, ships=UNIVERSAL, ships_save=5)
+    assert a.MakeWay(remote=NAS, reason="draining") in plan(view).actions
 
 
 def test_removals_come_before_it() -> None:
