@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.making_messages import Planned
+from ckptd.remote.messages import ShipOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,8 @@ class Process:
 
     def submit(self, order: m.Order) -> int:
         """Queue an order."""
+        # one that may end with "another node makes it" counts once it is planned
+        self._has_made |= isinstance(order, ShipOrder) and order.making is not None and not order.making.zero
         return self._child.submit(order)
 
     def ended(self) -> None:
