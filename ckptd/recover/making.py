@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from ckptd.convert.companions import Origin
     from ckptd.convert.workplace import SourceFolder
     from ckptd.remote import origin
-    from ckptd.remote.messages import Committed, Making, ShipOrder
+    from ckptd.remote.making_messages import Committed, Making
+    from ckptd.remote.messages import ShipOrder
     from ckptd.remote.store import Store
     from ckptd.remote.transfer import Control
 

@@ -19,7 +19,8 @@ from ckptd.remote.documents import manifests_of_commit, read_commit, read_identi
 
 if TYPE_CHECKING:
     from ckptd.recover.mirrored import RemoteSource
-    from ckptd.remote.messages import Committed, Making, ShipOrder
+    from ckptd.remote.making_messages import Committed, Making
+    from ckptd.remote.messages import ShipOrder
     from ckptd.remote.store import Store
 
 MIRROR = "mirror."

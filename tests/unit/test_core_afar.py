@@ -81,7 +81,7 @@ def test_the_newest_committed_one_alone_and_what_was_begun_first() -> None:
 
 
 def test_where_a_ladder_leaves_the_form_alone_older_ones_get_it_too() -> None:
-    ladder = RetentionPolicy(save_total_limit=1, ladder=(Rung(form=UNIVERSAL, after_newer=1),))
+    ladder = RetentionPolicy(save_total_limit=1, ladder=(Rung(form="universal", after_newer=1),))
     view = job_view([part(4), with_record(part(5), state=ShipState.COMMITTED, generation=1)])
     assert made(on(view, retention=ladder)) == [(4, UNIVERSAL, True)]
 

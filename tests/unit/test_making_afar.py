@@ -269,8 +269,7 @@ def test_what_another_manifest_lists_is_not_swept(spread: Spread) -> None:
 
 
 def test_a_form_that_cannot_be_made_is_told_to_all(spread: Spread) -> None:
-    two = {"folders": (spread.tag, f"{spread.tag}/other")}
-    first = spread.ship("n0", **two)
+    first = spread.ship("n0", folders=(spread.tag, f"{spread.tag}/other"))
     assert first.outcome == "refused"
     spread.beat("n0", seconds_ago=TAKEOVER_SECONDS + 1)
     second = spread.ship("n1")
