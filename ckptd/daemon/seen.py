@@ -76,8 +76,8 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
         for form in forms if zero.state is ShipState.COMMITTED else ():
             view = there.get((row.save.tag, zero.generation or 0, form))
             record = state.ship(row.id, remote, form)
-            is_unbegun = record.state is ShipState.NEW and record.generation is None
-            if view is None or not (is_unbegun or record.state is ShipState.WAITING):
+            is_open = record.state in (ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+            if view is None or not is_open or row.derived_of(form).plan_sha256:
                 continue
             update = {
                 "state": ShipState.COMMITTED,

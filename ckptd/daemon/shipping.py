@@ -238,6 +238,8 @@ class Shipping:
                     "bytes_sent": answer.bytes_sent,
                 }
             )
+            if action.is_streamed:  # half uploads of an attempt that does not count are given up
+                state.journal.forget_objects(action.save_id, action.remote, action.form)
             log.info("%s (%s) committed on %s", tag, action.form, action.remote)
         elif answer.outcome == "waiting":
             record = record.model_copy(

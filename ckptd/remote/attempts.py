@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.afar import Attempt, attempt_folder, attempts_folder
 from ckptd.core.coverage import objects_of
-from ckptd.core.manifest import side_key, stem, to_bytes
+from ckptd.core.manifest import parse, side_key, stem, to_bytes
 from ckptd.core.shared import judge_lease, numbered
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
@@ -38,7 +38,7 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     store, ours, where = ground.store, order.manifest, stem_of(order.manifest)
     commit = read_commit(store, where)
     if commit is not None and not commit.disputed:
-        return _committed(ground, making, commit)
+        return _committed(ground, order, commit)
     if store.get(side_key("retired", stem(*where))) is not None:
         return ShipResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
     takeover_seconds = making.zero.takeover_seconds
@@ -72,7 +72,7 @@ def over(ground: Ground, order: ShipOrder, result: ShipResult) -> ShipResult:
     commit = read_commit(ground.store, where)
     if commit is None or commit.disputed:
         return result
-    found = _committed(ground, making, commit)
+    found = _committed(ground, order, commit)
     return result if result.outcome == "committed" else found
 
 
@@ -104,25 +104,32 @@ def _tell(ground: Ground, order: ShipOrder, result: ShipResult) -> None:
     ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
 
 
-def _committed(ground: Ground, making: Making, commit: CommitView) -> ShipResult:
+def _committed(ground: Ground, order: ShipOrder, commit: CommitView) -> ShipResult:
     with contextlib.suppress(DamagedError, RefusedError):  # what cannot be read may list some of it: it stays
-        _sweep(ground, making, commit.commit)
+        _sweep(ground, order, commit.commit)
     return ShipResult(outcome="committed", commit=commit)
 
 
-def _sweep(ground: Ground, making: Making, commit: Commit) -> None:
-    """What other attempts sent: objects that the committed one has too, in their folders, listed nowhere."""
-    store, where = ground.store, stem_of(commit)
-    last, _ = newest_row(store, attempts_folder(*where), Attempt)
-    folders = [attempt_folder(*where, making.below, number) for number in range(1, last + 1)]
-    others = [folder for folder in folders if folder != commit.folder]
+def _sweep(ground: Ground, order: ShipOrder, commit: Commit) -> None:
+    """What other attempts sent: objects that the committed one has too, in their folders, listed nowhere.
+
+    Half uploads are given up by their own node, when it hears of the COMMIT.
+    """
+    assert order.making is not None
+    store, where, row = ground.store, stem_of(commit), attempts_folder(*stem_of(commit))
+    last, _ = newest_row(store, row, Attempt)
+    folders = {n: attempt_folder(*where, order.making.below, n) for n in range(1, last + 1)}
+    others = {number: folder for number, folder in folders.items() if folder != commit.folder}
     if not others:
         return
     members = (known.manifest for known in manifests_of_commit(store, commit))
     tails = [key.removeprefix(commit.folder) for key in objects_of(members)]
-    for folder in others:
+    for number, folder in others.items():
         there = {info.key for info in store.list(f"{folder}/")}
         mine = {folder + tail for tail in tails} & there
         for key in sorted(mine - listed_elsewhere(ground, where, mine) if mine else ()):
-            store.discard(key)
             store.delete(key)
+        data = store.get(numbered(row, number))
+        if data is not None and parse(Attempt, data, row).node_id == order.manifest.node_id:
+            for tail in tails:
+                store.discard(folder + tail)

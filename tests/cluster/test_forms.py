@@ -31,7 +31,7 @@ FORMS = 'forms = ["zero", "universal"]'
 
 @pytest.fixture(scope="module", autouse=True)
 def _real_saves() -> None:
-    runs.prepare()
+    runs.prepare([runs.LOCAL_3])
 
 
 def gathered(run: runs.Run, step: int, to: Path) -> Path:
@@ -87,7 +87,7 @@ def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path:
         here.wait("the form", lambda: forms(here), SECONDS)
         assert makers(here, "global_step2") == [maker, heir]
         assert forms(here) == {"global_step2~g1": "global_step2_universal.a2"}
-        here.wait("what is left of it to go", lambda: not first.exists(), SECONDS)
+        here.wait("what was sent to be swept", lambda: not list(first.rglob("[!.]*.*")), SECONDS)
 
         here.nodes[maker].write_job(remote=FORMS)
         here.nodes[maker].start()
@@ -103,6 +103,7 @@ def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path:
             assert not node.problems(), node.status()["problems"]
             assert not list((node.save_dir / "_ckptd" / "staging").iterdir())
             assert not (node.save_dir / "_ckptd" / "derived" / "universal").exists()
+        here.wait("half uploads to be given up", lambda: not first.exists(), SECONDS)
         assert forms(here)["global_step4~g1"] == "global_step4_universal"
         assert here.read("latest_universal") == "global_step4_universal"
         assert len(makers(here, "global_step4")) == 1

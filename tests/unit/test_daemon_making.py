@@ -164,22 +164,26 @@ def test_whoever_waits_for_another_node_says_so_and_looks_again(life: Life) -> N
 
 
 @pytest.mark.parametrize(
-    ("state", "generation", "heard"),
+    ("state", "is_begun", "heard"),
     [
-        (ShipState.WAITING, 2, True),
-        (ShipState.NEW, None, True),
-        (ShipState.NEW, 2, False),
-        (ShipState.SHIPPING, 2, False),
-        (ShipState.REFUSED, 2, False),
+        (ShipState.WAITING, False, True),
+        (ShipState.WAITING, True, False),
+        (ShipState.NEW, False, True),
+        (ShipState.NEW, True, False),
+        (ShipState.FAILED, False, True),
+        (ShipState.SHIPPING, False, False),
+        (ShipState.REFUSED, False, False),
     ],
 )
 def test_a_form_that_another_node_committed_is_heard_of(
-    life: Life, state: ShipState, generation: int | None, heard: bool
+    life: Life, state: ShipState, is_begun: bool, heard: bool
 ) -> None:
     """What was begun here is ended by its own order, which sweeps what it had sent."""
     part(life)
-    record = life.state.ship(*KEY).model_copy(update={"state": state, "generation": generation})
+    record = life.state.ship(*KEY).model_copy(update={"state": state})
     life.state.put_ship(1, record)
+    if is_begun:
+        life.planned("1" * 64)
     for other in (form_of_another(life, 1), form_of_another(life, disputed=True)):
         learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (other,))
         assert life.state.ship(*KEY) == record

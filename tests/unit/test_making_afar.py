@@ -97,6 +97,11 @@ class Spread:
         at = time.time() - seconds_ago
         os.utime(self.nas / heartbeat_key(name), (at, at))
 
+    def falls_silent(self, name: str) -> None:
+        """All others are heard of after it, as late as it takes."""
+        for other in NAMES:
+            self.beat(other, seconds_ago=TAKEOVER_SECONDS + 1 if other == name else 0.0)
+
     def order(self, name: str, form: str = UNIVERSAL, **changes: object) -> ShipOrder:
         node = self.nodes[name]
         order = node.order(node.sealed(), form=form, shipped=node.shipped())
@@ -199,16 +204,22 @@ def test_others_wait_for_the_one_that_makes_it_and_replace_it_when_it_is_silent(
         spread.ship("n0", check=after(spread, "n0", 2, stop))
     begun = spread.sent(f"{spread.tag}_universal")
     assert begun
+    key = next(iter(begun))
+    partial = spread.stores["n0"]._partial(f"{spread.tag}_universal/{key}")
+    half = (spread.nas / f"{spread.tag}_universal" / key).with_name(partial)
+    half.write_bytes(b"half an upload")
     waiting = spread.ship("n1")
     assert (waiting.outcome, waiting.reason) == ("waiting", "n0 makes it")
     assert not spread.planned("n1")
-    spread.beat("n0", seconds_ago=TAKEOVER_SECONDS + 1)
+    spread.falls_silent("n0")
     assert spread.ship("n1").outcome == "committed"
     assert [(a.number, a.node) for a in spread.attempts()] == [(1, "n0"), (2, "n1")]
     assert spread.sent(spread.folder()) == wanted
     assert spread.folder() == f"{spread.tag}_universal.a2"
-    assert not spread.sent(f"{spread.tag}_universal"), "nobody will go on with it"
+    left = spread.sent(f"{spread.tag}_universal")
+    assert list(left.values()) == [b"half an upload"], "nobody will go on with it; its own node gives that up"
     assert spread.ship("n0").outcome == "committed"
+    assert not (spread.nas / f"{spread.tag}_universal").exists()
     assert len(spread.planned("n0")) == 1
 
 
@@ -234,12 +245,10 @@ def test_one_that_was_paused_is_replaced(spread: Spread) -> None:
 def test_two_at_once_leave_one_commit_and_one_folder(spread: Spread, tmp_path: Path) -> None:
     """A node that everybody took for dead goes on to its last byte while another one makes it all."""
     wanted = expected(spread, tmp_path / "made")
-    spread.beat("n1", seconds_ago=TAKEOVER_SECONDS + 1)
     seen: list[ShipResult] = []
 
     def meanwhile() -> None:
-        spread.beat("n0", seconds_ago=TAKEOVER_SECONDS + 1)
-        spread.beat("n1")
+        spread.falls_silent("n0")
         seen.append(spread.ship("n1"))
 
     late = spread.ship("n0", check=after(spread, "n0", 2, meanwhile))
@@ -263,7 +272,7 @@ def test_what_another_manifest_lists_is_not_swept(spread: Spread) -> None:
     listing = other.manifest.model_copy(update={"files": files, "form": "weights-bf16"})
     data = to_bytes(listing)
     spread.stores["n0"].put_if_absent(manifest_key(listing, sha256_of(data)), data)
-    spread.beat("n0", seconds_ago=TAKEOVER_SECONDS + 1)
+    spread.falls_silent("n0")
     assert spread.ship("n1").outcome == "committed"
     assert set(spread.sent(f"{spread.tag}_universal")) == {held}
 
@@ -271,7 +280,7 @@ def test_what_another_manifest_lists_is_not_swept(spread: Spread) -> None:
 def test_a_form_that_cannot_be_made_is_told_to_all(spread: Spread) -> None:
     first = spread.ship("n0", folders=(spread.tag, f"{spread.tag}/other"))
     assert first.outcome == "refused"
-    spread.beat("n0", seconds_ago=TAKEOVER_SECONDS + 1)
+    spread.falls_silent("n0")
     second = spread.ship("n1")
     assert (second.outcome, second.reason, second.hint) == ("refused", first.reason, first.hint)
     assert not spread.planned("n1")
