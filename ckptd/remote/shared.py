@@ -124,9 +124,8 @@ def lacking(whole: ShipOrder, members: Iterable[KnownManifest]) -> tuple[str, ..
 
 def forget_rows(store: Store, where: tuple[str, int, str]) -> None:
     """Of a generation that was retired: nobody divides or makes it any more."""
-    for folder in (shares_folder(*where), attempts_folder(*where)):
-        for info in list(store.list(folder)):
-            store.delete(info.key)
+    for info in list(store.list(shares_folder(*where) if where[2] == ZERO else attempts_folder(*where))):
+        store.delete(info.key)
 
 
 # --- the lease -------------------------------------------------------------------------------------------
