@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 SECONDS = 200
 JOB = 'shared_takeover = "15s"'
-SLOW = 'bandwidth = "150KB/s"'
+SLOW = 'bandwidth = "300KB/s"'
 FORMS = 'forms = ["zero", "universal"]'
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _real_saves() -> None:
-    runs.prepare([runs.LOCAL_2])
+    runs.prepare()
 
 
 def gathered(run: runs.Run, step: int, to: Path) -> Path:
@@ -118,15 +118,23 @@ def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path:
 
 
 def made_of(run: runs.Run, here: Cluster, tmp_path: Path) -> None:
-    """Each form is what one process makes of the gathered save, and DeepSpeed's converter besides."""
+    """Each form is what one process makes of the gathered save, and every tensor DeepSpeed's converter's.
+
+    The superset of layouts that ckptd writes has files, and keys of one file, that the stock one has not.
+    """
     pairs, ours = [], []
     for key, folder in forms(here).items():
         step = int(key.partition("~")[0].removeprefix("global_step"))
         whole = gathered(run, step, tmp_path / f"whole{step}")
-        convert(whole, tmp_path / f"ours{step}")
+        convert(whole, tmp_path / f"ours{step}", ConvertOptions())
         assert contents(here.nas / folder) == contents(tmp_path / f"ours{step}")
-        convert(whole, tmp_path / f"strict{step}", ConvertOptions(compat="strict"))
         pairs.append((whole, tmp_path / f"stock{step}"))
         ours.append((tmp_path / f"stock{step}", here.nas / folder))
     stock.convert(pairs)
-    print(stock.differences(ours))
+    superset = ("only ", "zero/optimizer_state.pt: keys ")
+    found = stock.differences(ours)
+    assert len(found) == 2
+    assert [[one for one in each if not one.startswith(superset)] for each in found] == [[], []]
+    for theirs, made in ours:
+        both = contents(theirs).keys() & contents(made).keys()
+        assert sum(name.endswith("exp_avg.pt") for name in both) > 10
