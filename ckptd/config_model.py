@@ -208,7 +208,10 @@ class JobConfig(Section):
         "save_dir is one directory on all hosts; each runs a daemon (clusters.md)",
     )
     shared_takeover_seconds: Annotated[Seconds, AfterValidator(check_takeover)] = _key(
-        180.0, "shared_takeover", '"3m"', "with shared_fs: a host silent for so long is replaced"
+        180.0,
+        "shared_takeover",
+        '"3m"',
+        "a node silent for so long is replaced where only one may work (clusters.md)",
     )
     local: LocalConfig = Field(default_factory=LocalConfig)
     remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")

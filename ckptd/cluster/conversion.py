@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
     from ckptd.convert.supervise import Conversion
     from ckptd.convert.workplace import Workplace
-    from ckptd.recover.ranged_source import RemoteFile
+    from ckptd.recover.mirrored import RemoteFile
 
 FOLDER = "cluster"
 """Where outputs for a folder are gathered, in the partial folder beside it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.actions import Action, DropDerived, PointUniversal
+from ckptd.core.afar import is_made_afar
 from ckptd.core.ladder import Fate
 from ckptd.core.listing import OURS
 from ckptd.core.save import Order
@@ -29,13 +30,13 @@ def is_open(record: DerivedRecord, now_seconds: float) -> bool:
 
 
 def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
-    """Saves whose derived form that remote is to get, by preference: the newest whole one whose ZeRO form is
-    committed; older ones too where a ladder will leave them in that form alone.
+    """Saves whose derived form that remote is to get, by preference: the newest one whose ZeRO form is
+    committed, whole here or there; older ones too where a ladder will leave them in that form alone.
 
     Those that were begun and can be gone on with come first: on a slow link none would be finished.
     """
     ready = sorted(
-        (s for s in view.saves if s.is_convertible and _has_zero(view, s, remote)),
+        (s for s in view.saves if _has_source(view, s, remote)),
         key=lambda s: s.order,
         reverse=True,
     )
@@ -72,15 +73,20 @@ def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bo
     return is_stepping_down and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
 
 
-def _has_zero(view: JobView, save: SaveView, remote: RemoteView) -> bool:
-    """Committed there; for a remote that takes no ZeRO form, on every required one."""
+def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
+    """Committed there; for a remote that takes no ZeRO form, on every required one, and whole here."""
+    if not (save.is_convertible or (is_made_afar(save) and ZERO in remote.forms)):
+        return False
     names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
     return all(save.ship(name, ZERO).state is ShipState.COMMITTED for name in names)
 
 
 def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
-    """Whether a form that is not kept here can be made of the shards as it is sent; `is_now`: may begin."""
-    if form in view.local_forms or not save.is_intact:
+    """Whether a form that is not kept here can be made as it is sent; `is_now`: may begin.
+
+    Of the shards here, or, of a save that no node has whole, of what the remote holds (adr/0118).
+    """
+    if not is_made_afar(save) and (form in view.local_forms or not save.is_intact):
         return False
     # its plan lies on this disk
     may_begin = not view.is_converting and not view.is_save_in_flight and not view.disk.is_full

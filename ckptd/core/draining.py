@@ -78,4 +78,4 @@ def course(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[Sa
 def _may_be_made(view: JobView, remote: RemoteView, save: SaveView) -> bool:
     """The newest checkpoint's model alone, of its shards."""
     is_free = not view.is_save_in_flight or remote.ships_save == save.id
-    return save.is_intact and not save.is_model_only and is_free
+    return save.is_intact and save.is_convertible and is_free

@@ -24,6 +24,7 @@ from ckptd.core.actions import (
     StopConverting,
     Supplement,
 )
+from ckptd.core.afar import is_made_elsewhere
 from ckptd.core.deriving import (
     PRESSURE,
     first_to_go,
@@ -229,8 +230,11 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
     waiting = (s for s in newest_first if s.id not in loose and _is_zero_due(view, s, remote))
     zero = next(waiting, None)
     if remote.is_shipping:
-        is_in_the_way = zero is not None and remote.ships not in (None, ZERO)
-        return [MakeWay(remote=remote.name)] if is_in_the_way else []
+        if zero is not None and remote.ships not in (None, ZERO):
+            return [MakeWay(remote=remote.name)]
+        if is_made_elsewhere(view, remote):
+            return [MakeWay(remote=remote.name, reason="another node was faster")]
+        return []
     if zero is not None:
         return [_ship_or_describe(view, zero, remote, ZERO)]
     late = (s for s in newest_first if s.is_intact and not s.is_busy and s.lacking.get(remote.name))

@@ -153,7 +153,7 @@ class SaveView:
 
     @property
     def is_convertible(self) -> bool:
-        """All of its shards belong here, and they are more than weights."""
+        """All of its shards are here, and they are more than weights."""
         return not self.save.grid.is_model_only and not self.save.is_part
 
     def derived(self, form: str) -> DerivedRecord:

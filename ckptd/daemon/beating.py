@@ -29,7 +29,16 @@ def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
     state.is_shared = tenancy is not None
     if tenancy is not None:
         job.chores.signals.holds = tenancy.holds
-    return Nodes(state, job.links, lambda: heartbeat_of(job, node_id), digest, os.environ, job.wake, tenancy)
+    return Nodes(
+        state,
+        job.links,
+        lambda: heartbeat_of(job, node_id),
+        digest,
+        os.environ,
+        job.wake,
+        tenancy,
+        job.config.shared_takeover_seconds,
+    )
 
 
 def heartbeat_of(job: Job, node_id: str) -> Heartbeat:

@@ -28,7 +28,7 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_orders, is_written_down, named_in
+from ckptd.daemon.seen import adopt_orders, is_written_down, learn_forms, named_in
 from ckptd.daemon.sharing import look_for_sharer
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
@@ -302,6 +302,7 @@ class Knowledge(Recogniser):
         commits = seen.commits if seen is not None else ()
         made = {(v.commit.tag, v.commit.generation) for v in commits if v.commit.form == ZERO}
         disputed = {v.sha256: v.key for v in commits if v.disputed}
+        learn_forms(state, name, self._forms[name], commits)
         update: dict[str, object]
         for row in state.rows.values():
             if row.state != "present" and not row.held:

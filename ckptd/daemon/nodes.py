@@ -57,6 +57,7 @@ class Nodes:
         environ: Mapping[str, str],
         wake: Callable[[], None],
         tenancy: Tenancy | None = None,
+        takeover_seconds: float = 3 * BEAT_SECONDS,
     ) -> None:
         self._state = state
         self._links = links
@@ -66,6 +67,8 @@ class Nodes:
         self._wake = wake
         self.tenancy = tenancy
         """Of a directory that hosts share."""
+        self._takeover_seconds = takeover_seconds
+        """A node that is silent for so long is replaced where it makes a form of a spread save (adr/0118)."""
         self._is_told = any(
             environ.get(name, "1").isdigit() and int(environ.get(name, "1")) > 1 for name in NODE_COUNTS
         )
@@ -131,7 +134,9 @@ class Nodes:
     @property
     def beat_seconds(self) -> float:
         """Between heartbeats."""
-        return BEAT_SECONDS if self.tenancy is None else self.tenancy.beat_seconds(BEAT_SECONDS)
+        if self.tenancy is None:
+            return min(BEAT_SECONDS, self._takeover_seconds / 3)
+        return self.tenancy.beat_seconds(BEAT_SECONDS)
 
     @property
     def _is_in_doubt(self) -> bool:

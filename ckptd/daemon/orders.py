@@ -17,6 +17,7 @@ from ckptd.core.view import UNIVERSAL, ZERO
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
 from ckptd.remote import messages as m
+from ckptd.remote.making_messages import Committed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,12 +108,23 @@ def pointer_to_ship(row: SaveRow, action: Ship) -> tuple[m.ShipFile, ...]:
     return (pointer,)
 
 
-def making_of(row: SaveRow, action: Ship, staging: str, memory_bytes: int) -> m.Making:
-    """What a form is made of that lies nowhere here."""
+def committed_source(row: SaveRow, zero: ShipRecord, takeover_seconds: float) -> Committed | None:
+    """What forms of a save are made of that is not whole here: its ZeRO form in that remote (adr/0118)."""
+    if not row.save.is_part or zero.commit_sha256 is None:
+        return None
+    return Committed(sha256=zero.commit_sha256, takeover_seconds=takeover_seconds)
+
+
+def making_of(
+    row: SaveRow, action: Ship, zero: Committed | None, staging: str, memory_bytes: int
+) -> m.Making:
+    """What a form is made of that lies nowhere here; `zero`: of that, and of none of the files here."""
     save = row.save
+    sealed = save.files if zero is None else ()
     return m.Making(
         folders=tuple(f"{save.tag}/{root}".rstrip("/") for root in save.roots),
-        sealed=tuple((f"{save.tag}/{file.path}", file.identity) for file in save.files),
+        zero=zero,
+        sealed=tuple((f"{save.tag}/{file.path}", file.identity) for file in sealed),
         below=_below(row, action),
         staging=staging,
         memory_bytes=memory_bytes,
@@ -273,7 +285,8 @@ def _source_of(row: SaveRow, action: Ship) -> DerivedSource | None:
     derived = row.derived_of(action.form)
     return DerivedSource(
         generation=action.generation,
-        fingerprints=row.save.fingerprints,
+        # of a save that is not whole here they are the COMMIT's, filled in by who reads that
+        fingerprints=() if row.save.is_part else row.save.fingerprints,
         plan_sha256=derived.plan_sha256,
         layout=derived.layout,
         alignment=derived.alignment,

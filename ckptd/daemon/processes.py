@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.remote.client import RemoteClient
+from ckptd.remote.making_messages import Planned
 from ckptd.remote.messages import ShipOrder
 
 if TYPE_CHECKING:
@@ -24,8 +25,13 @@ class Process:
     """As `RemoteClient`; every method is called in the deciding thread."""
 
     def __init__(self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None]) -> None:
-        self._child = RemoteClient(settings, on_answer, making=MAKING)
         self._has_made = False
+
+        def heard(order_id: int, answer: m.Answer) -> None:
+            self._has_made |= isinstance(answer, Planned)
+            on_answer(order_id, answer)
+
+        self._child = RemoteClient(settings, heard, making=MAKING)
 
     @property
     def pid(self) -> int | None:
@@ -34,7 +40,8 @@ class Process:
 
     def submit(self, order: m.Order) -> int:
         """Queue an order."""
-        self._has_made |= isinstance(order, ShipOrder) and order.making is not None
+        # one that may end with "another node makes it" counts once it is planned
+        self._has_made |= isinstance(order, ShipOrder) and order.making is not None and not order.making.zero
         return self._child.submit(order)
 
     def ended(self) -> None:

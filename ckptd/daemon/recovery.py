@@ -23,6 +23,8 @@ log = logging.getLogger("ckptd.local")
 
 PARTIAL_END = ".ckptd-partial"
 """How the executor names a conversion that is not published yet."""
+MIRROR = "mirror."
+"""So begins the name of what planning reads of a remote's objects (`ckptd.recover.making_afar`)."""
 
 
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
@@ -92,7 +94,8 @@ def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     for place in (f"{fs.DERIVED}/{UNIVERSAL}", fs.STAGING):
         for name in fs.names_in(save_dir_fd, place):
             is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
-            if is_partial and name[1 : -len(PARTIAL_END)] not in present:
+            is_mirror = place == fs.STAGING and name.startswith(MIRROR)
+            if is_mirror or (is_partial and name[1 : -len(PARTIAL_END)] not in present):
                 fs.remove_ours(save_dir_fd, place, name)
     for form in WEIGHTS:  # as versions made them that shipped them from here
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):

@@ -8,6 +8,7 @@ from ckptd.core.coverage import order_of
 from ckptd.core.generation import SeenCommit, SeenManifest
 from ckptd.core.lifecycle import State
 from ckptd.core.view import ZERO, ShipState
+from ckptd.remote.documents import stem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ckptd.core.save import Order
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
-    from ckptd.remote.messages import Observation, TagView
+    from ckptd.remote.messages import CommitView, Observation, TagView
 
 _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
 
@@ -68,6 +69,29 @@ def adopt_orders(state: JobState, links: Iterable[RemoteLink]) -> None:
         if order != row.save.order:
             state.journal.replace_sealed(row.id, row.save.model_copy(update=order._asdict()))
             state.reload(row.id)
+
+
+def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Sequence[CommitView]) -> None:
+    """Forms that another node made of a save that none has whole (adr/0118); what was begun here is ended by
+    its own order, which also sweeps."""
+    parts = [row for row in state.rows.values() if row.save.is_part]
+    there = {stem_of(v.commit): v for v in commits if v.commit.form != ZERO and not v.disputed}
+    for row in parts if there else ():
+        zero = state.ship(row.id, remote, ZERO)
+        for form in forms if zero.state is ShipState.COMMITTED else ():
+            view = there.get((row.save.tag, zero.generation or 0, form))
+            record = state.ship(row.id, remote, form)
+            is_open = record.state in (ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+            if view is None or not is_open or row.derived_of(form).plan_sha256:
+                continue
+            update = {
+                "state": ShipState.COMMITTED,
+                "generation": view.commit.generation,
+                "commit_key": view.key,
+                "commit_sha256": view.sha256,
+                "reason": None,
+            }
+            state.put_ship(row.id, record.model_copy(update=update))
 
 
 def named_in(view: TagView) -> list[tuple[int, ManifestName]]:

@@ -16,7 +16,7 @@ from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.late import Supplementing
-from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_order
+from ckptd.daemon.orders import committed_source, files_to_ship, making_of, pointer_to_ship, ship_order
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
@@ -128,7 +128,9 @@ class Shipping:
             return files_to_ship(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
         staging = path_of(self._config.save_dir, fs.STAGING)
-        return pointer_to_ship(row, action), making_of(row, action, str(staging), memory_bytes)
+        zero = self._state.ship(row.id, action.remote, ZERO)
+        source = committed_source(row, zero, self._config.shared_takeover_seconds)
+        return pointer_to_ship(row, action), making_of(row, action, source, str(staging), memory_bytes)
 
     def make_way(self, action: MakeWay) -> None:
         """Cancel the upload under way; it goes on where it stopped."""
@@ -238,21 +240,13 @@ class Shipping:
                     "bytes_sent": answer.bytes_sent,
                 }
             )
+            if action.is_streamed:  # half uploads of an attempt that does not count are given up
+                state.journal.forget_objects(action.save_id, action.remote, action.form)
             log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
         elif answer.outcome == "waiting":
-            key = (action.save_id, action.remote, action.form)
-            waiting = state.waiting[key] = waiting_on(state.waiting.get(key), answer)
-            # of a shared directory what takes over from a silent host is the attempt itself
-            wait_seconds = self._step_in_seconds
-            if not self._config.shared_fs:
-                wait_seconds = waiting.retry_seconds(wait_seconds)
-            record = record.model_copy(
-                update={
-                    "state": ShipState.WAITING,
-                    "reason": answer.reason,
-                    "retry_at_seconds": time.monotonic() + wait_seconds,
-                }
-            )
+            again_at = time.monotonic() + self._wait_seconds(action, answer)
+            update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
+            record = record.model_copy(update=update)
         elif answer.outcome == "refused":
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
@@ -265,6 +259,16 @@ class Shipping:
                 record = record.model_copy(update={"attempt": record.attempt + 1})
             state.journal.forget_objects(action.save_id, action.remote, action.form)
         state.put_ship(action.save_id, record)
+
+    def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
+        """Until it is tried again: other nodes' parts, or a form that another node makes, are to come."""
+        if action.form != ZERO:
+            return self._config.shared_takeover_seconds
+        key = (action.save_id, action.remote, action.form)
+        waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer)
+        # of a shared directory what takes over from a silent host is the attempt itself
+        first = self._step_in_seconds
+        return first if self._config.shared_fs else waiting.retry_seconds(first)
 
     def _again(self, record: ShipRecord, reason: str) -> ShipRecord:
         tries = record.tries + 1

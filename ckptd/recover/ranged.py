@@ -31,15 +31,8 @@ from ckptd.convert.workplace import (
     remove_workplace,
 )
 from ckptd.recover.choose import DESCRIPTION
-from ckptd.recover.ranged_source import (
-    PARALLEL,
-    RemoteSource,
-    ancestors,
-    is_root,
-    look_at,
-    make_mirror,
-    of_copy,
-)
+from ckptd.recover.mirrored import PARALLEL, RemoteSource, make_mirror
+from ckptd.recover.ranged_source import ancestors, is_root, look_at, of_copy
 from ckptd.recover.ranged_upload import target_exists
 from ckptd.remote.access import Access, access_of
 from ckptd.remote.environment import clean_environment

@@ -18,8 +18,8 @@ from ckptd.convert.executor_child import Execution, Request, serve
 from ckptd.convert.plan import OutputLink, PlanReader
 from ckptd.convert.verify import verify_sources
 from ckptd.errors import CkptdError, SourceChanged
+from ckptd.recover.mirrored import RemoteFile
 from ckptd.recover.ranged_reader import RemoteRanges
-from ckptd.recover.ranged_source import RemoteFile
 from ckptd.recover.ranged_upload import Target, Uploader
 from ckptd.remote.access import Access
 from ckptd.remote.open import open_store

@@ -19,7 +19,7 @@ from ckptd.remote.checksums import crc64, crc64_combined, to_hex
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptd.recover.ranged_source import RemoteFile
+    from ckptd.recover.mirrored import RemoteFile
     from ckptd.remote.store import ObjectInfo, Store
 
 MOST_BLOCK_BYTES = 512 << 10
@@ -47,16 +47,18 @@ class RemoteRanges(Ranges):
         *,
         cache_bytes: int,
         check_stop: Callable[[], None],
+        most_block_bytes: int = MOST_BLOCK_BYTES,
     ) -> None:
         self._store = store
         self._sources = sources
         self._check_stop = check_stop
         share = cache_bytes // max(1, 2 * len(sources))
         size = LEAST_BLOCK_BYTES
-        while size * 2 <= min(share, MOST_BLOCK_BYTES):
+        while size * 2 <= min(share, most_block_bytes):
             size *= 2
         self.block_bytes = size
-        self._most_blocks = max(16, cache_bytes // size) if size < MOST_BLOCK_BYTES else cache_bytes // size
+        least = 16 if size < MOST_BLOCK_BYTES else 2
+        self._most_blocks = max(least, cache_bytes // size)
         self._blocks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._coming: set[tuple[int, int]] = set()
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""A checkpoint in a remote as the source of a conversion: what lies there, and its mirror for planning.
+"""A checkpoint in a remote as the source of a conversion: which one a URL means, and what lies there.
 
 SRC may name a checkpoint's folder, or a folder with `latest`. Below the root of a remote of ckptd only what
 is committed exists (P3), and its manifests say what every byte must be (P2).
@@ -6,71 +6,29 @@ is committed exists (P3), and its manifests say what every byte must be (P2).
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.config import remote_from_arguments
-from ckptd.convert.companions import CONFIG, MARKS, is_companion
+from ckptd.convert.companions import CONFIG, MARKS
 from ckptd.core.coverage import objects_of, order_of
 from ckptd.core.layouts import parse_shard_name
-from ckptd.core.manifest import EXTRA_FOLDER
-from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
-from ckptd.pages import write_at
+from ckptd.errors import CkptdError, NotFoundError, RefusedError
+from ckptd.recover.mirrored import RemoteFile, RemoteSource, of_commit, of_manifest, source_of
 from ckptd.recover.sight import look_at_remote
 from ckptd.remote.access import Access, access_of
 from ckptd.remote.documents import IDENTITY_KEY
 from ckptd.remote.open import is_s3, open_store
-from ckptd.torchfile import mirror
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-    from ckptd.core.manifest import ManifestFile
     from ckptd.recover.choose import Copy
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.store import ObjectInfo, Store
 
-PARALLEL = 4
-_COMPANION_LIMIT_BYTES = 64 << 20
 _POINTER_LIMIT_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteFile:
-    """One source: `path` in the mirror, `key` below the store's root; `crc64` hex where a manifest has it.
-
-    `local`: where it lay below the save_dir of the node that shipped it, where a manifest says that.
-    """
-
-    path: str
-    key: str
-    bytes: int
-    mtime_ns: int = 0
-    crc64: str | None = None
-    mode: int | None = None
-    local: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSource:
-    """A checkpoint's folder `name` in a remote; paths of `files` begin with it, those beside it have none."""
-
-    url: str
-    access: Access
-    store: Store
-    name: str
-    files: tuple[RemoteFile, ...]
-    folders: tuple[str, ...]
-    """Names of folders in it."""
-
-    @property
-    def is_proven(self) -> bool:
-        """Manifests say what its bytes are."""
-        return any(file.crc64 is not None for file in self.files)
 
 
 def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
@@ -92,8 +50,8 @@ def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
 def of_copy(copy: Copy) -> RemoteSource:
     """A committed copy whose shards lie directly in its folder."""
     name, remote = Path(copy.view.commit.tag).name, copy.remote
-    found = [_of_manifest(file, f"{name}/{file.path}", copy.view.commit.tag) for file in copy.files]
-    return _source(remote.url, remote.access, remote.store, name, found)
+    found = [of_manifest(file, f"{name}/{file.path}", copy.view.commit.tag) for file in copy.files]
+    return source_of(remote.url, remote.access, remote.store, name, found)
 
 
 def ancestors(url: str) -> list[str]:
@@ -132,34 +90,13 @@ def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
         known = ", ".join(v.commit.folder for v in zero[-5:]) or "none"
         hint = f"what has no COMMIT does not count; committed: {known}"
         raise RefusedError(f"{sight.url} holds no committed checkpoint in {folder}", hint=hint)
-    objects = objects_of(sight.manifests(view.commit)).values()
-    prefix = f"{folder.removeprefix(top).strip('/')}/" if folder != top else ""
-    inside = [f for f in objects if not f.path.startswith(f"{EXTRA_FOLDER}/")]
-    if not prefix and not any(parse_shard_name(f.path) for f in inside):
-        roots = sorted({f.path.rpartition("/")[0] for f in inside if parse_shard_name(Path(f.path).name)})
-        prefix = f"{roots[0]}/" if roots else ""
-    name = prefix.rstrip("/").rpartition("/")[2] or top
-    above = [f for f in objects if f.path.startswith(f"{EXTRA_FOLDER}/")] if not prefix else inside
-    tag, cut = view.commit.tag, len(prefix)
-    found = [_of_manifest(f, f"{name}/{f.path[cut:]}", tag) for f in inside if f.path.startswith(prefix)]
-    found += [_of_manifest(f, Path(f.path).name, tag) for f in _beside(above, prefix)]
-    return _source(sight.url, access, sight.store, name, found)
-
-
-def _beside(above: Iterable[ManifestFile], prefix: str) -> list[ManifestFile]:
-    """Files of the folder above the shards: those that travelled along, or lie there in the checkpoint."""
-    head = prefix.rstrip("/").rpartition("/")[0]
-    return [f for f in above if not prefix or f.path.rpartition("/")[0] == head]
-
-
-def _of_manifest(file: ManifestFile, path: str, tag: str) -> RemoteFile:
-    return RemoteFile(
-        path=path,
-        key=file.key,
-        bytes=file.bytes,
-        crc64=file.checksums.crc64nvme,
-        mode=file.mode & 0o777,
-        local="" if file.path.startswith(f"{EXTRA_FOLDER}/") else f"{tag}/{file.path}",
+    return of_commit(
+        sight.url,
+        access,
+        sight.store,
+        folder,
+        view.commit.tag,
+        objects_of(sight.manifests(view.commit)).values(),
     )
 
 
@@ -184,7 +121,7 @@ def _plain(url: str, access: Access) -> RemoteSource:
     else:
         found = [_of_listing(info, f"{name}/{key}") for key, info in listed.items()]
         found += _trainers_folder(store) if above else []
-    return _source(url, access, store, name, found)
+    return source_of(url, access, store, name, found)
 
 
 def _trainers_folder(store: Store) -> list[RemoteFile]:
@@ -196,76 +133,3 @@ def _trainers_folder(store: Store) -> list[RemoteFile]:
 
 def _of_listing(info: ObjectInfo, path: str) -> RemoteFile:
     return RemoteFile(path=path, key=info.key, bytes=info.bytes, mtime_ns=info.mtime_ns)
-
-
-def _source(url: str, access: Access, store: Store, name: str, found: list[RemoteFile]) -> RemoteSource:
-    inside = [f for f in found if f.path.startswith(f"{name}/")]
-    folders = sorted({f.path.split("/")[1] for f in inside if f.path.count("/") > 1})
-    kept = [f for f in found if f.path.count("/") <= 1 and _matters(f.path)]
-    if not any(parse_shard_name(Path(f.path).name) for f in kept):
-        raise NotFoundError(f"{url} holds no shards", hint="name the folder of a checkpoint")
-    return RemoteSource(
-        url=url, access=access, store=store, name=name, files=tuple(kept), folders=tuple(folders)
-    )
-
-
-def _matters(path: str) -> bool:
-    head, _, name = path.rpartition("/")
-    if head and parse_shard_name(name):
-        return True
-    return is_companion(name) or (not head and name in MARKS)
-
-
-# --- its mirror ------------------------------------------------------------------------------------------
-
-
-def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> None:
-    """Below the open folder `place_fd`: `<name>/` with sparse shards, and small files whole where wanted.
-
-    Raises:
-        TornArchiveError, RefusedError: see `ckptd.torchfile.mirror.fill`.
-        SourceChanged: a file is gone. RemoteError: it does not answer.
-    """
-    umask = os.umask(0o077)
-    os.umask(umask)
-    folder = files.open_dir_beneath(place_fd, source.name, create_mode=0o777 & ~umask)
-    try:
-        for name in source.folders:
-            os.close(files.open_dir_beneath(folder, name, create_mode=0o700))
-    finally:
-        os.close(folder)
-    if companions and any(file.path == CONFIG for file in source.files):
-        files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
-    wanted = [f for f in source.files if f.path not in MARKS]
-    wanted = [f for f in wanted if companions or parse_shard_name(Path(f.path).name)]
-    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="mirror") as pool:
-        futures = [pool.submit(_mirror, source.store, file, place_fd, 0o666 & ~umask) for file in wanted]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
-    def fetch(offset: int, nbytes: int) -> bytes:
-        try:
-            data = store.read_at(file.key, offset, nbytes)
-        except FileNotFoundError as error:
-            raise SourceChanged(f"{file.key} is gone from {store.url}") from error
-        if len(data) != nbytes:
-            raise SourceChanged(f"{file.key} in {store.url} ends before byte {offset + nbytes}")
-        return data
-
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = files.open_beneath(place_fd, file.path, flags, 0o600)
-    try:
-        os.fchmod(fd, file.mode if file.mode is not None else mode)
-        os.ftruncate(fd, file.bytes)
-        if parse_shard_name(Path(file.path).name):
-            mirror.fill(fd, file.path, fetch)
-        elif 0 < file.bytes <= _COMPANION_LIMIT_BYTES:
-            write_at(fd, fetch(0, file.bytes), 0)
-    finally:
-        os.close(fd)

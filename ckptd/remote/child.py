@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from ckptd.remote.messages import Answer, OrderLine, ShipOrder
     from ckptd.remote.origin import OpenOrigin, Origin
+    from ckptd.remote.store import Store
     from ckptd.remote.transfer import Control
 
 _PR_SET_PDEATHSIG = 1
@@ -101,16 +102,16 @@ def main() -> None:
 
 
 def _opened(
-    making: str | None, order: ShipOrder, root: int, control: Control
+    making: str | None, order: ShipOrder, root: int, control: Control, store: Store
 ) -> AbstractContextManager[Origin]:
     """Where an order's bytes come from: files that lie here, or a form that `making` makes."""
     if order.making is None:
-        return sealed(order, root, control)
+        return sealed(order, root, control, store)
     if making is None:
         msg = "this child makes no forms"
         raise UsageError(msg, hint="it is a bug: please report it")
     opened: OpenOrigin = importlib.import_module(making).opened
-    return opened(order, root, control)
+    return opened(order, root, control, store)
 
 
 def _work(service: Service, orders: queue.SimpleQueue[OrderLine]) -> None:

@@ -28,6 +28,7 @@ from ckptd.core.manifest import (
 from ckptd.core.manifest_names import absent_by_names, named_conflict
 from ckptd.core.save import mark_of_manifest
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
+from ckptd.remote import attempts
 from ckptd.remote.documents import DocumentCache, read_commit, stem_of
 from ckptd.remote.listed import Listed, as_listed, in_the_way, withdraw
 from ckptd.remote.look import ManifestCache, Seen, look
@@ -74,9 +75,12 @@ def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOr
     """
     still_ours(ground.store, ground.identity)
     one_writer(ground, order)
+    taken = attempts.take(ground, order)
+    if isinstance(taken, ShipResult):
+        return taken
     root = open_root(order.root)
     try:
-        return _Shipping(ground, order, control, root).run(open_origin)
+        return attempts.over(ground, taken, _Shipping(ground, taken, control, root).run(open_origin))
     finally:
         os.close(root)
 
@@ -116,7 +120,7 @@ class _Shipping:
         if not self._order.files and (rest := lacking(self._whole, self._look(is_all=True).read)):
             return ShipResult(outcome="waiting", reason=coverage.missing_words(rest, seen.read))
         try:
-            with open_origin(self._order, self._root, self._control) as origin:
+            with open_origin(self._order, self._root, self._control, self._store) as origin:
                 return self._carry(origin, seen)
         except CommitConflict as error:
             return ShipResult(outcome="conflict", reason=error.message)

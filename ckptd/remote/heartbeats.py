@@ -64,6 +64,12 @@ class Heartbeats:
             if name != node
         )
 
+    def of(self, node: str) -> SeenNode | None:
+        """One node's, read afresh; None: there is none."""
+        found = list(self.store.list(HEARTBEATS))
+        info = next((info for info in found if node_of_key(info.key) == node), None)
+        return None if info is None else self._seen(node, info, self._now_ns(found), reads_all=True)
+
     def _now_ns(self, infos: Sequence[ObjectInfo]) -> int | None:
         """The store's present: its time of our own heartbeat and what passed since, else its newest time."""
         newest = max((info.mtime_ns for info in infos), default=0)

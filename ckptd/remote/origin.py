@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.identity import FileIdentity
     from ckptd.remote.messages import ShipFile, ShipOrder
-    from ckptd.remote.store import Source
+    from ckptd.remote.store import Source, Store
     from ckptd.remote.transfer import Control
 
 _FOLDERS = 64
@@ -64,8 +64,8 @@ class Origin(Protocol):
 
 
 if TYPE_CHECKING:
-    OpenOrigin = Callable[[ShipOrder, int, Control], AbstractContextManager[Origin]]
-    """From an order and the open folder that its sources are relative to."""
+    OpenOrigin = Callable[[ShipOrder, int, Control, Store], AbstractContextManager[Origin]]
+    """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
 class Sealed:
@@ -105,7 +105,7 @@ class Sealed:
 
 
 @contextmanager
-def sealed(order: ShipOrder, root: int, _control: Control) -> Iterator[Origin]:
+def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
     """The origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"

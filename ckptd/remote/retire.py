@@ -32,7 +32,7 @@ from ckptd.remote.documents import (
 )
 from ckptd.remote.look import read_keys
 from ckptd.remote.observe import is_pinned, point, still_ours
-from ckptd.remote.shared import forget_shares
+from ckptd.remote.shared import forget_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -61,7 +61,7 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
         msg = f"nothing of {order.tag} is removed: {damaged[0]}"
         raise RefusedError(msg, hint="what a damaged manifest lists is not known; see `ckptd gc`")
     mine = objects_of(known.manifest for known in manifests)
-    needed = _listed_elsewhere(ground, where, mine.keys())
+    needed = listed_elsewhere(ground, where, mine.keys())
     commit = read_commit(store, where)
     _entomb(ground, order, where, commit, manifests)
     point(store, ground.documents)
@@ -76,7 +76,7 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
     for known in manifests:
         check()
         store.delete(known.key)
-    forget_shares(store, where)
+    forget_rows(store, where)
     point(store, ground.documents)
 
 
@@ -181,7 +181,7 @@ def _supplements(store: Store, where: Stem) -> list[str]:
     return [key for late, key in keys if late is not None and late[:3] == where]
 
 
-def _listed_elsewhere(ground: Ground, where: Stem, mine: Collection[str]) -> set[str]:
+def listed_elsewhere(ground: Ground, where: Stem, mine: Collection[str]) -> set[str]:
     """Those of our keys that any other manifest lists, committed or not: they stay (H17).
 
     Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.core.manifest import parse, to_bytes
+from ckptd.core.afar import attempts_folder
+from ckptd.core.manifest import Document, parse, to_bytes
 from ckptd.core.shared import (
     LEASE,
     LeaseSeen,
@@ -37,22 +38,20 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 _TRIES = 8
-_Row = TypeVar("_Row", Shares, LeaseTerm)
+_Row = TypeVar("_Row", bound=Document)
 
 
-def _newest(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
+def newest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
     """The newest document of a row; (0, None): there is none."""
     number = max((number_of(folder, info.key) for info in store.list(folder)), default=0)
     data = store.get(numbered(folder, number)) if number else None
     return (number, parse(kind, data, numbered(folder, number))) if data is not None else (number, None)
 
 
-def _agreed(
-    store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]
-) -> _Row:
+def agreed(store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]) -> _Row:
     """The newest document, superseded by `wanted` where that gives one; what is read back counts."""
     for _ in range(_TRIES):
-        number, found = _newest(store, folder, kind)
+        number, found = newest_row(store, folder, kind)
         after = wanted(found)
         if after is None:
             if found is not None:
@@ -97,7 +96,7 @@ def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[Kno
             return None
         return Shares(job_id=ours.job_id, number=0, members=members, by=ours.node)
 
-    shares = _agreed(store, shares_folder(tag, generation, form), Shares, wanted)
+    shares = agreed(store, shares_folder(tag, generation, form), Shares, wanted)
     folder = [f.path for f in order.files if f.identity is not None]
     mine = share_of(tag, folder, shares.members, ours.node)
     known = listed() if shares.number > 1 or ours.node not in shares.members else ()
@@ -123,9 +122,9 @@ def lacking(whole: ShipOrder, members: Iterable[KnownManifest]) -> tuple[str, ..
     return tuple(f.path for f in whole.files if f.identity is not None and tensors(f) not in held)
 
 
-def forget_shares(store: Store, where: tuple[str, int, str]) -> None:
-    """Of a generation that was retired: nobody divides it any more."""
-    for info in list(store.list(shares_folder(*where))):
+def forget_rows(store: Store, where: tuple[str, int, str]) -> None:
+    """Of a generation that was retired: nobody divides or makes it any more."""
+    for info in list(store.list(shares_folder(*where) if where[2] == ZERO else attempts_folder(*where))):
         store.delete(info.key)
 
 
@@ -147,7 +146,7 @@ def hold_lease(
             return None
         return LeaseTerm(job_id=job_id, number=0, node=node, node_id=node_id)
 
-    term = _agreed(store, LEASE, LeaseTerm, wanted)
+    term = agreed(store, LEASE, LeaseTerm, wanted)
     is_ours = term.node_id == node_id
     if is_ours:
         for info in list(store.list(LEASE)):

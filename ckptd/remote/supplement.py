@@ -82,7 +82,7 @@ class _Supplementing:
         seen = look(self._store, self._where, self._ground.manifests, node=None)
         listed = seen.read
         order = self._order.model_copy(update={"files": tuple(self._placed(f, base, listed) for f in absent)})
-        with sealed(order, self._root, self._control) as origin:
+        with sealed(order, self._root, self._control, self._store) as origin:
             known = Listed(self._store, order.manifest, seen, self._ground.manifests)
             carried = Transfer(self._store, origin, self._root, known, self._control).run()
             # P4: what is listed is what the files hold now

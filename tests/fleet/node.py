@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.waiting import Waiting
     from ckptd.remote.documents import Stem
     from ckptd.remote.messages import Observation, TagView
+    from ckptd.remote.store import Store
     from tests.fleet.engine import Engine
     from tests.fleet.remote import Network, Remote
 
@@ -726,7 +727,7 @@ class Daemon:
         yield
 
     @contextmanager
-    def _origin(self, order: ShipOrder, _root: int, _control: Control) -> Iterator[Origin]:
+    def _origin(self, order: ShipOrder, _root: int, _control: Control, _store: Store) -> Iterator[Origin]:
         yield Origin(order, self)
 
     def why_changed(self, file: ShipFile) -> str | None:

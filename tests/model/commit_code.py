@@ -264,7 +264,7 @@ class StepOrigin:
 
 
 @contextmanager
-def on_this_disk(order: ShipOrder, _root: int, _control: object) -> Iterator[StepOrigin]:
+def on_this_disk(order: ShipOrder, _root: int, _control: object, _store: object) -> Iterator[StepOrigin]:
     """The origin of an order of the program that runs."""
     yield StepOrigin(order, _IO[-1])
 

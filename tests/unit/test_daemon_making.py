@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from ckptd.core.actions import MakeWay, Ship
+from ckptd.core.manifest import Commit, ManifestRef
 from ckptd.core.planner import plan
-from ckptd.core.view import UNIVERSAL, DerivedState, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.checks import see_conversions
+from ckptd.daemon.orders import committed_source, making_of
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.processes import MAKING, Process
+from ckptd.daemon.seen import learn_forms
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.journal import Journal, ObjectRow
 from ckptd.remote import messages as m
-from tests.unit.core_views import job_view, save_view, sealed
+from ckptd.remote.making_messages import Committed
+from tests.unit.core_views import committed_record, job_view, save_view, sealed
 from tests.unit.test_daemon_links import Scene
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 KEY = (1, "nas", UNIVERSAL)
@@ -114,13 +120,108 @@ def test_objects_of_another_plan_are_nobodys(life: Life) -> None:
     assert life.state.rows[1].derived.state is DerivedState.NONE
 
 
+def part(life: Life) -> None:
+    """What this node has of a save over several, whose ZeRO form is committed."""
+    row = life.state.rows[1]
+    life.state.journal.replace_sealed(1, row.save.model_copy(update={"is_part": True}))
+    life.state.reload(1)
+    life.state.put_ship(1, committed_record(row.save).model_copy(update={"generation": 2}))
+
+
+def form_of_another(life: Life, generation: int = 2, *, disputed: bool = False) -> m.CommitView:
+    """A COMMIT of the form by another node."""
+    save = life.state.rows[1].save
+    commit = Commit(
+        job_id="j",
+        tag=save.tag,
+        generation=generation,
+        form=UNIVERSAL,
+        folder="f",
+        branch=save.branch,
+        step=save.step,
+        save_seq=save.save_seq,
+        grid=save.grid,
+        bytes=1,
+        files=1,
+        manifests=(ManifestRef(key="m", sha256="0"),),
+        committed_by="n2",
+        committed_at="then",
+        config_digest="",
+    )
+    return m.CommitView(key="c", sha256="5", commit=commit, disputed=disputed)
+
+
+def test_whoever_waits_for_another_node_says_so_and_looks_again(life: Life) -> None:
+    """No problem of this node's, and no shards are missing."""
+    part(life)
+    life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
+    record = life.state.ship(*KEY)
+    assert (record.state, record.reason) == (ShipState.WAITING, "n2 makes it")
+    assert 170 < record.retry_at_seconds - time.monotonic() <= 180
+    assert life.state.converting is None
+    assert not life.state.waiting
+    assert not life.state.problems.all()
+
+
+@pytest.mark.parametrize(
+    ("state", "is_begun", "heard"),
+    [
+        (ShipState.WAITING, False, True),
+        (ShipState.WAITING, True, False),
+        (ShipState.NEW, False, True),
+        (ShipState.NEW, True, False),
+        (ShipState.FAILED, False, True),
+        (ShipState.SHIPPING, False, False),
+        (ShipState.REFUSED, False, False),
+    ],
+)
+def test_a_form_that_another_node_committed_is_heard_of(
+    life: Life, state: ShipState, is_begun: bool, heard: bool
+) -> None:
+    """What was begun here is ended by its own order, which sweeps what it had sent."""
+    part(life)
+    record = life.state.ship(*KEY).model_copy(update={"state": state})
+    life.state.put_ship(1, record)
+    if is_begun:
+        life.planned("1" * 64)
+    for other in (form_of_another(life, 1), form_of_another(life, disputed=True)):
+        learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (other,))
+        assert life.state.ship(*KEY) == record
+    learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life),))
+    found = life.state.ship(*KEY)
+    assert (found.state is ShipState.COMMITTED, found.commit_sha256 == "5") == (heard, heard)
+
+
+def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:
+    life.state.put_ship(1, committed_record(life.state.rows[1].save))
+    life.state.put_ship(1, ShipRecord(remote="nas", form=UNIVERSAL))
+    learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life, 1),))
+    assert life.state.ship(*KEY).state is ShipState.NEW
+
+
+def test_an_order_names_the_commit_where_the_save_is_not_whole_here(life: Life) -> None:
+    row, zero = life.state.rows[1], committed_record(life.state.rows[1].save)
+    assert committed_source(row, zero, 30.0) is None
+    making = making_of(row, ACTION, None, "/s", 1)
+    assert (making.zero, len(making.sealed)) == (None, 1)
+    part(life)
+    row = life.state.rows[1]
+    source = committed_source(row, zero, 30.0)
+    assert source == Committed(sha256=zero.commit_sha256 or "", takeover_seconds=30.0)
+    making = making_of(row, ACTION, source, "/s", 1)
+    assert (making.zero, making.sealed) == (source, ())
+
+
 class Client:
     """In the place of a remote's child."""
 
     made: tuple[Client, ...] = ()
 
-    def __init__(self, settings: m.RemoteSettings, on_answer: object, **more: Any) -> None:
+    def __init__(
+        self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None], **more: Any
+    ) -> None:
         self.making = more["making"]
+        self.on_answer = on_answer
         self.said: list[object] = []
         self.open_orders: tuple[int, ...] = ()
         Client.made = (*Client.made, self)
@@ -162,3 +263,12 @@ def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     process.ended()
     process.ended()
     assert client.said == ["busy", "ended"]
+    zero = Committed(sha256="0", takeover_seconds=1.0)
+    afar = m.ShipOrder.model_construct(root="/s", files=(), making=making.model_copy(update={"zero": zero}))
+    process.submit(afar)
+    client.open_orders = ()
+    process.ended()
+    assert client.said == ["busy", "ended"], "another node makes it: nothing was loaded"
+    client.on_answer(1, m.Planned(plan_sha256="0", layout="", files=1, bytes=1))
+    process.ended()
+    assert client.said == ["busy", "ended", "ended"]

@@ -19,9 +19,9 @@ from ckptd.convert.reading import blocks_of
 from ckptd.convert.supervise import convert
 from ckptd.errors import BehindError, DamagedError, SourceChanged
 from ckptd.recover import ranged_reader
+from ckptd.recover.mirrored import RemoteFile, RemoteSource
 from ckptd.recover.ranged import Ranged
 from ckptd.recover.ranged_reader import RemoteRanges
-from ckptd.recover.ranged_source import RemoteFile, RemoteSource
 from ckptd.recover.ranged_upload import PartsSource
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64, to_hex

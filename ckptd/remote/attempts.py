@@ -1,0 +1,135 @@
+"""Who makes a form of what the remote itself holds: one node, at a numbered attempt of its own (adr/0118).
+
+Economy: two nodes that both think it is theirs write into folders of their own, and one COMMIT is created.
+What attempts that do not count left is removed, by the keys of the one that counts, never by a prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from ckptd.core.afar import Attempt, attempt_folder, attempts_folder
+from ckptd.core.coverage import objects_of
+from ckptd.core.manifest import parse, side_key, stem, to_bytes
+from ckptd.core.shared import judge_lease, numbered
+from ckptd.errors import DamagedError, RefusedError
+from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
+from ckptd.remote.heartbeats import Heartbeats
+from ckptd.remote.messages import ShipResult
+from ckptd.remote.retire import listed_elsewhere
+from ckptd.remote.shared import agreed, newest_row
+
+if TYPE_CHECKING:
+    from ckptd.core.manifest import Commit
+    from ckptd.remote.commit import Ground
+    from ckptd.remote.messages import CommitView, Making, ShipOrder
+
+
+def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
+    """The order as an attempt of this node, or how it ends before anything is read: committed by whoever it
+    was, refused, retired, or another node's for now.
+
+    What is made of shards here, or not made, is returned as it is.
+    """
+    making = order.making
+    if making is None or making.zero is None:
+        return order
+    store, ours, where = ground.store, order.manifest, stem_of(order.manifest)
+    commit = read_commit(store, where)
+    if commit is not None and not commit.disputed:
+        return _committed(ground, order, commit)
+    if store.get(side_key("retired", stem(*where))) is not None:
+        return ShipResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
+    takeover_seconds = making.zero.takeover_seconds
+
+    def wanted(found: Attempt | None) -> Attempt | None:
+        if found is not None and found.refused is not None:
+            return None
+        of_another = found is not None and found.node != ours.node
+        heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
+        others = (heard,) if heard is not None else ()
+        if judge_lease(found, ours.node, ours.node_id, others, takeover_seconds) != "take":
+            return None
+        return Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
+
+    attempt = agreed(store, attempts_folder(*where), Attempt, wanted)
+    if attempt.refused is not None:
+        return ShipResult(outcome="refused", reason=attempt.refused, hint=attempt.hint)
+    if attempt.node_id != ours.node_id:
+        return ShipResult(outcome="waiting", reason=f"{attempt.node} makes it")
+    return _as_attempt(order, making, attempt.number)
+
+
+def over(ground: Ground, order: ShipOrder, result: ShipResult) -> ShipResult:
+    """How an attempt ended: with the COMMIT that is there, whosever it is; refusals are told to all."""
+    making = order.making
+    if making is None or making.zero is None:
+        return result
+    where = stem_of(order.manifest)
+    if result.outcome == "refused":
+        _tell(ground, order, result)
+    commit = read_commit(ground.store, where)
+    if commit is None or commit.disputed:
+        return result
+    found = _committed(ground, order, commit)
+    return result if result.outcome == "committed" else found
+
+
+def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
+    """The same into the folder of that attempt."""
+    ours = order.manifest
+    folder = attempt_folder(*stem_of(ours), making.below, number)
+    files = tuple(
+        file.model_copy(update={"key": folder + file.key.removeprefix(ours.folder)}) for file in order.files
+    )
+    manifest = ours.model_copy(update={"folder": folder, "attempt": number})
+    return order.model_copy(update={"manifest": manifest, "files": files})
+
+
+def _tell(ground: Ground, order: ShipOrder, result: ShipResult) -> None:
+    """There is no such form: the next in the row says so, while the row is ours."""
+    ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
+    number, found = newest_row(ground.store, folder, Attempt)
+    if found is None or found.node_id != ours.node_id:
+        return
+    refusal = Attempt(
+        job_id=ours.job_id,
+        number=number + 1,
+        node=ours.node,
+        node_id=ours.node_id,
+        refused=result.reason or "there is no such form",
+        hint=result.hint,
+    )
+    ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
+
+
+def _committed(ground: Ground, order: ShipOrder, commit: CommitView) -> ShipResult:
+    with contextlib.suppress(DamagedError, RefusedError):  # what cannot be read may list some of it: it stays
+        _sweep(ground, order, commit.commit)
+    return ShipResult(outcome="committed", commit=commit)
+
+
+def _sweep(ground: Ground, order: ShipOrder, commit: Commit) -> None:
+    """What other attempts sent: objects that the committed one has too, in their folders, listed nowhere.
+
+    Half uploads are given up by their own node, when it hears of the COMMIT.
+    """
+    assert order.making is not None
+    store, where, row = ground.store, stem_of(commit), attempts_folder(*stem_of(commit))
+    last, _ = newest_row(store, row, Attempt)
+    folders = {n: attempt_folder(*where, order.making.below, n) for n in range(1, last + 1)}
+    others = {number: folder for number, folder in folders.items() if folder != commit.folder}
+    if not others:
+        return
+    members = (known.manifest for known in manifests_of_commit(store, commit))
+    tails = [key.removeprefix(commit.folder) for key in objects_of(members)]
+    for number, folder in others.items():
+        there = {info.key for info in store.list(f"{folder}/")}
+        mine = {folder + tail for tail in tails} & there
+        for key in sorted(mine - listed_elsewhere(ground, where, mine) if mine else ()):
+            store.delete(key)
+        data = store.get(numbered(row, number))
+        if data is not None and parse(Attempt, data, row).node_id == order.manifest.node_id:
+            for tail in tails:
+                store.discard(folder + tail)

@@ -1,0 +1,140 @@
+"""The universal form of a save that no node has whole: a daemon makes it of what the remote holds (adr/0118).
+
+Two real daemons over disks of their own, real DeepSpeed saves of two nodes; against `ds_to_universal` of the
+gathered folder, and byte for byte against `ckptd convert` of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.convert.options import ConvertOptions
+from ckptd.convert.supervise import convert
+from tests import stock
+from tests.cluster import runs
+from tests.cluster.harness import Cluster, cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cluster.harness import ClusterNode
+
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+SECONDS = 200
+JOB = 'shared_takeover = "15s"'
+SLOW = 'bandwidth = "300KB/s"'
+FORMS = 'forms = ["zero", "universal"]'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _real_saves() -> None:
+    runs.prepare()
+
+
+def gathered(run: runs.Run, step: int, to: Path) -> Path:
+    """The save in one folder, as no node has it."""
+    for number in range(run.nodes):
+        shutil.copytree(run.save_dir(number) / f"global_step{step}", to, dirs_exist_ok=True)
+    return to
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def forms(here: Cluster) -> dict[str, str]:
+    """`<tag>~g<n>` → the folder that the COMMIT of its universal form names."""
+    found = here.documents("commits")
+    end = "~universal.json"
+    return {name.removesuffix(end): doc["folder"] for name, doc in found.items() if name.endswith(end)}
+
+
+def makers(here: Cluster, tag: str) -> list[str]:
+    """Who made the universal form of a tag, by attempt."""
+    found = here.documents(f"shared/making/{tag}~g1~universal")
+    return [found[name]["node"] for name in sorted(found)]
+
+
+def sent(folder: Path) -> set[str]:
+    """Whole objects below a folder of the remote."""
+    return {name for name in contents(folder) if "/.ckptd-part-" not in f"/{name}"}
+
+
+def is_told(node: ClusterNode, tag: str) -> bool:
+    """Its status knows that the form is committed."""
+    return bool(node.checkpoint(tag)["remotes"]["nas"]["universal"]["state"] == "committed")
+
+
+def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path: Path) -> None:
+    run = runs.LOCAL_2
+    with cluster(tmp_path) as here:
+        for number, name in enumerate(("a", "b")):
+            node = here.add(name, job=JOB, local="save_total_limit = 2", remote=f"{FORMS}\n{SLOW}")
+            node.start()
+            node.write(run, number, 2)
+        here.wait_committed("global_step2~g1", SECONDS)
+        first = here.nas / "global_step2_universal"
+        here.wait("a form under way", lambda: len(list(first.rglob("*.pt"))) > 2, SECONDS)
+        (maker,) = makers(here, "global_step2")
+        heir = next(name for name in here.nodes if name != maker)
+        told = here.nodes[heir].checkpoint
+        here.wait(
+            "the other one to say whom it waits for",
+            lambda: told("global_step2")["remotes"]["nas"]["universal"]["reason"] == f"{maker} makes it",
+            SECONDS,
+        )
+        here.nodes[maker].kill()
+        assert forms(here) == {}, "it was too fast to be killed"
+        here.wait("the form", lambda: forms(here), SECONDS)
+        assert makers(here, "global_step2") == [maker, heir]
+        assert forms(here) == {"global_step2~g1": "global_step2_universal.a2"}
+        here.wait("what was sent to be swept", lambda: not sent(first), SECONDS)
+
+        here.nodes[maker].write_job(remote=FORMS)
+        here.nodes[maker].start()
+        here.nodes[heir].stop(30)
+        here.nodes[heir].write_job(remote=FORMS)
+        here.nodes[heir].start()
+        for number, name in enumerate(("a", "b")):
+            here.nodes[name].write(run, number, 4)
+        here.wait("the next one", lambda: "global_step4~g1" in forms(here), SECONDS)
+        for node in here.nodes.values():
+            for tag in ("global_step2", "global_step4"):
+                here.wait(f"{node.name} to hear of {tag}", lambda n=node, t=tag: is_told(n, t), SECONDS)  # type: ignore[misc]
+            assert not node.problems(), node.status()["problems"]
+            assert not list((node.save_dir / "_ckptd" / "staging").iterdir())
+            assert not (node.save_dir / "_ckptd" / "derived" / "universal").exists()
+        here.wait("half uploads to be given up", lambda: not first.exists(), SECONDS)
+        assert forms(here)["global_step4~g1"] == "global_step4_universal"
+        assert here.read("latest_universal") == "global_step4_universal"
+        assert len(makers(here, "global_step4")) == 1
+        folders = {path.name for path in here.nas.iterdir() if "universal" in path.name and path.is_dir()}
+        assert folders == set(forms(here).values())
+        made_of(run, here, tmp_path)
+
+
+def made_of(run: runs.Run, here: Cluster, tmp_path: Path) -> None:
+    """Each form is what one process makes of the gathered save, and every tensor DeepSpeed's converter's.
+
+    The superset of layouts that ckptd writes has files, and keys of one file, that the stock one has not.
+    """
+    pairs, ours = [], []
+    for key, folder in forms(here).items():
+        step = int(key.partition("~")[0].removeprefix("global_step"))
+        whole = gathered(run, step, tmp_path / f"whole{step}")
+        convert(whole, tmp_path / f"ours{step}", ConvertOptions())
+        assert contents(here.nas / folder) == contents(tmp_path / f"ours{step}")
+        pairs.append((whole, tmp_path / f"stock{step}"))
+        ours.append((tmp_path / f"stock{step}", here.nas / folder))
+    stock.convert(pairs)
+    superset = ("only ", "zero/optimizer_state.pt: keys ")
+    found = stock.differences(ours)
+    assert len(found) == 2
+    assert [[one for one in each if not one.startswith(superset)] for each in found] == [[], []]
+    for theirs, made in ours:
+        both = contents(theirs).keys() & contents(made).keys()
+        assert sum(name.endswith("exp_avg.pt") for name in both) > 10

@@ -1,0 +1,327 @@
+"""Forms of a save that no node has whole: made of what the remote holds, by one node at a time (adr/0118)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptd.convert.options import ConvertOptions
+from ckptd.convert.supervise import convert
+from ckptd.core.afar import Attempt, attempts_folder
+from ckptd.core.heartbeat import Heartbeat, heartbeat_key
+from ckptd.core.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
+from ckptd.core.view import UNIVERSAL
+from ckptd.errors import DamagedError, SourceChanged
+from ckptd.recover import making
+from ckptd.remote.commit import ship
+from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.documents import read_commit, read_generation
+from ckptd.remote.heartbeats import Heartbeats
+from ckptd.remote.making_messages import Committed
+from ckptd.remote.messages import Making, Planned, Retire, Shipped
+from ckptd.remote.pacing import Cancelled
+from ckptd.remote.retire import retire
+from tests.stores.scene import JOB_ID, Node
+from tests.unit.synthetic import write_stage12
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptd.remote.commit import Ground
+    from ckptd.remote.messages import ShipOrder, ShipResult
+
+GROUPS: list[dict[str, tuple[int, ...]]] = [
+    {"embed.weight": (640, 160), "norm.weight": (160,)},
+    {"norm.bias": (160,)},
+]
+FP32 = "weights-fp32"
+LARGE: list[dict[str, tuple[int, ...]]] = [{"embed.weight": (2048, 160), "norm.weight": (160,)}]
+TAKEOVER_SECONDS = 30.0
+PLANNED_BYTES = 150_000
+"""What planning reads of a shard beside what it is made of: both ends, and small records."""
+NAMES = ("n0", "n1", "n2")
+
+
+class Counting(DirectoryStore):
+    """A directory remote that counts what is read of shards."""
+
+    shard_bytes = 0
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        data = super().read_at(key, offset, length)
+        self.shard_bytes += len(data)
+        return data
+
+
+class Spread:
+    """Three nodes, two of which saved a rank each, and a remote that has the COMMIT of both."""
+
+    def __init__(self, root: Path, groups: list[dict[str, tuple[int, ...]]] = GROUPS) -> None:
+        self.nas = root / "nas"
+        self.nas.mkdir()
+        self.whole = root / "whole"
+        write_stage12(self.whole, groups, 2)
+        self.nodes = {name: Node(root / name, name=name) for name in NAMES}
+        self.tag = self.nodes["n0"].tag
+        self.stores = {n: Counting(str(self.nas), owner=f"id-{n}", window_bytes=1 << 20) for n in NAMES}
+        for node in self.nodes.values():
+            (node.save_dir / self.tag).mkdir(parents=True)
+            (node.save_dir / "staging").mkdir()
+        for path in self.whole.iterdir():
+            owner = self.nodes["n1" if "pp_rank_1_" in path.name else "n0"]
+            shutil.copyfile(path, owner.save_dir / self.tag / path.name)
+        self.grounds: dict[str, Ground] = {n: self.nodes[n].attached(self.stores[n]) for n in NAMES}
+        for name in ("n0", "n1"):
+            node = self.nodes[name]
+            node.ship(self.grounds[name], node.order(node.sealed()))
+        for name in NAMES:
+            self.beat(name)
+        commit = read_commit(self.stores["n0"], (self.tag, 1, "zero"))
+        assert commit is not None
+        assert len(commit.commit.manifests) == 2
+        self.zero = commit
+
+    def beat(self, name: str, *, seconds_ago: float = 0.0, state: str = "ok") -> None:
+        """Its heartbeat, as old by the store's time as that."""
+        said = Heartbeat(
+            job_id=JOB_ID, job="job", node=name, node_id=f"id-{name}", config_digest="", ckptd_version="0",
+            as_of="2026-01-01T00:00:00Z", state=state,
+        )  # fmt: skip
+        Heartbeats(self.stores[name]).put(said)
+        at = time.time() - seconds_ago
+        os.utime(self.nas / heartbeat_key(name), (at, at))
+
+    def falls_silent(self, name: str) -> None:
+        """All others are heard of after it, as late as it takes."""
+        for other in NAMES:
+            self.beat(other, seconds_ago=TAKEOVER_SECONDS + 1 if other == name else 0.0)
+
+    def order(self, name: str, form: str = UNIVERSAL, **changes: object) -> ShipOrder:
+        node = self.nodes[name]
+        order = node.order(node.sealed(), form=form, shipped=node.shipped())
+        source = DerivedSource(generation=1, fingerprints=(), plan_sha256="", layout="", alignment=0)
+        values = {
+            "folders": (self.tag,),
+            "zero": Committed(sha256=self.zero.sha256, takeover_seconds=TAKEOVER_SECONDS),
+            "sealed": (),
+            "staging": str(node.save_dir / "staging"),
+            "memory_bytes": 96 << 20,
+        } | changes
+        manifest = order.manifest.model_copy(update={"source": source})
+        return order.model_copy(
+            update={"files": (), "manifest": manifest, "making": Making.model_validate(values)}
+        )
+
+    def ship(self, name: str, form: str = UNIVERSAL, *, check: Any = None, **changes: object) -> ShipResult:
+        node = self.nodes[name]
+        control = replace(node.control(), on_planned=node.events.append)
+        control = replace(control, check=check) if check is not None else control
+        return ship(self.grounds[name], self.order(name, form, **changes), control, making.opened)
+
+    def sent(self, folder: str) -> dict[str, bytes]:
+        """What lies in a folder of the remote."""
+        base = self.nas / folder
+        found = (p for p in sorted(base.rglob("*")) if p.is_file())
+        return {str(p.relative_to(base)): p.read_bytes() for p in found}
+
+    def planned(self, name: str) -> list[Planned]:
+        return [event for event in self.nodes[name].events if isinstance(event, Planned)]
+
+    def attempts(self) -> list[Attempt]:
+        folder = self.nas / attempts_folder(self.tag, 1, UNIVERSAL)
+        return [Attempt.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
+
+    def folder(self) -> str:
+        """That the COMMIT names."""
+        commit = read_commit(self.stores["n0"], (self.tag, 1, UNIVERSAL))
+        assert commit is not None
+        return commit.commit.folder
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Spread:
+    return Spread(tmp_path)
+
+
+def expected(spread: Spread, to: Path, form: str = UNIVERSAL) -> dict[str, bytes]:
+    """What `ckptd convert` makes of the gathered folder, extents not cloned."""
+    options = ConvertOptions() if form == UNIVERSAL else ConvertOptions(form="weights")
+    convert(spread.whole, to, options)
+    return {str(p.relative_to(to)): p.read_bytes() for p in sorted(to.rglob("*")) if p.is_file()}
+
+
+def after(spread: Spread, name: str, objects: int, then: Callable[[], None]) -> Callable[[], None]:
+    """A check that does something once, when that node has sent so many objects."""
+    done: list[int] = []
+
+    def check() -> None:
+        if not done and len(spread.nodes[name].shipped()) >= objects + before:
+            done.append(1)
+            then()
+
+    before = len(spread.nodes[name].shipped())
+    return check
+
+
+def stop() -> None:
+    raise Cancelled("enough")
+
+
+@pytest.mark.parametrize("form", [UNIVERSAL, FP32])
+def test_a_node_without_the_shards_makes_the_form_that_all_of_them_make(tmp_path: Path, form: str) -> None:
+    """Each byte of a shard crosses once; what is told of the source is of the whole save."""
+    spread = Spread(tmp_path, LARGE)
+    wanted = expected(spread, tmp_path / "made", form)
+    spread.stores["n2"].shard_bytes = 0
+    result = spread.ship("n2", form)
+    assert result.outcome == "committed"
+    assert result.commit is not None
+    assert spread.sent(f"{spread.tag}_{form}") == wanted
+    sizes = [path.stat().st_size for path in spread.whole.iterdir()]
+    assert spread.stores["n2"].shard_bytes <= sum(sizes) + len(sizes) * PLANNED_BYTES < 1.3 * sum(sizes)
+    (known,) = read_generation(spread.stores["n2"], (spread.tag, 1, form))
+    assert known.manifest.source is not None
+    marks = dict(known.manifest.source.fingerprints)
+    assert marks.keys() == {path.name for path in spread.whole.iterdir()}
+    assert not list((spread.nodes["n2"].save_dir / "staging").iterdir())
+    for name in ("n0", "n1"):
+        again = spread.ship(name, form)
+        assert (again.outcome, again.commit) == ("committed", result.commit)
+        assert not spread.planned(name)
+
+
+def test_others_wait_for_the_one_that_makes_it_and_replace_it_when_it_is_silent(
+    spread: Spread, tmp_path: Path
+) -> None:
+    wanted = expected(spread, tmp_path / "made")
+    with pytest.raises(Cancelled):
+        spread.ship("n0", check=after(spread, "n0", 2, stop))
+    begun = spread.sent(f"{spread.tag}_universal")
+    assert begun
+    key = next(iter(begun))
+    partial = spread.stores["n0"]._partial(f"{spread.tag}_universal/{key}")
+    half = (spread.nas / f"{spread.tag}_universal" / key).with_name(partial)
+    half.write_bytes(b"half an upload")
+    waiting = spread.ship("n1")
+    assert (waiting.outcome, waiting.reason) == ("waiting", "n0 makes it")
+    assert not spread.planned("n1")
+    spread.falls_silent("n0")
+    assert spread.ship("n1").outcome == "committed"
+    assert [(a.number, a.node) for a in spread.attempts()] == [(1, "n0"), (2, "n1")]
+    assert spread.sent(spread.folder()) == wanted
+    assert spread.folder() == f"{spread.tag}_universal.a2"
+    left = spread.sent(f"{spread.tag}_universal")
+    assert list(left.values()) == [b"half an upload"], "nobody will go on with it; its own node gives that up"
+    assert spread.ship("n0").outcome == "committed"
+    assert not (spread.nas / f"{spread.tag}_universal").exists()
+    assert len(spread.planned("n0")) == 1
+
+
+def test_one_that_goes_on_after_a_break_goes_on_in_its_own_folder(spread: Spread, tmp_path: Path) -> None:
+    wanted = expected(spread, tmp_path / "made")
+    with pytest.raises(Cancelled):
+        spread.ship("n0", check=after(spread, "n0", 2, stop))
+    done = spread.nodes["n0"].shipped()
+    result = spread.ship("n0", plan_sha256=spread.planned("n0")[0].plan_sha256)
+    assert result.outcome == "committed"
+    assert result.bytes_skipped >= sum(one.bytes for one in done if one.key.startswith(f"{spread.tag}_"))
+    assert [a.number for a in spread.attempts()] == [1]
+    assert spread.sent(spread.folder()) == wanted
+
+
+def test_one_that_was_paused_is_replaced(spread: Spread) -> None:
+    with pytest.raises(Cancelled):
+        spread.ship("n0", check=after(spread, "n0", 1, stop))
+    spread.beat("n0", state="paused")
+    assert spread.ship("n1").outcome == "committed"
+
+
+def test_two_at_once_leave_one_commit_and_one_folder(spread: Spread, tmp_path: Path) -> None:
+    """A node that everybody took for dead goes on to its last byte while another one makes it all."""
+    wanted = expected(spread, tmp_path / "made")
+    seen: list[ShipResult] = []
+
+    def meanwhile() -> None:
+        spread.falls_silent("n0")
+        seen.append(spread.ship("n1"))
+
+    late = spread.ship("n0", check=after(spread, "n0", 2, meanwhile))
+    assert [result.outcome for result in (*seen, late)] == ["committed", "committed"]
+    assert late.commit == seen[0].commit
+    assert spread.folder() == f"{spread.tag}_universal.a2"
+    assert spread.sent(spread.folder()) == wanted
+    assert not spread.sent(f"{spread.tag}_universal"), "what it sent later is swept as well"
+    commits = sorted(path.name for path in (spread.nas / "_ckptd" / "commits").iterdir())
+    assert commits == [f"{spread.tag}~g1~universal.json", f"{spread.tag}~g1~zero.json"]
+
+
+def test_what_another_manifest_lists_is_not_swept(spread: Spread) -> None:
+    """Whoever lists an object of a dead attempt's folder keeps it."""
+    with pytest.raises(Cancelled):
+        spread.ship("n0", check=after(spread, "n0", 2, stop))
+    held = next(iter(spread.sent(f"{spread.tag}_universal")))
+    key = f"{spread.tag}_universal/{held}"
+    (other, *_) = read_generation(spread.stores["n0"], (spread.tag, 1, "zero"))
+    files = (other.manifest.files[0].model_copy(update={"key": key}),)
+    listing = other.manifest.model_copy(update={"files": files, "form": "weights-bf16"})
+    data = to_bytes(listing)
+    spread.stores["n0"].put_if_absent(manifest_key(listing, sha256_of(data)), data)
+    spread.falls_silent("n0")
+    assert spread.ship("n1").outcome == "committed"
+    assert set(spread.sent(f"{spread.tag}_universal")) == {held}
+
+
+def test_a_form_that_cannot_be_made_is_told_to_all(spread: Spread) -> None:
+    first = spread.ship("n0", folders=(spread.tag, f"{spread.tag}/other"))
+    assert first.outcome == "refused"
+    spread.falls_silent("n0")
+    second = spread.ship("n1")
+    assert (second.outcome, second.reason, second.hint) == ("refused", first.reason, first.hint)
+    assert not spread.planned("n1")
+
+
+@pytest.mark.parametrize("is_second_try", [False, True])
+def test_of_a_damaged_object_nothing_is_committed(spread: Spread, is_second_try: bool) -> None:
+    """Also where what was made of it was sent by an attempt that ended before anything was compared."""
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
+    good = shard.read_bytes()
+    at = len(good) // 2
+    shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    if is_second_try:
+        count = len(spread.nodes["n0"].shipped())
+        with pytest.raises(DamagedError):
+            spread.ship("n0")
+        assert len(spread.nodes["n0"].shipped()) > count + 2
+    more = {"plan_sha256": spread.planned("n0")[0].plan_sha256} if is_second_try else {}
+    with pytest.raises(DamagedError, match="damaged"):
+        spread.ship("n0", **more)
+    assert read_commit(spread.stores["n0"], (spread.tag, 1, UNIVERSAL)) is None
+    shard.write_bytes(good)
+    assert spread.ship("n0").outcome == "committed" or is_second_try
+
+
+def test_of_a_commit_that_is_gone_nothing_is_made(spread: Spread) -> None:
+    (spread.nas / commit_key(spread.tag, 1, "zero")).unlink()
+    with pytest.raises(SourceChanged, match="no longer holds"):
+        spread.ship("n0")
+    assert not spread.planned("n0")
+
+
+def test_what_is_retired_is_not_made_again_and_forgets_who_made_it(spread: Spread) -> None:
+    result = spread.ship("n0")
+    assert result.commit is not None
+    order = Retire(
+        tag=spread.tag, generation=1, form=UNIVERSAL, reason="keys", commit_sha256=result.commit.sha256
+    )
+    retire(spread.grounds["n0"], order, lambda: None)
+    assert not spread.attempts()
+    assert not spread.sent(f"{spread.tag}_universal")
+    assert spread.ship("n1").outcome == "conflict"
+    assert not spread.attempts()
+    assert not [event for event in spread.nodes["n1"].events if isinstance(event, Shipped)][2:]
