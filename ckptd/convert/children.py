@@ -7,6 +7,7 @@ secrets of the daemon do not travel.
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import IO, Any
 import ckptd
 
 PACKAGE_PARENT = str(Path(ckptd.__file__).resolve().parent.parent)
+MAX_LINE_BYTES = 64 << 20
+"""Facts of the largest models are some hundred kilobytes."""
+NONSENSE = "it said nonsense"
 
 
 def start(
@@ -55,6 +59,34 @@ def end(child: subprocess.Popen[bytes]) -> int:
             with contextlib.suppress(OSError):
                 pipe.close()
     return child.wait()
+
+
+class Garbled(Exception):
+    """A child said something that is no line of its protocol."""
+
+
+class Lines:
+    """JSON objects from a child's output, one per line, in pieces as they come; bounded, whatever it says."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[dict[str, Any]]:
+        """The lines that `chunk` completes.
+
+        Raises:
+            Garbled: one is no JSON object, or has no end.
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise Garbled
+        try:
+            found = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise Garbled from error
+        if not all(isinstance(one, dict) for one in found):
+            raise Garbled
+        return found
 
 
 def died_of(status: int) -> str:

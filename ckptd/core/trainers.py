@@ -125,6 +125,11 @@ def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
     return found | ({LATEST_UNIVERSAL} & listed) if found else found
 
 
+def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
+    """Whether a file lies where the engine's own lie; of a model alone (no roots) any does."""
+    return not roots or path.rpartition("/")[0] in roots
+
+
 def universal_name(root: str) -> str:
     """What the universal form of a shard root is called beside it: loaders look for exactly this."""
     return f"{root}_universal"
