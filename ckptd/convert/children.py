@@ -16,7 +16,7 @@ from typing import IO, Any
 import ckptd
 
 PACKAGE_PARENT = str(Path(ckptd.__file__).resolve().parent.parent)
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
 """Facts of the largest models are some hundred kilobytes."""
 NONSENSE = "it said nonsense"
 

@@ -28,7 +28,7 @@ def same_files(save: SealedSave, folder: FolderListing) -> bool:
 
 
 def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
-    """(path, fingerprint) of what the engine wrote; notes, files of the trainer and forms beside it left out."""
+    """(path, fingerprint) of what the engine wrote: no notes, files of the trainer or forms beside it."""
     return frozenset(
         (f.path, f.fingerprint)
         for f in save.files

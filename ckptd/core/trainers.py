@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer_state.json"
 LATEST_UNIVERSAL = "latest_universal"
+LATE = "_late"
+"""Folder, in a checkpoint's on a remote, of files whose own place is another object's."""
 _HF_TAG = re.compile(r"^checkpoint-(\d+)$")
 _HF_ROOT = re.compile(r"^global_step(\d+)$")
 _WEIGHTS = re.compile(
@@ -133,3 +135,14 @@ def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
 def universal_name(root: str) -> str:
     """What the universal form of a shard root is called beside it: loaders look for exactly this."""
     return f"{root}_universal"
+
+
+def place_of(folder: str, path: str, fingerprint: str, size_bytes: int, *, is_taken: bool = False) -> str:
+    """Key of a file of a ZeRO form: under its own name, unless that is, or will be, an object of something else.
+
+    Beside shards our universal form lies under the very names that a form of somebody else's has here.
+    """
+    head, inside, _ = path.partition("/")
+    if is_taken or path == LATEST_UNIVERSAL or (inside and head.endswith(universal_name(""))):
+        return f"{folder}/{LATE}/{fingerprint[:12]}{size_bytes}/{path}"
+    return f"{folder}/{path}"

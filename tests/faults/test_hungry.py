@@ -160,7 +160,7 @@ NONSENSE = {
     "says numbers that are none": (
         "print(json.dumps(dict(rss='much', bytes=[], files={}, cloned=None, phase=1)))"
     ),
-    "has no end of line": "sys.stdout.write('x' * (65 << 20))",
+    "has no end of line": "sys.stdout.write('x' * (17 << 20))",
 }
 
 
@@ -223,7 +223,7 @@ PLANS = {
     "no header": "print('{\"ckptd_plan\": 3}')",
     "cut": "print('{\"ckptd_plan\": 3', end='')",
     "an end that is none": "print('{\"ckptd_plan\": 3}'); print('{\"end\": [1]}')",
-    "words that are none": "print('{\"peak_rss_bytes\": \"much\"}', file=sys.stderr)",
+    "words that are none": 'print(\'{"peak_rss_bytes": "much"}\', file=sys.stderr)',
 }
 
 

@@ -63,8 +63,8 @@ class Journals:
     def damages(self, seed: int) -> list[Damage]:
         """Cuts and flips at every byte of the database and of its log.
 
-        First at every 16th of the database and of the end of the log, and at some more of it; then all others,
-        for as long as there is time.
+        First at every 16th of the database and of the end of the log, and at some more of it; then at all
+        others, for as long as there is time.
         """
         rng = random.Random(seed)
         sizes = {name: len(self.pristine[name][name]) for name in FILES}

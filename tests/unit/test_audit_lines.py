@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path: Path) -> None:
-    """The kernel takes a part of it and refuses the rest: that is an error, and the next line stands alone."""
+    """The kernel takes a part and refuses the rest: that is an error, and the next line stands alone."""
     path = tmp_path / "audit.jsonl"
     audit = Audit(path)
     audit.write("prune", tag="one", generation=1, form="zero", reason="r")
