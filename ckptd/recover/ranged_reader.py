@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.convert.ranges import Ranges
 from ckptd.errors import DamagedError, SourceChanged
-from ckptd.remote.checksums import crc64, joined_crc64, to_hex
+from ckptd.remote.checksums import crc64, crc64_combined, to_hex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,7 +188,7 @@ class RemoteRanges(Ranges):
                 at += count
             if start in sums:
                 nbytes, part = sums[start]
-                crc, at = joined_crc64(crc, part, nbytes), at + nbytes
+                crc, at = crc64_combined(crc, part, nbytes), at + nbytes
         return crc
 
 

@@ -32,10 +32,3 @@ def to_hex(value: int) -> str:
 def from_hex(text: str) -> int:
     """Inverse of `to_hex`."""
     return int(text, 16)
-
-
-def joined_crc64(first: int, second: int, second_bytes: int) -> int:
-    """CRC64NVME of two runs of bytes, one after the other, from those of each."""
-    from awscrt.checksums import combine_crc64nvme
-
-    return int(combine_crc64nvme(first, second, second_bytes))

@@ -56,6 +56,11 @@ def flights(store: Store) -> int:
     return int(getattr(store, "flights", 0))
 
 
+def overlap(store: Store) -> int:
+    """How many large objects may be under way at a time, the parts of the first one before the others'."""
+    return int(getattr(store, "overlap", 1))
+
+
 def begin(store: Store, key: str, source: Source) -> Started | None:
     """Read and send a small object where nothing lies; None: `upload` it."""
     return cast("_Offers", store).begin(key, source)
@@ -81,7 +86,7 @@ class Fleet:
         under_way: deque[tuple[ShipFile, Started]] = deque()
         held_bytes, most = 0, flights(self._store)
         try:
-            while (file := _next(files)) is not None:
+            while (file := next_of(files)) is not None:
                 started = self._begin(file)
                 if started is None:
                     self._otherwise(file)
@@ -99,7 +104,8 @@ class Fleet:
                 started.abandon()
 
 
-def _next(files: deque[ShipFile]) -> ShipFile | None:
+def next_of(files: deque[ShipFile]) -> ShipFile | None:
+    """The next of what several threads share; None: there is none."""
     try:
         return files.popleft()
     except IndexError:

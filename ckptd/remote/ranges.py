@@ -5,8 +5,12 @@ One stream of an object store is slow; the CRCs of ranges combine, so that no by
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.remote.checksums import crc64, crc64_combined
@@ -14,6 +18,7 @@ from ckptd.remote.pacing import Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
 RANGE_BYTES = 32 << 20
 
@@ -76,6 +81,42 @@ class Lanes:
         """Raise the first failure, if there was one."""
         if self._failure is not None:
             raise self._failure
+
+
+class Turns:
+    """A few places; of those who wait for one, who has the least number comes first."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: list[int] = []
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+
+    def following(self) -> Callable[[], AbstractContextManager[None]]:
+        """Places for one more piece of work, whose parts come after those of all before it."""
+        return partial(self.place, next(self._numbers))
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for one."""
+        return len(self._waiting)
+
+    @contextmanager
+    def place(self, number: int) -> Iterator[None]:
+        """One of them, held within; numbers may be equal."""
+        with self._changed:
+            heapq.heappush(self._waiting, number)
+            self._changed.wait_for(lambda: self._free > 0 and self._waiting[0] == number)
+            heapq.heappop(self._waiting)
+            self._free -= 1
+            # of two places that came free at once the second may be another's
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
 
 
 def crc_of(

@@ -24,11 +24,12 @@ from ckptd.remote.store import Progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.remote.ranges import Turns
     from ckptd.remote.s3 import S3Store
     from ckptd.remote.store import Source
 
 PARTS_AT_ONCE = 4
-"""Parts of one object in flight."""
+"""Parts in flight on one remote; those of the object that was begun first go first (docs/adr/0123)."""
 ROOM = 8
 """Parts, and whole objects of more than 1 MiB, in flight on one remote: what bounds the memory."""
 _TRIES = 3
@@ -80,11 +81,15 @@ class Upload:
             self.crc = crc64_combined(self.crc, crc, length)
             self.done_bytes += length
 
-    def progress(self, moved_bytes: int | None = None) -> Progress:
-        """What is durable, and how much of the object moved."""
+    def progress(self, moving_bytes: int = 0) -> Progress:
+        """What is durable, and how much of the object moved: whole parts, and what is on its way."""
         held = sum(self.range_of(number)[1] for number in self.crcs)
-        done = self.done_bytes + held if moved_bytes is None else moved_bytes
-        return Progress(done_bytes=done, flushed_bytes=self.done_bytes, crc64=self.crc, token=self.token)
+        return Progress(
+            done_bytes=self.done_bytes + held + moving_bytes,
+            flushed_bytes=self.done_bytes,
+            crc64=self.crc,
+            token=self.token,
+        )
 
 
 class Sending:
@@ -97,6 +102,7 @@ class Sending:
         source: Source,
         upload: Upload,
         room: threading.Semaphore,
+        turns: Turns,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._store = store
@@ -104,6 +110,7 @@ class Sending:
         self._source = source
         self._upload = upload
         self._room = room
+        self._place = turns.following()
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._lanes = Lanes()
@@ -123,7 +130,7 @@ class Sending:
         begin, length = self._upload.range_of(number)
         told = _Told(self._source, lambda end: self._moved(number, end - begin))
         request = {"UploadId": self._upload.upload_id, "PartNumber": number}
-        with self._room:
+        with self._place(), self._room:
             sent = send_range(self._store, self._key, told, (begin, length), request)
         self._source.drop(begin, length)
         with self._lock:
@@ -143,9 +150,7 @@ class Sending:
 
     def _tell(self) -> None:
         """The lock is held: what is told as durable never goes back."""
-        progress = self._upload.progress()
-        moved = progress.done_bytes + sum(self._moving.values())
-        self._on_progress(self._upload.progress(moved))
+        self._on_progress(self._upload.progress(sum(self._moving.values())))
 
 
 class _Told:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RefusedError, VerifyError
 from ckptd.remote import s3_client as sc
+from ckptd.remote.ranges import Turns
 from ckptd.remote.s3_body import STEP_BYTES
 from ckptd.remote.s3_cuts import Cuts, parsed
 from ckptd.remote.s3_etags import bare, joined
 from ckptd.remote.s3_parts import (
+    PARTS_AT_ONCE,
     ROOM,
     Sending,
     Sent,
@@ -104,6 +106,7 @@ class S3Uploads:
         self._proved: dict[str, tuple[int, int, str]] = {}
         self._expected: dict[str, tuple[int, str]] = {}
         self._room = threading.Semaphore(ROOM)
+        self._turns = Turns(PARTS_AT_ONCE)
 
     def upload(
         self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
@@ -126,7 +129,7 @@ class S3Uploads:
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
         try:
-            Sending(self._store, key, source, upload, self._room, on_progress).run()
+            Sending(self._store, key, source, upload, self._room, self._turns, on_progress).run()
         except VerifyError:
             # the server holds a part that arrived changed: nobody may go on with this upload
             with suppress(CkptdError):

@@ -10,8 +10,9 @@ import bisect
 import os
 import stat
 import threading
-import zlib
 from typing import TYPE_CHECKING
+
+from isal import isal_zlib
 
 from ckptd import files
 from ckptd.errors import DamagedError, RefusedError, TornArchiveError, from_os_error
@@ -93,7 +94,7 @@ class CheckedSource:
         self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
         self._name = name
         lock = threading.Lock()
-        self._passed = [Stretches(zlib.crc32, crc32_combined, lock) for _ in self._records]
+        self._passed = [Stretches(isal_zlib.crc32, crc32_combined, lock) for _ in self._records]
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode

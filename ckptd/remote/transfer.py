@@ -18,7 +18,7 @@ from ckptd.core.manifest import sha256_of
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
 from ckptd.remote.extras import inline, read_whole
-from ckptd.remote.flights import FLYING_LANES, TINY_BYTES, Fleet, begin, flights, is_small
+from ckptd.remote.flights import FLYING_LANES, TINY_BYTES, Fleet, begin, flights, is_small, next_of, overlap
 from ckptd.remote.listed import as_listed
 from ckptd.remote.messages import Shipped
 from ckptd.remote.pacing import Cancelled
@@ -105,7 +105,7 @@ class Transfer:
         lanes = min(self._store.lanes, self._origin.most_lanes)
         beside = self._store.lanes > 1
         small = [file for file in self._order.files if beside and is_small(file)]
-        large = [file for file in self._order.files if not (beside and is_small(file))]
+        large = deque(file for file in self._order.files if not (beside and is_small(file)))
         if len(small) > 1:
             folder = f"{self._order.manifest.folder}/"
             self._held = {info.key: info.bytes for info in self._store.list(folder)}
@@ -113,13 +113,16 @@ class Transfer:
         if flying:
             keys = {file.key for file in flying}
             small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
-        with ThreadPoolExecutor(lanes + FLYING_LANES, "lane") as pool:
+        ways = min(overlap(self._store), self._origin.most_lanes, len(large))
+        with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
             fleet = Fleet(self._store, self._begin, self._end, self._ship_beside)
             for _ in range(FLYING_LANES if flying else 0):
                 pool.submit(self._lanes.begin([flying], fleet.ship))
             lane = self._lanes.begin(small, self._ship_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
+            for _ in range(ways - 1):
+                pool.submit(self._lanes.begin([large], self._ship_in_order))
             self._lanes.begin([large], self._ship_in_order)()
         self._lanes.settle()
         return Carried(
@@ -128,10 +131,11 @@ class Transfer:
             bytes_skipped=self._skipped,
         )
 
-    def _ship_in_order(self, order: list[ShipFile]) -> None:
+    def _ship_in_order(self, files: deque[ShipFile]) -> None:
+        """One way: takes from `files`, which it may share with another, until there is none."""
         with ThreadPoolExecutor(1, "verify") as verifier:
             waiting: Future[None] | None = None
-            for file in order:
+            while (file := next_of(files)) is not None:
                 self._check()
                 sent = self._ship(file)
                 # one copy is read back while the next is sent; never more, so that memory stays flat

@@ -18,6 +18,7 @@ from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.flights import SMALL_BYTES
 from ckptd.remote.observe import observe
 from ckptd.remote.pacing import Cancelled
+from ckptd.remote.ranges import Turns
 from ckptd.remote.reader import live_commits, manifests_of
 from ckptd.remote.takeover import take_over
 from tests.stores.conformance import source_of
@@ -102,6 +103,62 @@ def test_large_files_keep_their_order_beside(node: Node, monkeypatch: pytest.Mon
     assert large == sorted(large)
     assert len(large) == 3
     assert store.most > 2
+
+
+@dataclass
+class Overlapping(Watched):
+    """A store that has two large objects under way; who reads of the first waits until the second began."""
+
+    lane_count: int = 1
+    overlap: int = 2
+    second: threading.Event = field(default_factory=threading.Event)
+
+
+def test_the_next_large_file_begins_before_the_one_before_it_ends(node: Node) -> None:
+    def begins(key: str) -> None:
+        if len(store.begun) > 1:
+            store.second.set()
+        assert store.second.wait(200), f"nothing began beside {key}"
+
+    store = Overlapping(before=begins)
+    assert shipped_by(node, store).outcome == "committed"
+    assert store.most == 2
+    assert len(store.begun) == len(set(store.begun)) > COUNT
+
+
+def test_the_error_of_one_large_file_ends_the_other(node: Node) -> None:
+    def broken(key: str) -> None:
+        if len(store.begun) > 1:
+            store.second.set()
+        store.second.wait(200)
+        if key == store.begun[0]:
+            msg = "the disk over there fails"
+            raise StorageError(msg)
+
+    store = Overlapping(before=broken)
+    with pytest.raises(StorageError, match="over there fails"):
+        shipped_by(node, store)
+    assert store.running == 0
+    assert len(store.begun) <= 4
+    assert not [key for key in store.objects if "/commits/" in key]
+
+
+def test_who_has_the_least_number_comes_first() -> None:
+    turns, came = Turns(1), []
+
+    def wait(number: int) -> None:
+        with turns.place(number):
+            came.append(number)
+
+    with ThreadPoolExecutor(5) as pool:
+        with turns.place(9):
+            waiting = [pool.submit(wait, number) for number in (4, 2, 7, 2, 0)]
+            end = time.monotonic() + 200
+            while turns.waiting < len(waiting) and time.monotonic() < end:
+                time.sleep(0.001)
+        for one in waiting:
+            one.result(200)
+    assert came == [0, 2, 2, 4, 7]
 
 
 @pytest.mark.parametrize("at", [0, 7, COUNT - 1])
