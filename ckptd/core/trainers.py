@@ -138,7 +138,7 @@ def universal_name(root: str) -> str:
 
 
 def place_of(folder: str, path: str, fingerprint: str, size_bytes: int, *, is_taken: bool = False) -> str:
-    """Key of a file of a ZeRO form: under its own name, unless that is, or will be, an object of something else.
+    """Key of a file of a ZeRO form: by its own name, unless something else lies, or will lie, there.
 
     Beside shards our universal form lies under the very names that a form of somebody else's has here.
     """

@@ -190,7 +190,7 @@ def test_a_form_that_was_shipped_late_is_in_nobodys_way(hf: HfScene, has_univers
 
 
 def test_nor_does_one_that_was_there_when_the_save_was_sealed(tmp_path: Path) -> None:
-    """Found at the first start, say: it is part of the save, and its place is our own form's in the remote."""
+    """Found at the first start, say: a part of the save, whose place in the remote is our own form's."""
     save = sealed(10, tag=TAG)
     shard = save.files[0].model_copy(update={"path": f"{ROOT}/{save.files[0].path}"})
     theirs = [shard.model_copy(update={"path": name, "role": Role.SIDE}) for name in STOCK]
@@ -208,7 +208,7 @@ def test_nor_does_one_that_was_there_when_the_save_was_sealed(tmp_path: Path) ->
         ended_at=None,
     )
     with files.opened_dir(tmp_path) as fd:
-        order = files_to_ship(row, Ship(save_id=1, remote="nas", form="zero", generation=1), fd)
+        order = files_to_ship(row, Ship(save_id=1, remote="nas", form="zero", generation=1, attempt=1), fd)
     keys = {file.path: file.key for file in order or ()}
     assert keys[shard.path] == f"{TAG}/{shard.path}"
     assert {keys[name] for name in STOCK} == {f"{TAG}/_late/f10.1.0100/{name}" for name in STOCK}
