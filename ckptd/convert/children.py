@@ -11,9 +11,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import ckptd
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PACKAGE_PARENT = str(Path(ckptd.__file__).resolve().parent.parent)
 MAX_LINE_BYTES = 16 << 20
@@ -71,22 +74,27 @@ class Lines:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, chunk: bytes) -> list[dict[str, Any]]:
-        """The lines that `chunk` completes.
+    def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+        """The lines that `chunk` completes, one by one.
 
         Raises:
-            Garbled: one is no JSON object, or has no end.
+            Garbled: one is no JSON object, or has no end; those before it were given.
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            yield _object(line)
         if len(self._rest) > MAX_LINE_BYTES:
             raise Garbled
-        try:
-            found = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError) as error:
-            raise Garbled from error
-        if not all(isinstance(one, dict) for one in found):
-            raise Garbled
-        return found
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Garbled from error
+    if not isinstance(found, dict):
+        raise Garbled
+    return found
 
 
 def died_of(status: int) -> str:
