@@ -17,9 +17,9 @@ from ckptd.core.keeping import keep_local
 from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.ladder import Rung
 from ckptd.core.manifest import Best
-from ckptd.core.planner import plan
 from ckptd.core.retention import Ephemeral, RetentionPolicy
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.daemon.viewing import planned
 from tests.unit.core_views import job_view, remote_commit, save_view, sealed
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def main() -> None:
         "commits": len(view.remotes[0].commits),
         "retention_node_seconds": seconds(lambda: keep_local(view)),
         "retention_remote_seconds": seconds(lambda: keep_remote(view)),
-        "plan_seconds": seconds(lambda: plan(view)),
+        "plan_seconds": seconds(lambda: planned(view)),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }

@@ -48,14 +48,12 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.was_new = not path.exists()
         self.set_aside: Path | None = None
         try:
             self._db = self._open()
             self._read_all()
         except JournalDamaged:
             self.set_aside = move_aside(path)
-            self.was_new = True
             self._db = self._open()
             self._read_all()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 SCHEMA = 3
 
+FOUND = "found"
+"""In meta: what lay in save_dir when the journal was begun (daemon/ordering.py); empty: not looked at yet."""
+
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE facts (identity TEXT NOT NULL, path TEXT NOT NULL, facts TEXT NOT NULL, seen_at REAL NOT NULL,
@@ -23,4 +26,5 @@ CREATE TABLE deletions (id INTEGER PRIMARY KEY, save_id INTEGER NOT NULL, trash 
                         intent TEXT NOT NULL, state TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE decisions (kind TEXT NOT NULL, tag TEXT NOT NULL, serial INTEGER NOT NULL, body TEXT NOT NULL,
                         PRIMARY KEY (kind, tag, serial));
+INSERT INTO meta VALUES ('found', '');
 """

@@ -9,6 +9,9 @@ from typing import Any
 
 from ckptd import words
 
+ROWS = 20
+"""Settled checkpoints that are shown without --retention."""
+
 
 def ago(seconds: float | None) -> str:
     """A span in words; `?`: not known."""
@@ -40,11 +43,11 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         "kept here because" if retention else "note",
     ):
         table.add_column(title, justify="right" if title in ("step", "size") else "left")
-    ended = [] if retention else [c for c in job["checkpoints"] if _is_gone(c)]
-    if ended:
-        table.caption = f"and {len(ended)} that left this node (--retention shows them)"
+    shown, left_out = (job["checkpoints"], "") if retention else _worth_a_row(job["checkpoints"])
+    if left_out:
+        table.caption = f"and {left_out} (--retention shows them)"
         table.caption_justify = "left"
-    for checkpoint in (c for c in job["checkpoints"] if c not in ended):
+    for checkpoint in shown:
         local = checkpoint["local"]
         here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
         here += " +hold" if local["held"] else ""
@@ -64,6 +67,22 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         size = size_of(checkpoint["bytes"])
         table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
     return table
+
+
+def _worth_a_row(checkpoints: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The newest and all that is not settled; the others in words: a long table hides its headline."""
+    here = [c for c in checkpoints if not _is_gone(c)]
+    shown = [c for place, c in enumerate(here) if place < ROWS or not _is_settled(c)]
+    older, gone = len(here) - len(shown), len(checkpoints) - len(here)
+    parts = (f"{older} older ones, safe" if older else "", f"{gone} that left this node" if gone else "")
+    return shown, " and ".join(part for part in parts if part)
+
+
+def _is_settled(checkpoint: dict[str, Any]) -> bool:
+    """Committed, nothing of it under way, nothing to say about it."""
+    forms = {form["state"] for forms in checkpoint["remotes"].values() for form in forms.values()}
+    is_quiet = not checkpoint["reason"] and not checkpoint.get("next_step")
+    return checkpoint["state"] == "committed" and is_quiet and forms <= {"committed", "retired", "none"}
 
 
 def _is_gone(checkpoint: dict[str, Any]) -> bool:

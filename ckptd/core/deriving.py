@@ -36,7 +36,7 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
     """
     ready = sorted(
         (s for s in view.saves if s.is_convertible and _has_zero(view, s, remote)),
-        key=lambda s: s.save.order,
+        key=lambda s: s.order,
         reverse=True,
     )
     begun = [s for s in ready if _is_begun(view, s, remote, form)]
@@ -62,7 +62,7 @@ def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
         return None
     ready = (s for s in view.saves if s.universal.state is DerivedState.READY and not s.is_busy)
     loose = [s for s in ready if not _is_all_that_is_left(view, s, local)]
-    return min(loose, key=lambda s: (s.universal.is_cloned and s.is_intact, s.save.order), default=None)
+    return min(loose, key=lambda s: (s.universal.is_cloned and s.is_intact, s.order), default=None)
 
 
 def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bool:
@@ -89,9 +89,7 @@ def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True
 
 def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
-    ready = sorted(
-        (s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.save.order
-    )
+    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
     short = first_to_go(view, local)
     here = {s.save.tag for s in view.saves if s.is_present}
     valid = [s for s in ready if (s.is_intact or s.save.tag not in here) and s is not short]
@@ -127,7 +125,7 @@ def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
     orders = [Order(c.branch, c.step, c.save_seq) for c in commits]
     if not orders:
         return not all(remote.is_attached for remote in view.remotes)
-    return not proven or max(orders) > proven[-1].save.order
+    return not proven or max(orders) > proven[-1].order
 
 
 def _is_shipped_anywhere(save: SaveView) -> bool:
@@ -144,7 +142,7 @@ def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: Loca
     if not save.is_present:
         return rung.goes or "its source is gone"
     is_newest = bool(proven) and proven[-1].id == save.id
-    if is_newest or not proven or save.save.order > proven[-1].save.order:
+    if is_newest or not proven or save.order > proven[-1].order:
         return None
     if UNIVERSAL not in view.local_forms:
         return "not kept on this node"

@@ -32,7 +32,7 @@ NEWEST = "newest committed"
 def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
     """The newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
     known = (s for s in view.saves if s.is_intact and s.is_model_only == is_model_only)
-    return max(known, key=lambda s: s.save.order, default=None)
+    return max(known, key=lambda s: s.order, default=None)
 
 
 def is_committed(view: JobView, save: SaveView) -> bool:
@@ -68,12 +68,10 @@ def keep_local(view: JobView) -> LocalFates:
         by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
         ground = _Ground(
             top=newest(view, is_model_only=is_model_only),
-            newest_committed=max((s.save.order for s in committed), default=None),
+            newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
             best=best_tag(view),
-            intact=tuple(
-                sorted((s for s in present if s.is_intact), key=lambda s: s.save.order, reverse=True)
-            ),
+            intact=tuple(sorted((s for s in present if s.is_intact), key=lambda s: s.order, reverse=True)),
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
@@ -129,7 +127,7 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Mapping
     return Held(
         item=Item(
             key=str(save.id),
-            order=save.save.order,
+            order=save.order,
             pinned=save.is_pinned,
             committed_at_seconds=max(known) if known and len(known) == len(times) else None,
             score=score_of(view, save.save.best),
@@ -161,7 +159,7 @@ class _Ground:
 
 def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
     top, newest_committed = ground.top, ground.newest_committed
-    is_newer = newest_committed is None or save.save.order > newest_committed
+    is_newer = newest_committed is None or save.order > newest_committed
     why = (
         (not is_committed and not is_loose, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
@@ -170,7 +168,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
         (save.save.tag == ground.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
         (save.is_busy, "being read"),
-        (bool(save.has_unlisted), f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"),
+        (bool(save.has_unlisted), _unlisted(save) if save.has_unlisted else ""),
         (
             _may_be_newest(save, ground.intact),
             "nothing proves that it is not the newest (the next save will)",
@@ -181,15 +179,19 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
     return tuple(text for holds, text in why if holds)
 
 
+def _unlisted(save: SaveView) -> str:
+    return f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"
+
+
 def best_tag(view: JobView) -> str | None:
     """What the newest save's trainer calls the best so far; its own folder name, whatever the path (H37)."""
     known = [s for s in view.saves if s.save.best_checkpoint is not None]
-    return max(known, key=lambda s: s.save.order).save.best_checkpoint if known else None
+    return max(known, key=lambda s: s.order).save.best_checkpoint if known else None
 
 
 def _may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
     """All that count as newer were found together with it, and what is known of their order contradicts."""
-    newer = takewhile(lambda s: s.save.order > save.save.order, newest_first)
+    newer = takewhile(lambda s: s.order > save.order, newest_first)
     doubts = (save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
     return next(doubts, False) and all(doubts)
 

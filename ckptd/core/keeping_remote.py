@@ -109,7 +109,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
     """(remote, COMMIT key) → what becomes of it."""
     result: dict[tuple[str, str], Fate] = {}
     present = [s for s in view.saves if s.is_present]
-    here = {(s.save.tag, s.save.order) for s in present}
+    here = {(s.save.tag, s.order) for s in present}
     best = best_tag(view)
     for remote in view.remotes:
         generations = generations_of(remote)
@@ -125,11 +125,12 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
                 continue
             held = [g.held(view) for g in mine]
             by_policy = fates(held, remote.retention)
+            deletes = remote.retention.deletes
             for one, generation in zip(held, mine, strict=True):
                 lead = generation.leader
                 more: tuple[str, ...] = ()
                 is_here = (lead.tag, lead.order) in here or lead.key in claimed
-                if (is_here or lead.tag in unclear) and remote.retention.deletes:
+                if (is_here or lead.tag in unclear) and deletes:
                     more += ("still on this node",)
                 if lead.tag == best:
                     more += ("best_model_checkpoint",)

@@ -35,16 +35,16 @@ def newer_commits(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
 
 def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str, Order], CommitRef]:
     """COMMITs of later saves on one remote, by tag and order."""
-    after = save.save.order
+    after = save.order
     told: dict[tuple[str, Order], CommitRef] = {}
     for other in view.saves:
         record = other.ship(remote.name, ZERO)
         is_same_kind = other.is_model_only == save.is_model_only and other.save.branch == save.save.branch
-        if is_same_kind and other.save.order > after and record.state is ShipState.COMMITTED:
+        if is_same_kind and other.order > after and record.state is ShipState.COMMITTED:
             ref = CommitRef(
                 remote=remote.name, key=record.commit_key or "", sha256=record.commit_sha256 or ""
             )
-            told[other.save.tag, other.save.order] = ref
+            told[other.save.tag, other.order] = ref
     seen = {
         (c.tag, c.order): CommitRef(remote=remote.name, key=c.key, sha256=c.sha256)
         for c in remote.commits

@@ -114,7 +114,7 @@ def _drain(view: JobView, drain: Drain) -> tuple[Drained, list[Action]]:
 def open_saves(view: JobView) -> list[SaveView]:
     """Complete here and not committed on every required remote, newest first."""
     found = {s.id: s for remote in _counting(view) for s in _open(view, remote)}
-    return sorted(found.values(), key=lambda s: s.save.order, reverse=True)
+    return sorted(found.values(), key=lambda s: s.order, reverse=True)
 
 
 def _counting(view: JobView) -> list[RemoteView]:
@@ -126,7 +126,7 @@ def _open(view: JobView, remote: RemoteView) -> list[SaveView]:
     done = (ShipState.COMMITTED, ShipState.RETIRED)
     return [
         s
-        for s in sorted(view.saves, key=lambda s: s.save.order, reverse=True)
+        for s in sorted(view.saves, key=lambda s: s.order, reverse=True)
         if ZERO in remote.forms
         and (s.is_intact or s.is_held)
         and s.ship(remote.name, ZERO).state not in done
@@ -171,7 +171,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
 
     `is_enough`: something that can be made again goes first.
     """
-    held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.save.order)
+    held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.order)
     done: list[Action] = [
         ReleaseHold(save_id=s.id, reason="committed")
         for s in held
@@ -218,14 +218,14 @@ def _to_ship(view: JobView, save: SaveView) -> bool:
         return False
     # the newest were sealed last: the first one looked at ends it for nearly all
     found = (s for s in reversed(view.saves) if s.was_found_first and s.is_model_only == save.is_model_only)
-    return not any(s.save.order > save.save.order for s in found)
+    return not any(s.order > save.order for s in found)
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
     """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
     if not remote.is_attached:
         return []
-    newest_first = sorted(view.saves, key=lambda s: s.save.order, reverse=True)
+    newest_first = sorted(view.saves, key=lambda s: s.order, reverse=True)
     waiting = (s for s in newest_first if s.id not in loose and _is_zero_due(view, s, remote))
     zero = next(waiting, None)
     if remote.is_shipping:
@@ -293,7 +293,7 @@ def _convert(view: JobView) -> list[Action]:
     if view.is_converting or view.is_save_in_flight or UNIVERSAL not in view.local_forms:
         return []
     whole = (s for s in view.saves if s.is_intact and s.is_convertible)
-    candidates = sorted(whole, key=lambda s: s.save.order, reverse=True)
+    candidates = sorted(whole, key=lambda s: s.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     for save in candidates if view.disk.can_clone else candidates[:1]:
         if not is_open(save.universal, view.now_seconds):

@@ -27,7 +27,7 @@ CONFIRMATION_SECONDS = 20.0
 def victims(view: JobView, fates: dict[int, Fate]) -> list[SaveView]:
     """What nothing keeps here, oldest first."""
     loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
-    return sorted(loose, key=lambda s: s.save.order)
+    return sorted(loose, key=lambda s: s.order)
 
 
 def prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptd.core.identity import Model
@@ -100,6 +101,14 @@ class DerivedRecord(Model):
     hint: str = ""
 
 
+_NOT_MADE = DerivedRecord()
+
+
+@cache
+def _new_record(remote: str, form: str) -> ShipRecord:
+    return ShipRecord(remote=remote, form=form)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveView:
     """A sealed save that this node holds or held."""
@@ -131,6 +140,11 @@ class SaveView:
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
     """By form; what is known of making them, for they lie nowhere here."""
+    order: Order = field(init=False, compare=False)
+    """Of the save; kept, for a plan of thousands asks a dozen times."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", self.save.order)
 
     @property
     def is_model_only(self) -> bool:
@@ -144,12 +158,12 @@ class SaveView:
 
     def derived(self, form: str) -> DerivedRecord:
         """Where a derived form stands here."""
-        return self.universal if form == UNIVERSAL else self.weights.get(form) or DerivedRecord()
+        return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE
 
     def ship(self, remote: str, form: str) -> ShipRecord:
         """The record, or a new one."""
         known = self.ships.get((remote, form))
-        return known if known is not None else ShipRecord(remote=remote, form=form)
+        return known if known is not None else _new_record(remote, form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +188,10 @@ class RemoteCommit:
     """Of all nodes whose manifests it rests on; empty: they disagree."""
     nodes: frozenset[str] = frozenset()
     """Whose manifests it rests on."""
+    order: Order = field(init=False, compare=False)
 
-    @property
-    def order(self) -> Order:
-        """(branch, step, save_seq)."""
-        return Order(self.branch, self.step, self.save_seq)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", Order(self.branch, self.step, self.save_seq))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

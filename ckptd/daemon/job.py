@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.config import config_digest
 from ckptd.config_places import this_node
-from ckptd.core.planner import plan
 from ckptd.daemon.acting import Actor
 from ckptd.daemon.beating import nodes_of
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
@@ -42,7 +41,7 @@ from ckptd.daemon.setup import (
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
 from ckptd.daemon.tenancy import finish_begun
-from ckptd.daemon.viewing import build_view, folders_to_watch
+from ckptd.daemon.viewing import build_view, folders_to_watch, planned
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
 from ckptd.local.watch import Watcher
@@ -306,7 +305,7 @@ class Job:
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
         )
-        state.plan = plan(self.view)
+        state.plan = planned(self.view)
         self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:

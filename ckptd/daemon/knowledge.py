@@ -29,8 +29,8 @@ from ckptd.core.save import Order
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import is_written_down, named_in
-from ckptd.daemon.sharing import learn
+from ckptd.daemon.seen import adopt_orders, is_written_down, named_in
+from ckptd.daemon.sharing import look_for_sharer
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 from ckptd.remote import messages as m
@@ -263,7 +263,7 @@ class Knowledge(Recogniser):
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
-            learn(self._state, link, self.tags_at_start)
+            look_for_sharer(self._state, link, self.tags_at_start)
         self._notice_lost()
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:
@@ -271,6 +271,7 @@ class Knowledge(Recogniser):
                     forms = self._forms[name]
                     for form in (ZERO,) if ZERO in forms else forms:
                         self._choose_generation(row, link, form)
+        adopt_orders(self._state, self._links.values())
 
     def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
         state, key = self._state, (row.id, link.name, form)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _M_ARENA_MAX = -8
 _ARENAS = 2
@@ -25,6 +30,18 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no search for cycles: a plan makes none, and with many records a search costs as much as it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def tree_bytes() -> int:

@@ -7,9 +7,11 @@ the older one before the next save (docs/adr/0102).
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from ckptd.core.order import Found, is_proven, next_order, rebuilt_order, sealing_order
+from ckptd.journal_tables import FOUND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ckptd.core.save import Order
     from ckptd.daemon.recogniser import Recogniser
     from ckptd.daemon.state import JobState
+    from ckptd.journal import Journal
 
 Mark = tuple[tuple[object, ...], ...]
 
@@ -38,9 +41,13 @@ class Ordering:
         self._is_sealed = is_sealed
         self._recogniser = recogniser
         self._seen: dict[str, tuple[Mark, float]] = {}
+        self._at_begin: dict[str, int] | None = None
+        """Tag → when its shards were written last, of what lay here when the journal was begun."""
 
     def look(self, listing: SaveDirListing, now_seconds: float) -> None:
         """Note what changed; a file beside the shards, or their rights, say nothing about order."""
+        if self._at_begin is None:
+            self._at_begin = _found_by(self._state.journal, listing)
         seen = {}
         for folder in listing.folders:
             mark = tuple(
@@ -59,17 +66,17 @@ class Ordering:
         return sorted(ready, key=lambda row: rank[row[0].tag])
 
     def order_of(
-        self, tag: str, step: int, fingerprints: tuple[tuple[str, str], ...], *, is_new_tag: bool
+        self, folder: FolderListing, step: int, fingerprints: tuple[tuple[str, str], ...], *, is_new_tag: bool
     ) -> Order:
         """The order of a save that is sealed now."""
-        order = self._recogniser.known_order(tag, fingerprints)
+        order = self._recogniser.known_order(folder.tag, fingerprints)
         if order is not None:
             return order
         known = [row.save.order for row in self._state.rows.values()]
         remote = self._recogniser.highest()
         highest = max([*known, *([remote] if remote else [])], default=None)
         # saved anew since then, it is what the trainer does now: perhaps a rewind
-        is_old = is_new_tag and self._state.journal.was_new and tag in self._recogniser.tags_at_start
+        is_old = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
         return rebuilt_order(step, highest) if is_old else next_order(step, highest)
 
     def beside(self, tag: str) -> tuple[str, ...]:
@@ -100,3 +107,15 @@ class Ordering:
             written_ns=written_ns(folder),
             is_latest=listing is not None and listing.latest == folder.tag,
         )
+
+
+def _found_by(journal: Journal, listing: SaveDirListing) -> dict[str, int]:
+    """What lay here when the journal was begun, be it by a process that was killed before it sealed it."""
+    text = journal.meta(FOUND)
+    if text is None:  # begun by an earlier release, which took what it found for old
+        return {}
+    if not text:
+        text = json.dumps({folder.tag: written_ns(folder) for folder in listing.folders})
+        journal.set_meta(FOUND, text)
+    found: dict[str, int] = json.loads(text)
+    return found

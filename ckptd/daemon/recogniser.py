@@ -11,9 +11,6 @@ if TYPE_CHECKING:
 class Recogniser:
     """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
 
-    tags_at_start: frozenset[str] = frozenset()
-    """Tags that were there when this daemon first looked."""
-
     def may_seal(self, tag: str) -> bool:
         """False while a remote that may know the tag has not been asked."""
         raise NotImplementedError

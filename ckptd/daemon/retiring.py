@@ -28,7 +28,7 @@ from ckptd.errors import (
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.config_model import JobConfig
     from ckptd.core.actions import Retire
@@ -47,8 +47,13 @@ _NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError, Not
 
 def patience_seconds(seen: m.Observation, node: str) -> float:
     """How long a removal that is under way is left to whoever began it: of several nodes he may be at it."""
-    several = any(len({node_in(ref.key) for ref in v.commit.manifests}) > 1 for v in seen.commits)
+    several = any(_is_of_several([ref.key for ref in view.commit.manifests]) for view in seen.commits)
     return (1 + zlib.crc32(node.encode()) % 10) * TURN_SECONDS if several else 0.0
+
+
+def _is_of_several(manifests: Sequence[str]) -> bool:
+    # of a thousand nodes the second says it
+    return any(node_in(key) != node_in(manifests[0]) for key in manifests)
 
 
 def since_when(

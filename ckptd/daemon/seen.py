@@ -10,11 +10,10 @@ from ckptd.core.lifecycle import State
 from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Sequence
 
     from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import Order
-    from ckptd.core.view import ShipRecord
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.remote.messages import Observation, TagView
@@ -40,28 +39,34 @@ def committed_orders(seen: Observation | None) -> dict[tuple[str | None, str | N
     return {} if seen is None else {(v.key, v.sha256): order_of(v.commit) for v in seen.commits}
 
 
-def committed_order(
-    record: ShipRecord, own: Order, orders: Mapping[tuple[str | None, str | None], Order]
-) -> Order | None:
-    """The order of the COMMIT that a save rests on, where that is above its own; else None.
+def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
+    """The order of a save, given those of its COMMITs; None: a remote has not told.
 
-    A node whose daemon was down while the run was rewound sealed its part as of the old branch. The COMMIT
-    takes the highest of all, and what every node keeps follows the COMMIT (P9, adr/0105).
+    The COMMIT's, whichever is higher. A node whose daemon was down while the run was rewound sealed its part
+    as of the old branch; one that does not know a checkpoint that was restored took it for a rewind. What
+    every node keeps follows the COMMITs alone (P9, adr/0105). Of several the highest counts, so an order is
+    lowered only once all have told.
+
+    >>> order_by_commits(Order(7, 90, 1), [Order(5, 90, 7)]), order_by_commits(Order(7, 90, 1), [None])
+    (Order(branch=5, step=90, save_seq=7), Order(branch=7, step=90, save_seq=1))
     """
-    if record.state is not ShipState.COMMITTED:
-        return None
-    order = orders.get((record.commit_key, record.commit_sha256))
-    return order if order is not None and order > own else None
+    known = [order for order in told if order is not None]
+    return max(known if known and len(known) == len(told) else [*known, own])
 
 
-def adopt_orders(state: JobState, remote: str, form: str, seen: Observation | None) -> None:
-    """Let each save here count as its COMMIT says."""
-    orders = committed_orders(seen)
+def adopt_orders(state: JobState, links: Iterable[RemoteLink]) -> None:
+    """Let each save here count as its COMMITs say."""
+    orders = {link.name: committed_orders(link.observation) for link in links}
     for row in list(state.rows.values()):
-        order = committed_order(state.ship(row.id, remote, form), row.save.order, orders)
-        if order is not None:
-            update = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
-            state.journal.replace_sealed(row.id, row.save.model_copy(update=update))
+        records = (state.ship(row.id, remote, ZERO) for remote in orders)
+        told = [
+            orders[record.remote].get((record.commit_key, record.commit_sha256))
+            for record in records
+            if record.state is ShipState.COMMITTED
+        ]
+        order = order_by_commits(row.save.order, told)
+        if order != row.save.order:
+            state.journal.replace_sealed(row.id, row.save.model_copy(update=order._asdict()))
             state.reload(row.id)
 
 

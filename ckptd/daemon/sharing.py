@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import ZERO
-from ckptd.daemon.seen import adopt_orders
 
 if TYPE_CHECKING:
     from ckptd.core.save import SealedSave
@@ -34,9 +33,8 @@ class Sharer:
     """We do: of two, the one with the lower node id goes on."""
 
 
-def learn(state: JobState, link: RemoteLink, tags_at_start: frozenset[str]) -> None:
-    """What a remote tells of saves here: their orders, and whether another host ships them too."""
-    adopt_orders(state, link.name, ZERO, link.observation)
+def look_for_sharer(state: JobState, link: RemoteLink, tags_at_start: frozenset[str]) -> None:
+    """Whether a remote tells of another host that ships what lies here."""
     if state.sharer is not None or state.is_shared:
         return
     for row in state.rows.values():

@@ -20,7 +20,7 @@ from ckptd.daemon.orders import files_to_ship, making_of, pointer_to_ship, ship_
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
-from ckptd.daemon.waiting import Waiting
+from ckptd.daemon.waiting import waiting_on
 from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
 from ckptd.local import fs
@@ -238,19 +238,19 @@ class Shipping:
             )
             log.info("%s (%s) committed on %s", tag, action.form, action.remote)
         elif answer.outcome == "waiting":
+            key = (action.save_id, action.remote, action.form)
+            waiting = state.waiting[key] = waiting_on(state.waiting.get(key), answer)
+            # of a shared directory what takes over from a silent host is the attempt itself
+            wait_seconds = self._step_in_seconds
+            if not self._config.shared_fs:
+                wait_seconds = waiting.retry_seconds(wait_seconds)
             record = record.model_copy(
                 update={
                     "state": ShipState.WAITING,
                     "reason": answer.reason,
-                    "retry_at_seconds": time.monotonic() + self._step_in_seconds,
+                    "retry_at_seconds": time.monotonic() + wait_seconds,
                 }
             )
-            waiting = Waiting(
-                reason=answer.reason or "",
-                hint=answer.hint or "see the other nodes",
-                missing=answer.missing,
-            )
-            state.waiting[action.save_id, action.remote, action.form] = waiting
         elif answer.outcome == "refused":
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}

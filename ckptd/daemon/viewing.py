@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.lateness import lacking, late_now
 from ckptd.core.manifest_names import node_in
+from ckptd.core.planner import plan
 from ckptd.core.sealing import sealed_extra
 from ckptd.core.view import (
     ZERO,
@@ -20,6 +21,7 @@ from ckptd.core.view import (
     ShipRecord,
     ShipState,
 )
+from ckptd.daemon.memory import uncollected
 from ckptd.daemon.retiring import since_when
 from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.files import free_bytes
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.config_model import JobConfig
+    from ckptd.core.actions import Plan
     from ckptd.core.draining import Drain
     from ckptd.core.listing import FolderListing, ListedFile
     from ckptd.core.retention import RetentionPolicy
@@ -275,3 +278,9 @@ def _remote(
         known_tags=link.known_tags(),
         retention=retention,
     )
+
+
+def planned(view: JobView) -> Plan:
+    """The plan of one view."""
+    with uncollected():
+        return plan(view)

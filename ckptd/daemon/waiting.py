@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
+    from ckptd.remote.messages import ShipResult
+
+MOST_TIMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +26,36 @@ class Waiting:
     reason: str
     hint: str = "see the other nodes"
     missing: tuple[NamedShard, ...] = ()
+    attempts: int = 1
+    """In a row, with that reason."""
+
+    def retry_seconds(self, first_seconds: float) -> float:
+        """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
+        the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
+        somebody committed is heard at once, whatever this says."""
+        return first_seconds * min(2 ** (self.attempts - 1), MOST_TIMES)
+
+
+def waiting_on(before: Waiting | None, answer: ShipResult) -> Waiting:
+    """What an attempt lacked, after what the one before it lacked."""
+    reason = answer.reason or ""
+    attempts = before.attempts + 1 if before is not None and before.reason == reason else 1
+    return Waiting(
+        reason=reason,
+        hint=answer.hint or "see the other nodes",
+        missing=answer.missing,
+        attempts=attempts,
+    )
 
 
 def see_waiting(job: Job, state: JobState) -> None:
     """Raise `commit-waiting`, or `commit-incomplete` once the other nodes had their time."""
     for key, waiting in list(state.waiting.items()):
         row = state.rows.get(key[0])
-        if row is None or state.ship(*key).state is not ShipState.WAITING:
+        record = state.ship(*key)
+        if row is None or record.state not in (ShipState.WAITING, ShipState.SHIPPING):
             del state.waiting[key]
+        if row is None or record.state is not ShipState.WAITING:
             continue
         about = f"{row.save.tag} → {key[1]}"
         age = time.time() - row.sealed_at

@@ -303,8 +303,12 @@ def read_supplements(store: Store, where: Stem) -> list[CommitView]:
 
 def generations_with_manifests(store: Store) -> set[Stem]:
     """(tag, generation, form) of everything that has a node manifest."""
-    # thousands of nodes list their files in few folders, and a name is taken apart once for each
-    folders = {info.key.rpartition("/")[0] for info in store.list(f"{ROOT}/nodes/")}
+    # thousands of nodes list their files in few folders, one after the other: few names are taken apart
+    folders, folder = set(), "/"
+    for info in store.list(f"{ROOT}/nodes/"):
+        if not info.key.startswith(folder):
+            folder = info.key.rpartition("/")[0] + "/"
+            folders.add(folder)
     return {where for folder in folders if (where := stem_of_key(folder)) is not None}
 
 

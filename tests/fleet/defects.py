@@ -14,10 +14,11 @@ from ckptd.remote import commit, retire
 from tests.fleet import node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ckptd.core.actions import Action
     from ckptd.core.ladder import Fate
+    from ckptd.core.save import Order
     from ckptd.core.view import JobView, RemoteCommit
 
 
@@ -39,8 +40,12 @@ def _old(commit: RemoteCommit) -> RemoteCommit:
     return replace(commit, branch=0, step=0, save_seq=0)
 
 
-def _no_order(*_: object) -> None:
-    return None
+def _own(own: Order, _: object) -> Order:
+    return own
+
+
+def _raised(own: Order, told: Sequence[Order | None]) -> Order:
+    return max([own, *(order for order in told if order is not None)])
 
 
 def _beside_a_save(view: JobView, fates: dict[int, Fate]) -> list[Action]:
@@ -62,18 +67,20 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         [(planner, "keep_remote", _by_local_view), (retire, "_protected", lambda *_: None)],
         "though the policy keeps it",
     ),
-    "orders not taken from COMMITs": ([(node, "committed_order", _no_order)], "though its policy keeps it"),
+    "orders not taken from COMMITs": ([(node, "order_by_commits", _own)], "though its policy keeps it"),
+    "orders only raised by COMMITs": ([(node, "order_by_commits", _raised)], "though its policy keeps it"),
     "prunes beside a save": ([(planner, "prune", _beside_a_save)], "is saved"),
     "late prunes not looked at again": (
         [(node.Daemon, "is_undisturbed", lambda *_: True)],
         "is saved",
     ),
-    "other configurations not noticed": (
-        [
-            (planner, "is_configured_otherwise", lambda *_: False),
-            (pruning, "is_configured_otherwise", lambda *_: False),
-        ],
-        "",
+    "other configurations not noticed here": (
+        [(pruning, "is_configured_otherwise", lambda *_: False)],
+        "is configured otherwise",
+    ),
+    "other configurations not noticed there": (
+        [(planner, "is_configured_otherwise", lambda *_: False)],
+        "though the policy keeps it",
     ),
 }
 """Name → what is put in the place of what, and words of what it leads to."""

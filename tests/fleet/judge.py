@@ -50,7 +50,8 @@ class Judge:
     entombed: set[str] = field(default_factory=set)
     made: dict[int, list[str]] = field(default_factory=dict)
     """Save → keys of all COMMITs that it ever had and nobody disputed."""
-    disputed: set[str] = field(default_factory=set)
+    disputed: dict[str, float] = field(default_factory=dict)
+    """And when."""
     let_go: dict[str, tuple[Committed, float]] = field(default_factory=dict)
     """COMMITs that went under a tombstone, and when that was made."""
     clock: Callable[[], float] = lambda: 0.0
@@ -123,7 +124,7 @@ class Judge:
         commit = self.live.get(name)
         if commit is None:
             raise Broken(f"{key}: there is no such COMMIT")
-        counted = [c for c in self.live.values() if c.key not in self.entombed | self.disputed]
+        counted = [c for c in self.live.values() if c.key not in self.entombed and c.key not in self.disputed]
         limit = self.job.remote_limit
         newer = [c for c in counted if c.order > commit.order]
         if name not in self.disputed and (limit is None or len(newer) < limit):
@@ -134,7 +135,7 @@ class Judge:
     def _dispute(self, document: dict[str, Any]) -> None:
         key = next((k for k in self.live if _names(k, document)), None)
         if key is not None:
-            self.disputed.add(key)
+            self.disputed.setdefault(key, self.clock())
 
     def _latest(self, after: bytes | None) -> None:
         folder = None if after is None else after.decode()
@@ -157,7 +158,10 @@ class Judge:
             raise Broken(f"{name} lets save {number} ({row.save.tag}) go, which no COMMIT holds")
         limit = machine.job.local_limit
         held = {w.number for w in machine.disk.values()}
-        newer = [c for c in live if c.number in held and c.order > mine[0].order]
+        # nor can it know of a dispute that came while the prune was under way: its own COMMIT stands
+        then = self.clock() - PERMIT_SECONDS
+        counted = (c for c in self.live.values() if self.disputed.get(c.key, then) >= then)
+        newer = [c for c in counted if c.number in held and c.order > mine[0].order]
         if limit is None or len(newer) < limit:
             raise Broken(f"{name} lets save {number} go, though its policy keeps it")
 

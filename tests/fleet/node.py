@@ -38,8 +38,10 @@ from ckptd.core.view import (
 )
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.retiring import patience_seconds, since_when
-from ckptd.daemon.seen import committed_order, committed_orders, named_in, seen_in
+from ckptd.daemon.seen import committed_orders, named_in, order_by_commits, seen_in
+from ckptd.daemon.shipping import STEP_IN_SECONDS
 from ckptd.daemon.viewing import as_planned
+from ckptd.daemon.waiting import waiting_on
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import IDENTITY_KEY, DocumentCache
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ckptd.core.manifest import RemoteIdentity
+    from ckptd.daemon.waiting import Waiting
     from ckptd.remote.documents import Stem
     from ckptd.remote.messages import Observation, TagView
     from tests.fleet.engine import Engine
@@ -125,6 +128,7 @@ class Row:
     state: str = "present"
     shipped: dict[str, Shipped] = field(default_factory=dict)
     manifest_sha256: str = ""
+    waiting: Waiting | None = None
 
 
 @dataclass
@@ -171,6 +175,7 @@ class Daemon:
         self.chance = chance
         self.late_looks = latest_looks
         """How often an observation comes too late to be planned on."""
+        self.late_prunes = LATE_PRUNES
         self.store = FleetStore(remote, network, chance, counts)
         self.ground = commit.Ground(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
         self.cache = DocumentCache()
@@ -183,7 +188,8 @@ class Daemon:
         self.due_since: dict[tuple[str, str], float] = {}
         self.retiring_since: dict[Stem, float] = {}
         self.is_first_scan = True
-        self.is_idle = False
+        self.idle_until: float | None = None
+        """None: in the middle of a turn."""
         self.naps = naps
         self.nap: Nap | None = None
         self.begun: Nap | None = None
@@ -209,8 +215,11 @@ class Daemon:
 
     def hint(self) -> None:
         """The trainer wrote something."""
-        if self.is_idle:
-            self.program.wake_in(SETTLE_SECONDS + 0.1)
+        seconds = SETTLE_SECONDS + 0.1
+        # a trainer that saves again and again postpones nothing
+        if self.idle_until is not None and self.engine.now + seconds < self.idle_until:
+            self.idle_until = self.engine.now + seconds
+            self.program.wake_in(seconds)
 
     def _rest(self) -> None:
         """Until the next turn; those that nothing can come of are not lived."""
@@ -239,9 +248,9 @@ class Daemon:
             self.begun = nap
 
     def _idle_until(self, when: float) -> None:
-        self.is_idle = True
+        self.idle_until = when
         self.program.wait_until(when)
-        self.is_idle = False
+        self.idle_until = None
 
     def _nothing_before(self) -> float:
         """Until when turns decide nothing, as the last one did not, unless somebody changes something; 0: no
@@ -277,6 +286,7 @@ class Daemon:
         self._seal()
         self._hear_of_commits(self.observation)
         self._choose()
+        self._adopt_orders(self.observation)
         view = self.view(self.observation)
         planned = plan(view)
         self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
@@ -398,7 +408,6 @@ class Daemon:
         made = {(v.commit.tag, v.commit.generation) for v in seen.commits}
         disputed = {v.sha256 for v in seen.commits if v.disputed}
         held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
-        orders = committed_orders(seen)
         for row in self.machine.rows:
             record = row.record
             update: dict[str, object] = {}
@@ -412,10 +421,6 @@ class Daemon:
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
-            order = committed_order(row.record, row.save.order, orders)
-            if order is not None:
-                fields = {"branch": order.branch, "step": order.step, "save_seq": order.save_seq}
-                row.save = row.save.model_copy(update=fields)
 
     def _choose(self) -> None:
         for row in self.machine.rows:
@@ -448,6 +453,16 @@ class Daemon:
                     self.is_stale = True
                 case Retired(generation=g):
                     row.record = row.record.model_copy(update={"state": ShipState.RETIRED, "generation": g})
+
+    def _adopt_orders(self, seen: Observation) -> None:
+        orders = committed_orders(seen)
+        for row in self.machine.rows:
+            record = row.record
+            if record.state is ShipState.COMMITTED:
+                told = orders.get((record.commit_key, record.commit_sha256))
+                own = row.save.order
+                if told != own and (order := order_by_commits(own, [told])) != own:
+                    row.save = row.save.model_copy(update=order._asdict())
 
     # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
 
@@ -512,11 +527,16 @@ class Daemon:
         prunes = [action for action in actions if isinstance(action, act.Prune)]
         others = [action for action in actions if not isinstance(action, act.Prune)]
         planned = dict(self.machine.disk)
-        are_busy = bool(prunes) and self.chance.random() < LATE_PRUNES
+        are_busy = bool(prunes) and self.chance.random() < self.late_prunes
         did = [] if are_busy else [self._prune(prune, planned) for prune in prunes]
         assert self.observation is not None
         did += [self._finish(self.observation), *(self._do(action) for action in others)]
+        if are_busy:
+            self.while_busy()
         return did + ([self._prune(prune, planned) for prune in prunes] if are_busy else [])
+
+    def while_busy(self) -> None:
+        """The story's: what happens until a worker is free for a prune."""
 
     def _do(self, action: act.Action) -> bool:
         match action:
@@ -634,7 +654,9 @@ class Daemon:
             }
             row.record = row.record.model_copy(update=update)
         elif result.outcome == "waiting":
-            update = {"state": ShipState.WAITING, "retry_at_seconds": self.engine.now + 60.0}
+            row.waiting = waiting_on(row.waiting, result)
+            again = self.engine.now + row.waiting.retry_seconds(STEP_IN_SECONDS)
+            update = {"state": ShipState.WAITING, "retry_at_seconds": again}
             row.record = row.record.model_copy(update=update)
         else:
             row.shipped.clear()

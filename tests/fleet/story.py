@@ -91,7 +91,7 @@ class Fleet:
     """One history under way."""
 
     def __init__(self, seed: int, shape: Shape, *, is_loud: bool = False) -> None:
-        self.chance = chance = Random(seed)
+        self.chance = Random(seed)
         self.shape = shape
         self.told = Told(seed)
         self.is_loud = is_loud
@@ -102,7 +102,7 @@ class Fleet:
         self.network = shape.network or self._drawn_network()
         self.ranks = self._drawn_ranks()
         self.counts: dict[str, Counter[str]] = self.told.per_node
-        self.odd = chance.randrange(shape.nodes) if self._may(0.15) and shape.nodes > 1 else None
+        self.odd = self._drawn_odd()
         self.names = 0
         self.machines = [self._machine(slot) for slot in range(shape.nodes)]
         others = frozenset() if self.odd is None else frozenset({self.machines[self.odd].name})
@@ -144,6 +144,11 @@ class Fleet:
             lost=chance.choice([0.0, 0.0, 0.01, 0.05]),
             refused=chance.choice([0.0, 0.0, 0.02]),
         )
+
+    def _drawn_odd(self) -> int | None:
+        """The node that is configured otherwise."""
+        nodes = self.shape.nodes
+        return self.chance.randrange(nodes) if self._may(0.15) and nodes > 1 else None
 
     def _drawn_ranks(self) -> list[tuple[int, ...]]:
         return [(slot,) for slot in range(self.shape.nodes)]
@@ -294,7 +299,8 @@ class Fleet:
         if self.machines[slot].name in self.judge.others:
             self.judge.others = frozenset({name})
         fresh = self.machines[slot] = self._machine(slot, name)
-        live = [c for c in self.judge.live.values() if c.key not in self.judge.entombed | self.judge.disputed]
+        judge = self.judge
+        live = [c for c in judge.live.values() if c.key not in judge.entombed and c.key not in judge.disputed]
         best = max(live, key=lambda c: c.order, default=None)
         self.step = best.order[1] if best is not None else 0
         if best is not None:
@@ -401,17 +407,20 @@ _NOWHERE = os.open("/", os.O_PATH)
 
 def tell(seed: int, shape: Shape, *, is_loud: bool = False) -> Told:
     """Live one history; `broken` says what went wrong."""
-    random.seed(seed)  # how long shipped code waits after a failure
-    fleet = Fleet(seed, shape, is_loud=is_loud)
     # of few nodes all manifests are read: every second history goes as if they were many
     few = 0 if seed % 2 and shape.faults else look.FEW
+    with mock.patch.object(look, "FEW", few):
+        return lived(Fleet(seed, shape, is_loud=is_loud))
+
+
+def lived(fleet: Fleet) -> Told:
+    """As `tell`, of a fleet that has not begun."""
+    random.seed(fleet.told.seed)  # how long shipped code waits after a failure
     try:
-        with mock.patch.object(look, "FEW", few):
-            return fleet.run()
+        return fleet.run()
     except Broken as error:
         fleet.told.broken = str(error)
-        for slot in range(shape.nodes):
-            daemon = fleet.daemons[slot]
+        for daemon in fleet.daemons:
             if daemon is not None:
                 daemon.program.abandon()
         return fleet.told

@@ -14,7 +14,7 @@ from ckptd.core import keeping, keeping_remote, planner
 from ckptd.core.actions import Hold
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, ShipState
-from ckptd.daemon import intake, recovery
+from ckptd.daemon import ordering, recovery
 from ckptd.local import fs
 from ckptd.remote import commit, messages, observe, retire, service, transfer
 from ckptd.remote.documents import read_generation
@@ -128,7 +128,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (observe, "settled", lambda *_: None),
         (transfer, "settled", lambda *_: None),
     ),
-    "a rewind is no new branch": ((intake, "next_order", _one_branch),),
+    "a rewind is no new branch": ((ordering, "next_order", _one_branch),),
 }
 
 

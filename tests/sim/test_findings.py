@@ -506,6 +506,33 @@ def test_a_remote_that_went_away_again_is_waited_for_when_the_journal_is_lost() 
         made.leave()
 
 
+def test_what_was_found_is_old_whoever_seals_it() -> None:
+    """Killed between the beginning of a new journal and the first seal: the next process knew no more that
+    what lay there was found, and took an old save that no COMMIT lists for a rewind."""
+    made, rng = World(1, job_config(((NAS, True, None),), None, "newest")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        for step in (5, 7):
+            saved(made, step)
+        made.live_on(100, rng)
+        assert orders(made) == {"global_step5": (1, 5), "global_step7": (1, 7)}
+        made.kill()
+        made.kernel.actor = "trainer"
+        made.kernel.unlink(f"{STATE_DIR}/journal.db")
+        made.kernel.actor = "ckptd"
+        made.set_mood(NAS, "down")
+        made.live_on(60, rng)
+        assert orders(made) == {}, "nothing is sealed before the remote was heard"
+        made.kill()
+        made.set_mood(NAS, "ok")
+        made.live_on(100, rng)
+        assert orders(made) == {"global_step5": (1, 5), "global_step7": (1, 7)}
+    finally:
+        made.leave()
+
+
 def orders(world: World) -> dict[str, tuple[int, int]]:
     """(branch, step) of each save that was sealed."""
     rows = world.job.state.rows.values() if world.job is not None and world.job.state is not None else ()

@@ -189,6 +189,22 @@ def _drain(*, is_done: bool, left: float = 75.0, late: tuple[str, ...] = ()) -> 
     )
 
 
+def whole(step: int) -> st.CheckpointStatus:
+    """One whose forms are all committed."""
+    one = checkpoint(step)
+    (zero,) = (forms["zero"] for forms in one.remotes.values())
+    return replace(one, remotes={"s3": {"zero": zero, "universal": zero}})
+
+
+LONG = (
+    *(whole(4000 - 50 * n) for n in range(30)),
+    checkpoint(2400, ship="failed"),
+    *(whole(2300 - 50 * n) for n in range(4)),
+    checkpoint(2000, state="pruned"),
+)
+"""More than fit below their headline; an old one is not settled, one left the node."""
+
+
 def documents() -> dict[str, st.Status]:
     """Name of the state → the document."""
 
@@ -210,6 +226,7 @@ def documents() -> dict[str, st.Status]:
     return {
         "safe": of(job()),
         "safe, and older ones left this node": of(job(checkpoints=(checkpoint(4000), gone))),
+        "safe, a long run": of(job(checkpoints=LONG)),
         "waiting for the first checkpoint": of(NOTHING_YET),
         "nothing committed yet": of(
             behind(safe=None, steps_at_risk=4500, seconds_at_risk=None, checkpoints=one)

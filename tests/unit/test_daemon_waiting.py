@@ -16,6 +16,7 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.seen import is_written_down
 from ckptd.daemon.state import JobState
+from ckptd.daemon.waiting import waiting_on
 from ckptd.journal import Journal
 from ckptd.remote import messages as m
 from tests.model.commit_code import TWO_NODES, order_of, sealed
@@ -151,3 +152,12 @@ def test_a_new_journal_without_the_newest_that_a_remote_tells_of_needs_that_remo
     assert is_written_down(waiting.state, links, None)
     assert is_written_down(waiting.state, links, row.save.order)
     assert not is_written_down(waiting.state, links, row.save.order._replace(branch=row.save.branch + 1))
+
+
+def test_what_never_comes_is_asked_for_ever_more_seldom() -> None:
+    """A save that one node of a thousand never wrote; as soon as another part comes it is a minute again."""
+    waits, before = [], None
+    for reason in ("a and b", *["b"] * 7, "b, of another save"):
+        before = waiting_on(before, m.ShipResult(outcome="waiting", reason=reason))
+        waits.append(before.retry_seconds(60.0))
+    assert waits == [60.0, 60.0, 120.0, 240.0, 480.0, 480.0, 480.0, 480.0, 60.0]

@@ -1,0 +1,111 @@
+"""Which order a save is given when it is sealed, and which it has once it is committed (§3 *Order*, P9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
+from ckptd.core.manifest import Commit
+from ckptd.core.save import Order
+from ckptd.core.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.ordering import Ordering
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.recogniser import Recogniser
+from ckptd.daemon.seen import adopt_orders
+from ckptd.daemon.state import JobState
+from ckptd.journal import Journal
+from ckptd.remote.messages import CommitView, Observation
+from tests.unit.core_views import sealed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Remembered(Recogniser):
+    """A remote that knows no save of these, and a higher order."""
+
+    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        return None
+
+    def highest(self) -> Order | None:
+        return Order(2, 20, 1)
+
+
+def folder(step: int, written_ns: int) -> FolderListing:
+    identity = FileIdentity(dev=1, ino=step, size_bytes=1, mtime_ns=written_ns, ctime_ns=written_ns)
+    shard = ListedFile(path="zero_pp_rank_0_mp_rank_00_optim_states.pt", identity=identity)
+    return FolderListing(tag=f"s{step}", folder=FolderIdentity(dev=1, ino=100 + step), files=(shard,))
+
+
+def ordered(path: Path, *listed: FolderListing, step: int) -> Order:
+    """The order that a process of its own gives what lies there."""
+    state = JobState(journal=Journal(path), problems=Problems())
+    state.load()
+    ordering = Ordering(state, Remembered(), lambda _: False)
+    ordering.look(SaveDirListing(device=1, folders=listed), 0.0)
+    one = next(f for f in listed if f.tag == f"s{step}")
+    order = ordering.order_of(one, step, (), is_new_tag=True)
+    state.journal.close()
+    return order
+
+
+def test_what_was_found_is_old_for_every_process(tmp_path: Path) -> None:
+    """Not for the one alone that began the journal; what was saved since may be a rewind."""
+    path = tmp_path / "journal.db"
+    assert ordered(path, folder(5, 1), step=5) == Order(2, 5, 0)
+    assert ordered(path, folder(5, 1), step=5) == Order(2, 5, 0)
+    assert ordered(path, folder(5, 1), folder(7, 2), step=7) == Order(3, 7, 1)
+    assert ordered(path, folder(5, 3), step=5) == Order(3, 5, 1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What adopting asks of one."""
+
+    name: str
+    observation: Observation | None
+
+
+def observed(order: Order, record: ShipRecord) -> Observation:
+    commit = Commit.model_construct(branch=order.branch, step=order.step, save_seq=order.save_seq)
+    view = CommitView.model_construct(
+        key=record.commit_key, sha256=record.commit_sha256, commit=commit, disputed=False
+    )
+    return Observation.model_construct(commits=(view,))
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ((Order(5, 90, 7),), Order(5, 90, 7)),
+        ((Order(9, 90, 7),), Order(9, 90, 7)),
+        ((Order(5, 90, 7), Order(6, 90, 7)), Order(6, 90, 7)),
+        ((Order(5, 90, 7), None), Order(7, 90, 1)),
+        ((Order(8, 90, 7), None), Order(8, 90, 7)),
+        ((None,), Order(7, 90, 1)),
+    ],
+)
+def test_a_committed_save_has_the_order_of_its_commit(
+    tmp_path: Path, told: tuple[Order | None, ...], wanted: Order
+) -> None:
+    """Higher or lower than the one it was sealed with; of several the highest, once all are known."""
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    mine = sealed(90, 7, 1)
+    save_id = state.journal.add_save(mine, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    links = []
+    for number, order in enumerate(told):
+        record = ShipRecord(
+            remote=f"r{number}", form=ZERO, state=ShipState.COMMITTED, commit_key="k", commit_sha256="d"
+        )
+        state.put_ship(save_id, record)
+        links.append(Link(record.remote, observed(order, record) if order is not None else None))
+    adopt_orders(state, cast("Any", links))
+    assert state.rows[save_id].save.order == wanted
+    state.load()
+    assert state.rows[save_id].save.order == wanted
+    state.journal.close()
