@@ -6,6 +6,8 @@ PY     := $(VENV)/bin/python
 JOBS   ?= 4
 # Test workers; each takes file after file, since much of the tests waits for daemons and links.
 WORKERS ?= 2
+# Tracing each line costs the models and the units of pure code more than their own work: .ci/run leaves it out.
+COVERAGE ?= --cov=ckptd --cov-branch --cov-report=term:skip-covered
 ARGS   ?=
 REMOTE ?= directory
 # Of a long run; what is left is gone on with by the next one.
@@ -95,7 +97,7 @@ test: setup lint types pytest ## everything: format, lint, types, tests with bra
 
 pytest: setup adams ## the tests alone
 	rm -f .coverage .coverage.*
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=ckptd --cov-branch --cov-report=term:skip-covered $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COVERAGE) $(ARGS)
 
 bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)

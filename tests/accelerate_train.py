@@ -1,6 +1,6 @@
-"""Trains a tiny GPT-2 in a plain Accelerate loop with DeepSpeed on CPU; run by torchrun (tests/hf.py).
+"""Trains a tiny GPT-2 in a plain Accelerate loop with DeepSpeed on CPU; run by every rank (tests/hf.py).
 
-`python -m torch.distributed.run --nproc_per_node N -m tests.accelerate_train JOBS.json`: JOBS is a list
+`python -m tests.accelerate_train JOBS.json` in torchrun's environment: JOBS is a list
 of the fields of `tests.hf.AccelerateRun` with "out", "losses", "notes". With a name, every `save_state`
 goes to `<out>/<name>`, in place again and again; without one Accelerate names `<out>/checkpoint_<n>` itself.
 """

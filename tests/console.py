@@ -29,7 +29,7 @@ _PART = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _GROUPS = [{"w": (16, 8), "b": (8,)}]
-SETTLED_SECONDS = 90.0
+SETTLED_SECONDS = 200.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,26 +11,20 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckptd.quickstart.launch import kill_tree
-from tests.real import CACHE, REPOSITORY, locked
-from tests.stores.servers import free_port
+from tests import ranks
+from tests.real import CACHE, locked
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {name: HERE / f"{name}.py" for name in ("hf_train", "accelerate_train")}
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
-ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-START_SECONDS = 240.0
+START_SECONDS = 500.0
+ranks.expect(
+    "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "transformers.integrations.deepspeed"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,27 +86,28 @@ Run = HfRun | AccelerateRun
 class Training:
     """A run in the background."""
 
-    process: subprocess.Popen[bytes]
-    log: Path
+    ranks: ranks.Ranks
     losses: Path
 
     def finish(self, seconds: float = START_SECONDS) -> dict[int, float]:
         """Wait for its end; loss by step."""
-        if self.process.wait(seconds) != 0:
-            raise AssertionError(self.log.read_text()[-4000:])
+        self.ranks.wait(seconds)
         return read_losses(self.losses)
 
     def kill(self) -> None:
         """SIGKILL to every process of it at once: the node goes down."""
-        kill_tree(self.process.pid)  # torchrun puts each rank in a session of its own
-        self.process.wait(10)
+        self.ranks.kill()
 
 
 def start(run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | None = None) -> Training:
-    """Train live into `out`; losses and log go to `work`."""
+    """Train live into `out`; losses go to `work`, jobs and logs to its new folder `name`."""
     losses = work / f"{name}.losses.json"
     job = _job(run, out, losses, notes)
-    return Training(_launch(run, [job], work / name), work / f"{name}.log", losses)
+    place = work / name
+    place.mkdir()
+    (place / "jobs.json").write_text(json.dumps([job]))
+    command = (f"tests.{run.script}", [str(place / "jobs.json")], place)
+    return Training(ranks.start(*command, ranks=run.processes), losses)
 
 
 def train(
@@ -124,14 +119,19 @@ def train(
 
 def prepare(runs: Sequence[Run]) -> None:
     """Make the trees that are not cached yet, one start for those of a script and a number of processes."""
+    if not _missing(runs):
+        return  # nobody who trains meanwhile is waited for
     CACHE.mkdir(parents=True, exist_ok=True)
     with locked():
         batches: dict[tuple[str, int], list[Run]] = {}
-        for run in dict.fromkeys(runs):
-            if not (CACHE / key_of(run) / "done").exists():
-                batches.setdefault((run.script, run.processes), []).append(run)
+        for run in _missing(runs):
+            batches.setdefault((run.script, run.processes), []).append(run)
         for batch in batches.values():
             _make(batch)
+
+
+def _missing(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in dict.fromkeys(runs) if not (CACHE / key_of(run) / "done").exists()]
 
 
 def tree_of(run: Run) -> Path:
@@ -190,25 +190,6 @@ def _job(run: Run, out: Path, losses: Path, notes: Path | None) -> dict[str, obj
     return fields | {"out": str(out), "losses": str(losses), "notes": str(notes) if notes else None}
 
 
-def _launch(run: Run, jobs: list[dict[str, object]], work: Path) -> subprocess.Popen[bytes]:
-    listed = work.with_suffix(".jobs.json")
-    listed.write_text(json.dumps(jobs))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(run.processes)),
-        *("--master_port", str(free_port()), "-m", f"tests.{run.script}", str(listed)),
-    ]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with work.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            cwd=REPOSITORY,
-            env=os.environ | ENVIRONMENT | {"PATH": path},
-            start_new_session=True,
-        )
-
-
 def _make(batch: list[Run]) -> None:
     work = CACHE / f"making-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
@@ -219,9 +200,9 @@ def _make(batch: list[Run]) -> None:
             place = work / key_of(run)
             place.mkdir()
             jobs.append(_job(run, place / "save", place / "losses.json", place / "notes"))
-        process = _launch(batch[0], jobs, work / "all")
-        if process.wait(START_SECONDS + 30 * len(batch)) != 0:
-            raise AssertionError((work / "all.log").read_text()[-4000:])
+        (work / "jobs.json").write_text(json.dumps(jobs))
+        module, seconds = f"tests.{batch[0].script}", START_SECONDS + 30 * len(batch)
+        ranks.train(module, [str(work / "jobs.json")], work, ranks=batch[0].processes, seconds=seconds)
         for run in batch:
             shutil.rmtree(CACHE / key_of(run), ignore_errors=True)
             (work / key_of(run) / "done").touch()

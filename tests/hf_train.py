@@ -1,6 +1,6 @@
-"""Trains a tiny GPT-2 with the real transformers.Trainer and DeepSpeed on CPU; run by torchrun (tests/hf.py).
+"""Trains a tiny GPT-2 with the real transformers.Trainer and DeepSpeed on CPU; every rank runs it (hf.py).
 
-`python -m torch.distributed.run --nproc_per_node N -m tests.hf_train JOBS.json`: JOBS is a list of the fields
+`python -m tests.hf_train JOBS.json` in torchrun's environment: JOBS is a list of the fields
 of `tests.hf.HfRun` with "out", "losses", "notes". Several jobs share one start, because the start costs more
 than the training. Data depend on the sample's number alone and the total batch is fixed, so a run resumed on
 another number of processes must show the same losses.

@@ -308,7 +308,7 @@ def loaded_by(program: str) -> set[str]:
         text=True,
         check=True,
         cwd=PACKAGE.parent,
-        timeout=60,
+        timeout=200,
     )
     return set(done.stdout.split())
 

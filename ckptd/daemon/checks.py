@@ -221,7 +221,7 @@ def is_idle(job: Job) -> bool:
     """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
     state = job.state
     if state is None:
-        return job.turns > 1
+        return job.turns > 0
     if state.is_first_scan or job.needs_turn or state.plan is None:
         return False
     links = job.links.values()

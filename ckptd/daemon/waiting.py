@@ -33,7 +33,7 @@ class Waiting:
         """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
         the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
         somebody committed is heard at once, whatever this says."""
-        return first_seconds * min(1 << (self.attempts - 1), MOST_TIMES)
+        return first_seconds * min(2.0 ** min(self.attempts - 1, 10), MOST_TIMES)
 
 
 def waiting_on(before: Waiting | None, answer: ShipResult) -> Waiting:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.cluster import runs
-from tests.e2e.harness import Node
+from tests.e2e.harness import PATIENCE_SECONDS, Node
 from tests.e2e.s3_node import PREFIX
 from tests.stores import servers
 
@@ -61,7 +61,7 @@ class ClusterNode(Node):
                 env=os.environ | self.environment,
             )
         self.processes.append(process)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
             if b"watching" in self.log.read_bytes()[mark:]:
                 break
@@ -153,7 +153,7 @@ class Cluster:
                     newest[document["node"]] = document
         return newest
 
-    def wait(self, what: str, done: Callable[[], object], seconds: float = 90.0) -> None:
+    def wait(self, what: str, done: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
         """Until `done`; every node's log is in the failure."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -168,7 +168,7 @@ class Cluster:
         )
         raise AssertionError(f"waited {seconds} s for {what}; commits {sorted(self.commits())}\n{told}")
 
-    def wait_committed(self, key: str, seconds: float = 90.0) -> None:
+    def wait_committed(self, key: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Until `<tag>~g<n>` is committed."""
         self.wait(f"the COMMIT {key}", lambda: key in self.commits(), seconds)
 

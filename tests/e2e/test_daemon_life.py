@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, is_running, made_before, node, same_bytes
+from tests.e2e.harness import (
+    OTHER_RUN,
+    PATIENCE_SECONDS,
+    RUN,
+    Node,
+    children_of,
+    is_running,
+    made_before,
+    node,
+    same_bytes,
+)
 from tests.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
@@ -62,7 +72,7 @@ def test_killed_during_an_upload(tmp_path: Path, after_bytes: int) -> None:
         here.wait("bytes under way", lambda: _bytes_in(here.nas) >= after_bytes)
         children = children_of(here.processes[-1].pid)
         here.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while any(map(is_running, children)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_running, children))
@@ -256,7 +266,7 @@ def test_two_daemons_on_one_save_dir(tmp_path: Path) -> None:
         here.save(1)
         started = [here.start() for _ in range(1)]
         started += [here.start() for _ in range(5)]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while sum(p.poll() is None for p in started) > 1 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert [p.poll() for p in started if p.poll() is not None] == [75] * 5
@@ -284,14 +294,13 @@ def test_one_bad_job_among_good_ones(tmp_path: Path) -> None:
 
 
 def test_sigterm_in_mid_upload(tmp_path: Path) -> None:
-    """SIGTERM ends the daemon within five seconds with 0, in mid-upload too; the next start goes on."""
-    with node(tmp_path, remote='bandwidth = "300kB/s"') as here:
+    """SIGTERM ends the daemon with 0 in mid-upload, long before the upload's end; the next start goes on."""
+    with node(tmp_path, remote='bandwidth = "50kB/s"') as here:
         here.start()
         here.save(1)
-        here.wait("bytes under way", lambda: _bytes_in(here.nas) >= 300_000)
-        begin = time.monotonic()
-        assert here.stop(8) == 0
-        assert time.monotonic() - begin < 5
+        here.wait("bytes under way", lambda: _bytes_in(here.nas) >= 100_000)
+        assert here.stop() == 0
+        assert not here.commits()
         assert json.loads((here.state / "status.json").read_text())["daemon"]["alive"] is False
         here.write_job(remote="")
         here.start()

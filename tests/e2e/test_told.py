@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import node
-from tests.hf import ENVIRONMENT, START_SECONDS
-from tests.real import REPOSITORY
+from tests.hf import START_SECONDS
+from tests.ranks import ENVIRONMENT, REPOSITORY
 from tests.stores.servers import free_port
 
 pytestmark = pytest.mark.real

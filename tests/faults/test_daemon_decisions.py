@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, made_before, node
-from tests.faults.test_daemon_ladder import PACE
+from tests.e2e.harness import PACE, RUN, Node, made_before, node
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -206,7 +206,7 @@ def test_a_daemon_that_goes_meanwhile_is_replaced(here: Node) -> None:
         here.wait("it drains", lambda: here.status().get("drain"))
         process.kill()
         process.wait(10)
-        out, said = command.communicate(timeout=90)
+        out, said = command.communicate(timeout=200)
     assert (command.returncode, "its daemon has gone" in said) == (0, True), out + said
     assert list(here.commits()) == ["global_step1~g1"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, made_before, node
+from tests.e2e.harness import PACE, RUN, Node, made_before, node
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
@@ -20,10 +20,6 @@ forms = ["zero", "universal", "{WEIGHTS}"]
 ladder = [
   {{ after = 1, form = "universal" }}, {{ after = 2, form = "{WEIGHTS}" }}, {{ after = 3, form = "gone" }}
 ]"""
-
-
-PACE = {"link-slow", "disk-full-soon", "trainer-may-outrun"}
-"""What a busy machine may have said meanwhile."""
 
 
 real_saves = made_before(RUN)

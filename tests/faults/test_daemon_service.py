@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import RUN, made_before, shards_in_order
+from tests.e2e.harness import PATIENCE_SECONDS, RUN, made_before, shards_in_order
 from tests.real import save_dir_of
 from tests.status_schema import checked
 
@@ -82,7 +82,7 @@ class House:
             [sys.executable, "-m", "ckptd", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
         )
 
@@ -116,9 +116,9 @@ class House:
         """On the NAS."""
         return (self.root / "nas" / name / f"_ckptd/commits/global_step{step}~g1~zero.json").exists()
 
-    def wait(self, what: str, done: Callable[[], object], seconds: float = 30.0) -> None:
+    def wait(self, what: str, done: Callable[[], object]) -> None:
         """Until `done`."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 if done():
@@ -189,7 +189,7 @@ def test_a_reload_does_not_disturb_the_others_upload(house: House) -> None:
     children = house.log.read_text().count("→ nas as generation 1")
     daemon.send_signal(signal.SIGHUP)
     house.wait("reloaded", lambda: house.status()["daemon"]["reloaded_at"])
-    house.wait("the commit", lambda: house.committed("slow"), 60)
+    house.wait("the commit", lambda: house.committed("slow"))
     assert house.log.read_text().count("→ nas as generation 1") == children
 
 
@@ -216,7 +216,7 @@ def test_a_glob_makes_a_job_of_each_directory_also_later(house: House) -> None:
     house.save("a")
     house.wait("the first", lambda: house.committed("a"))
     house.save("b")
-    house.wait("the second", lambda: house.committed("b"), 40)
+    house.wait("the second", lambda: house.committed("b"))
     assert set(house.jobs()) == {"runs-a", "runs-b"}
 
 
@@ -232,14 +232,14 @@ def test_the_watchdog_is_fed_by_turns_alone(house: House) -> None:
     (house.root / "nvme" / "one").mkdir()
     house.job("one")
     daemon = house.start(WATCHDOG_USEC="1500000")
-    house.wait("keep-alives", lambda: house.heard().count("WATCHDOG=1") >= 3, 10)
+    house.wait("keep-alives", lambda: house.heard().count("WATCHDOG=1") >= 3)
     daemon.send_signal(signal.SIGSTOP)
     time.sleep(0.3)
     before = house.heard().count("WATCHDOG=1")
     time.sleep(2)
     assert house.heard().count("WATCHDOG=1") == before
     daemon.send_signal(signal.SIGCONT)
-    house.wait("alive again", lambda: house.heard().count("WATCHDOG=1") > before, 10)
+    house.wait("alive again", lambda: house.heard().count("WATCHDOG=1") > before)
     assert any(line.startswith("STATUS=one:") for line in house.heard())
 
 

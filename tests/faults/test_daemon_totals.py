@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import RUN, children_of, made_before
+from tests.e2e.harness import PATIENCE_SECONDS, RUN, children_of, made_before
 from tests.faults.test_daemon_service import House
 from tests.faults.test_daemon_service import house as house
 
@@ -43,9 +43,9 @@ def arrived_bytes(house: House, name: str) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def sampled(house: House, look: Callable[[], None], done: Callable[[], object], seconds: float = 30) -> None:
+def sampled(house: House, look: Callable[[], None], done: Callable[[], object]) -> None:
     """Look again and again until it is done."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE_SECONDS
     while not done():
         assert time.monotonic() < end, house.log.read_text()[-2000:]
         try:
@@ -125,7 +125,7 @@ def test_a_job_that_ends_while_it_waits_in_line_lets_the_others_pass(house: Hous
     assert not house.committed(first)
     house.job(other, 'bandwidth = "800kB/s"')
     daemon.send_signal(signal.SIGHUP)
-    house.wait("both", lambda: both_committed(house), 25)
+    house.wait("both", lambda: both_committed(house))
 
 
 def test_one_conversion_at_a_time(house: House) -> None:

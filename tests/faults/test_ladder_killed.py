@@ -97,7 +97,7 @@ class Scene:
         """Its exit code; killed before so many changes (a million: never)."""
         command = [sys.executable, "-c", SCRIPT, self.url, self.endpoint, str(changes)]
         done = subprocess.run(
-            [*command, self.order.model_dump_json()], capture_output=True, text=True, timeout=60, check=False
+            [*command, self.order.model_dump_json()], capture_output=True, text=True, timeout=200, check=False
         )
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         return done.returncode

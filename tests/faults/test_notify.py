@@ -96,14 +96,14 @@ def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
     # a torn save: somebody is needed
     (house.root / "nas/one/_ckptd/remote.json").rename(house.root / "elsewhere")
     house.save("one", 2)
-    house.wait("a message", lambda: told(receiver, "problem"), 60)
+    house.wait("a message", lambda: told(receiver, "problem"))
     (message,) = told(receiver, "problem")[:1]
     assert message["severity"] == "attention"
     assert message["next_step"]
     assert receiver.posts[0]["text"].startswith("🔴 ckptd: one on ")
     (house.root / "elsewhere").rename(house.root / "nas/one/_ckptd/remote.json")
-    house.wait("that it is over", lambda: told(receiver, "solved"), 60)
-    house.wait("the second commit", lambda: house.committed("one", 2), 60)
+    house.wait("that it is over", lambda: told(receiver, "solved"))
+    house.wait("the second commit", lambda: house.committed("one", 2))
     assert "SECRET-PATH" not in house.log.read_text()
     assert "SECRET-PATH" not in json.dumps(house.status())
 

@@ -54,7 +54,7 @@ class Scene:
         self.between.faults.append(fault)
         return fault
 
-    def ship(self, seconds: float = 60.0, *, orphans: int = 0) -> None:
+    def ship(self, seconds: float = 200.0, *, orphans: int = 0) -> None:
         """Until it is committed; then everything that must hold after any fault does."""
         self.rig.ship(seconds)
         client, tag = self.server.client(), self.folder.name
@@ -137,7 +137,7 @@ def test_a_storm_of_slow_down(scene: Scene) -> None:
     dice, requests = random.Random(5), 12 if FULL else 2
     storm = [scene.fault("busy", rf".*{BIG}") for _ in range(requests) if dice.random() < 0.9]
     before = len(scene.between.requests)
-    scene.ship(90)
+    scene.ship()
     assert [fault.hits for fault in storm] == [1] * len(storm)
     assert scene.sent_again_bytes <= scene.size_bytes // 10
     assert len(scene.between.requests) - before < 60 + 10 * requests
@@ -172,7 +172,7 @@ def test_every_answer_is_lost_once(scene: Scene) -> None:
     scene.save()
     faults = {what: scene.fault("lose-answer", where) for what, where in LOST.items()}
     # an upload whose beginning nobody heard of has no name here: the bucket's own rule ends it (adr/0041)
-    scene.ship(90, orphans=1)
+    scene.ship(orphans=1)
     assert {what: fault.hits for what, fault in faults.items()} == dict.fromkeys(LOST, 1)
     assert scene.sent_again_bytes <= 2 * PART_BYTES
 
@@ -230,7 +230,7 @@ def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.between.latency_seconds = 0.2
     fault = scene.fault("drip", rf"PUT .*{BIG}", times=3, bytes_per_second=1 << 20)
     began = time.monotonic()
-    scene.ship(90)
+    scene.ship()
     assert time.monotonic() - began > 12
     assert fault.hits == 3
     assert not scene.rig.failures
@@ -244,7 +244,7 @@ def _hangs(scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     cuts = 3 if FULL else 1
     fault = scene.fault(kind, BIG_PART, times=cuts, after_bytes=1 << 20)
     for cut in range(1, cuts + 1):
-        scene.rig.until("a cut", lambda cut=cut: len(scene.rig.failures) >= cut, 30)  # type: ignore[misc]
+        scene.rig.until("a cut", lambda cut=cut: len(scene.rig.failures) >= cut)  # type: ignore[misc]
         codes = {problem.code for problem in scene.rig.problems.all()}
         assert "transfer-stalled" in codes, "a buffer that took some bytes is no sign of health"
     assert "no byte moved" in " ".join(scene.rig.said)

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.root]
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 MEGABYTES = 4
-_START_SECONDS = 15.0
+_START_SECONDS = 200.0
 _CALL = re.compile(r"(\w+)(?:\(| resumed>)")
 """In a line of strace: whole, or the end of one that was interrupted."""
 

@@ -73,7 +73,7 @@ class Rig:
         if self.result is None and self.link.may_move and self._is_saved:
             self._ship()
 
-    def until(self, what: str, done: Callable[[], object], seconds: float = 60.0) -> None:
+    def until(self, what: str, done: Callable[[], object], seconds: float = 200.0) -> None:
         """Turn until it is so."""
         end = time.monotonic() + seconds
         while not done():
@@ -81,7 +81,7 @@ class Rig:
             assert time.monotonic() < end, message
             self.turn()
 
-    def ship(self, seconds: float = 60.0) -> m.ShipResult:
+    def ship(self, seconds: float = 200.0) -> m.ShipResult:
         """Until the save that was written last is committed, whatever fails meanwhile."""
         self.until("a COMMIT", lambda: self.result is not None, seconds)
         assert self.result is not None

@@ -94,7 +94,7 @@ class Booted:
     pid: int
     memory: Path
 
-    def run(self, *argv: str, seconds: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str, seconds: float = 200.0) -> subprocess.CompletedProcess[str]:
         """A command beside it, in all of its namespaces, as root."""
         environment = {"PATH": "/opt/ckptd/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
         return subprocess.run(
@@ -114,7 +114,7 @@ class Booted:
         """A property of a unit."""
         return self.run("systemctl", "show", "-P", name, unit).stdout.strip()
 
-    def wait(self, what: str, done: Callable[[], object], seconds: float = 60.0) -> None:
+    def wait(self, what: str, done: Callable[[], object], seconds: float = 200.0) -> None:
         """Until `done`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -164,7 +164,7 @@ def booted(work: Path) -> Iterator[Booted]:
         yield made
     finally:
         holder.send_signal(signal.SIGKILL)
-        holder.wait(20)
+        holder.wait(200)
         for group in groups:
             _remove_group(group)
 
@@ -189,7 +189,7 @@ def _script(work: Path) -> str:
 
 
 def _first_child(holder: subprocess.Popen[bytes], work: Path) -> int:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 200
     while time.monotonic() < end:
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
         with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ def _first_child(holder: subprocess.Popen[bytes], work: Path) -> int:
 
 def _remove_group(group: Path) -> None:
     """Bottom up, once its processes are gone."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 200
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
             for folder, _, _ in os.walk(group, topdown=False):

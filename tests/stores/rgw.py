@@ -101,7 +101,7 @@ def _start(root: Path, fsid: str, mon: str, port: int) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=200,
             stdin=subprocess.DEVNULL,
         )
         if done.returncode:
@@ -139,7 +139,7 @@ def _end(root: Path) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 200
         while time.monotonic() < end and any(_lives(pid) for pid in pids):
             time.sleep(0.1)
 

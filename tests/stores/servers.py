@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ACCESS_KEY, SECRET_KEY = "test", "testtest"
 BUCKET = "training"
-START_SECONDS = 40.0
+START_SECONDS = 200.0
 
 
 def free_port() -> int:

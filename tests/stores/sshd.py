@@ -28,7 +28,7 @@ needs_sshd = pytest.mark.skipif(
     SSHD is None or shutil.which("ssh-keygen") is None,
     reason="no sshd here (Debian, Ubuntu: apt install openssh-server); SFTP is not tested",
 )
-_START_SECONDS = 10.0
+_START_SECONDS = 200.0
 
 
 def make_key(path: Path) -> Path:

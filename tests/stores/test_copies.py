@@ -108,7 +108,7 @@ def _rclone(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 

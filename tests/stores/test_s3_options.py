@@ -272,7 +272,7 @@ def test_check_prints_what_is_set_and_what_the_store_can_do(moto: servers.Server
 
     def check(storage_class: str) -> tuple[int, str]:
         job.write_text(f'{text}storage_class = "{storage_class}"\n')
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environ)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environ)
         return done.returncode, " ".join(done.stdout.split())
 
     code, shown = check("STANDARD_IA")

@@ -174,7 +174,7 @@ def test_somebody_elses_save_dir(mode: int, shard_mode: int) -> None:
         queue: multiprocessing.Queue[list[Finding]] = context.Queue()
         process = context.Process(target=_as_nobody, args=(save_dir, queue))
         process.start()
-        found = queue.get(timeout=30)
+        found = queue.get(timeout=200)
         process.join()
     finally:
         shutil.rmtree(base)

@@ -185,7 +185,7 @@ def test_a_thread_that_fails_in_an_unknown_way_ends_the_conversion(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(200)
     for fd in fds:
         os.close(fd)
     assert [type(error) for error in ended] == [MemoryError]

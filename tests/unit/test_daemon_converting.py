@@ -68,7 +68,7 @@ def test_paused_in_a_save_and_given_up(
     signals.pause.set()
 
     def end() -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while not left(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
         getattr(signals, signal).set()

@@ -27,7 +27,7 @@ class Ear:
     def hint(self) -> None:
         self.hints += 1
 
-    def hears(self, seconds: float = 3.0) -> bool:
+    def hears(self, seconds: float = 200.0) -> bool:
         end = time.monotonic() + seconds
         while self.hints == 0 and time.monotonic() < end:
             time.sleep(0.02)

@@ -77,7 +77,7 @@ def promtool(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     found = shutil.which("promtool")
     assert found is not None, "promtool is missing (make system-packages)"
     return subprocess.run(
-        [found, *words], input=given, capture_output=True, text=True, check=False, timeout=60, cwd=CONFIG
+        [found, *words], input=given, capture_output=True, text=True, check=False, timeout=200, cwd=CONFIG
     )
 
 
@@ -129,7 +129,7 @@ def test_a_port_that_is_taken_is_said_and_the_daemon_goes_on(tmp_path: Path) -> 
 
 
 def read(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=200) as answer:
         text: str = answer.read().decode()
     return text
 

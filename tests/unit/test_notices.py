@@ -163,7 +163,7 @@ def test_what_was_not_delivered_is_said_until_the_next_one_is(tmp_path: Path) ->
     notifier.close()
 
 
-def wait_for(done: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(done: Callable[[], bool], seconds: float = 200.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end

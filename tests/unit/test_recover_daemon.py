@@ -30,7 +30,7 @@ def daemon(scene: Scene) -> Iterator[None]:
         process.wait(200)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 200.0) -> None:
     """Until it holds."""
     deadline = time.monotonic() + seconds
     while not condition():

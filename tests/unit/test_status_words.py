@@ -118,7 +118,7 @@ def ckptd(*words: object, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
         env=clean | environment,
-        timeout=60,
+        timeout=200,
     )
 
 
@@ -169,7 +169,7 @@ def test_watch_without_a_terminal_is_a_line_per_interval(state_dir: Path) -> Non
 
 def test_a_closed_pipe_ends_a_watch(state_dir: Path) -> None:
     words = f"'{sys.executable}' -m ckptd status --watch --interval 0.1 --state-dir '{state_dir}' | head -n 1"
-    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False, timeout=200)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
@@ -214,7 +214,7 @@ def on_a_terminal(*words: object, **environment: str) -> str:
         while chunk := os.read(ours, 65536):
             read += chunk
     os.close(ours)
-    process.wait(60)
+    process.wait(200)
     return read.decode()
 
 
