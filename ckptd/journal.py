@@ -211,13 +211,10 @@ class Journal:
         return result
 
     @whole
-    def ship_times(self, save_id: int, remote: str, form: str) -> tuple[float | None, float | None]:
-        """(started, ended) unix seconds."""
-        row = self._db.execute(
-            "SELECT started_at, ended_at FROM ships WHERE save_id=? AND remote=? AND form=?",
-            (save_id, remote, form),
-        ).fetchone()
-        return (row[0], row[1]) if row else (None, None)
+    def ship_times(self) -> dict[tuple[int, str, str], tuple[float | None, float | None]]:
+        """(save id, remote, form) → (started, ended), unix seconds."""
+        rows = self._db.execute("SELECT save_id, remote, form, started_at, ended_at FROM ships")
+        return {(row[0], row[1], row[2]): (row[3], row[4]) for row in rows}
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
         """Journal an intent to ship, or its outcome."""

@@ -78,7 +78,10 @@ FAULTS = {
             "`tests/faults/test_convert_killed.py`; `tests/faults/test_hungry.py` "
             "`test_a_child_that_the_kernel_kills_for_memory`, "
             "`test_an_executor_that_is_stopped_is_ended`, "
-            "`test_an_executor_that_ends_well_without_a_result`"
+            "`test_an_executor_that_ends_well_without_a_result`, "
+            "`test_an_executor_that_ends_well_and_said_nonsense`, "
+            "`test_a_planner_that_ends_well_without_a_plan`, "
+            "`test_an_inspector_that_ends_well_without_findings`"
         ),
     ),
     "F26": (

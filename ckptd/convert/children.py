@@ -7,14 +7,21 @@ secrets of the daemon do not travel.
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import ckptd
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PACKAGE_PARENT = str(Path(ckptd.__file__).resolve().parent.parent)
+MAX_LINE_BYTES = 16 << 20
+"""Facts of the largest models are some hundred kilobytes."""
+NONSENSE = "it said nonsense"
 
 
 def start(
@@ -55,6 +62,39 @@ def end(child: subprocess.Popen[bytes]) -> int:
             with contextlib.suppress(OSError):
                 pipe.close()
     return child.wait()
+
+
+class Garbled(Exception):
+    """A child said something that is no line of its protocol."""
+
+
+class Lines:
+    """JSON objects from a child's output, one per line, in pieces as they come; bounded, whatever it says."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+        """The lines that `chunk` completes, one by one.
+
+        Raises:
+            Garbled: one is no JSON object, or has no end; those before it were given.
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            yield _object(line)
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise Garbled
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Garbled from error
+    if not isinstance(found, dict):
+        raise Garbled
+    return found
 
 
 def died_of(status: int) -> str:

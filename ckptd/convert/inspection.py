@@ -75,7 +75,10 @@ def _inspect_batch(folder: str, asked: list[dict[str, Any]], timeout_seconds: fl
             started = started or "restrictions" in line
             ended = line.get("ended", "")
             if "index" in line:
-                at = first + line["index"]
+                at = _place_of(line["index"], first, len(paths))
+                if at is None:
+                    ended = children.NONSENSE
+                    break
                 partial[at].update(line)
                 if line.get("is_another"):
                     raise SourceChanged(
@@ -97,6 +100,11 @@ def _inspect_batch(folder: str, asked: list[dict[str, Any]], timeout_seconds: fl
     return [r or _facts_of(p, {"reason": not_read}) for r, p in zip(results, paths, strict=True)]
 
 
+def _place_of(index: object, first: int, end: int) -> int | None:
+    """Which file of the batch a line is about; None: it says none that was asked for."""
+    return first + index if type(index) is int and 0 <= index < end - first else None
+
+
 def _child_lines(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
     """Lines of one child as they come; last `{"ended": words}`. The child is reaped whatever happens."""
     child = children.start("inspect_child", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -106,7 +114,7 @@ def _child_lines(request: dict[str, Any], timeout_seconds: float) -> Iterator[di
         assert child.stdout is not None
         fd = child.stdout.fileno()
         os.set_blocking(fd, False)
-        buffer = b""
+        heard = children.Lines()
         with selectors.DefaultSelector() as selector:
             selector.register(fd, selectors.EVENT_READ)
             deadline = time.monotonic() + timeout_seconds
@@ -118,10 +126,11 @@ def _child_lines(request: dict[str, Any], timeout_seconds: float) -> Iterator[di
                     words = children.died_of(child.wait())
                     break
                 deadline = time.monotonic() + timeout_seconds
-                *lines, buffer = (buffer + chunk).split(b"\n")
-                yield from (json.loads(line) for line in lines)
+                yield from heard.feed(chunk)
             else:
                 words = f"no progress for {timeout_seconds:g} s"
+    except children.Garbled:
+        words = children.NONSENSE
     finally:
         children.end(child)
     yield {"ended": words}
@@ -150,6 +159,14 @@ def _is_universal(path: str) -> bool:
 
 
 def _facts_of(path: str, line: dict[str, Any]) -> FileFacts:
+    """What a child said of a file; what is no finding is its reason."""
+    try:
+        return _read(path, line)
+    except (ValueError, TypeError):
+        return _read(path, {"archive": Archive.TORN, "reason": f"{path}: {children.NONSENSE}"})
+
+
+def _read(path: str, line: dict[str, Any]) -> FileFacts:
     shard = _named(path)
     role = shard.role if shard else Role.UNIVERSAL if _is_universal(path) else Role.SIDE
     raw = line.get("facts")

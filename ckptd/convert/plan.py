@@ -7,6 +7,7 @@ same save at another place gives the same plan.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -164,35 +165,29 @@ class PlanReader:
         raw = self._read()
         if raw.get("ckptd_plan") != FORMAT:
             raise RefusedError("not a plan of this version of ckptd")
-        self.header = Header(
-            **{k: raw[k] for k in Header.__slots__ if k not in ("sources", "notes")},
-            notes=tuple(raw["notes"]),
-            sources=tuple(SourceFile(*entry) for entry in raw["sources"]),
-        )
-        self.identities = [tuple(i) for i in self._read()["identities"]]
+        with _saying_so():
+            self.header = Header(
+                **{k: raw[k] for k in Header.__slots__ if k not in ("sources", "notes")},
+                notes=tuple(raw["notes"]),
+                sources=tuple(SourceFile(*entry) for entry in raw["sources"]),
+            )
+            self.identities = [tuple(i) for i in self._read()["identities"]]
         self.trailer: Trailer | None = None
 
     def __iter__(self) -> Iterator[Output]:
         """Outputs in order; afterwards `trailer` is set."""
         while self.trailer is None:
             raw = self._read()
-            if "f" in raw:
-                yield OutputFile(raw["f"], tuple(decode(p) for p in raw["p"]))
-            elif "l" in raw:
-                yield OutputLink(raw["l"], raw["t"])
-            elif "c" in raw:
-                one, other = (tuple(decode(p) for p in side) for side in raw["p"])
-                yield OutputCheck(raw["c"], one, other)
+            if "f" in raw or "l" in raw or "c" in raw:
+                yield _output(raw)
             else:
-                self.trailer = Trailer(*raw["end"])
+                self.trailer = _trailer(raw)
 
     def _read(self) -> dict[str, Any]:
         line = self._stream.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
             raise DamagedError("the plan ends early", hint="convert again; nothing was published")
-        value = json.loads(line)
-        assert isinstance(value, dict)
-        return value
+        return _object(line)
 
 
 def read_trailer(stream: IO[bytes]) -> Trailer:
@@ -206,4 +201,37 @@ def read_trailer(stream: IO[bytes]) -> Trailer:
     last = stream.read().rstrip(b"\n").rpartition(b"\n")[2]
     if not last.startswith(b'{"end":'):
         raise DamagedError("the plan ends early", hint="convert again; nothing was published")
-    return Trailer(*json.loads(last)["end"])
+    return _trailer(_object(last))
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    with _saying_so():
+        value = json.loads(line)
+        if not isinstance(value, dict):
+            raise TypeError(value)
+        return value
+
+
+def _output(raw: dict[str, Any]) -> Output:
+    with _saying_so():
+        if "f" in raw:
+            return OutputFile(raw["f"], tuple(decode(p) for p in raw["p"]))
+        if "l" in raw:
+            return OutputLink(raw["l"], raw["t"])
+        one, other = (tuple(decode(p) for p in side) for side in raw["p"])
+        return OutputCheck(raw["c"], one, other)
+
+
+def _trailer(raw: dict[str, Any]) -> Trailer:
+    with _saying_so():
+        count, size, sha256 = raw["end"]
+        return Trailer(int(count), int(size), str(sha256))
+
+
+@contextlib.contextmanager
+def _saying_so() -> Iterator[None]:
+    """What the child that wrote it got wrong is damage of the plan, whichever way it shows."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise DamagedError("the plan is no plan", hint="convert again; nothing was published") from error

@@ -176,8 +176,8 @@ class Conversion:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(PLAN + ".new", flags, 0o600, dir_fd=place.fd), "wb") as out:
             watched = write_plan(request, out, self.should_stop, self.should_pause)
-        self.peak_rss_bytes = max(self.peak_rss_bytes, watched.said.get("peak_rss_bytes", 0))
-        self.clonable_bytes = watched.said.get("clonable", 0)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, watched.count("peak_rss_bytes"))
+        self.clonable_bytes = watched.count("clonable")
         header, trailer = place.plan_reader(PLAN + ".new").header, place.trailer(PLAN + ".new")
         place.adopt_plan(trailer)
         return header, trailer
@@ -223,18 +223,10 @@ class Conversion:
         }
 
         def on_line(line: dict[str, Any]) -> None:
+            rss_bytes, progress = _progress(line, trailer)
             self.last = line
-            self.peak_rss_bytes = max(self.peak_rss_bytes, line["rss"])
-            self.tell(
-                ConvertProgress(
-                    phase=line["phase"],
-                    bytes_done=line["bytes"],
-                    bytes_total=trailer.bytes,
-                    files_done=line["files"],
-                    files_total=trailer.files,
-                    bytes_cloned=line["cloned"],
-                )
-            )
+            self.peak_rss_bytes = max(self.peak_rss_bytes, rss_bytes)
+            self.tell(progress)
 
         watched = watch(
             self.start_executor(),
@@ -245,7 +237,7 @@ class Conversion:
             timeout_seconds=None,
             silence_seconds=SILENCE_SECONDS,
         )
-        if watched.status != 0:
+        if watched.status != 0 or watched.garbled:
             raise failure(watched, "converting")
 
     def tell(self, progress: ConvertProgress) -> None:
@@ -273,6 +265,25 @@ class Conversion:
             verified=self.options.verify,
             notes=header.notes,
         )
+
+
+def _progress(line: dict[str, Any], trailer: Trailer) -> tuple[int, ConvertProgress]:
+    """(resident bytes, progress) as an executor tells it.
+
+    Raises:
+        Garbled: it is none.
+    """
+    try:
+        return int(line["rss"]), ConvertProgress(
+            phase=line["phase"],
+            bytes_done=int(line["bytes"]),
+            bytes_total=trailer.bytes,
+            files_done=int(line["files"]),
+            files_total=trailer.files,
+            bytes_cloned=int(line["cloned"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise children.Garbled from error
 
 
 def write_plan(
@@ -316,9 +327,11 @@ def failure(watched: Watched, what: str) -> errors.CkptdError:
     kind = getattr(errors, str(watched.said.get("error", "")), None)
     if isinstance(kind, type) and issubclass(kind, errors.CkptdError):
         return kind(str(watched.said.get("message", "")), hint=str(watched.said.get("hint", "")))
-    if watched.status == -signal.SIGKILL and not watched.timed_out:
+    is_ours = watched.timed_out or watched.garbled
+    if watched.status == -signal.SIGKILL and not is_ours:
         return errors.BehindError(f"{what} was killed", hint="the next attempt goes on where it ended")
     words = "it hung or took too long" if watched.timed_out else children.died_of(watched.status)
+    words = children.NONSENSE if watched.garbled else words
     if what.startswith("planning"):
         return errors.RefusedError(f"{what} failed ({words})", hint="the ZeRO form is safe all the same")
     return errors.StorageError(f"{what} failed ({words})")

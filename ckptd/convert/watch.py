@@ -29,7 +29,14 @@ class Watched:
     status: int = 0
     stopped: bool = False
     timed_out: bool = False
+    garbled: bool = False
+    """It said something that is no line of its protocol, and was killed for it."""
     said: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, name: str) -> int:
+        """A number of its last words; 0 where there is none."""
+        value = self.said.get(name, 0)
+        return value if type(value) is int else 0
 
 
 def watch(
@@ -67,7 +74,7 @@ class _Watcher:
         self.child = child
         self.on_line = on_line
         self.selector = selectors.DefaultSelector()
-        self.buffers: dict[int, bytes] = {}
+        self.lines = children.Lines()
         self.words = b""
         self.paused = False
         self.result = Watched()
@@ -78,7 +85,6 @@ class _Watcher:
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
                 self.selector.register(pipe, selectors.EVENT_READ)
-                self.buffers[pipe.fileno()] = b""
 
     def loop(
         self,
@@ -125,11 +131,18 @@ class _Watcher:
                 self.selector.unregister(key.fileobj)
             elif self.child.stderr is not None and key.fd == self.child.stderr.fileno():
                 self.words = (self.words + chunk)[-_MAX_WORDS_BYTES:]
-            else:
-                *lines, self.buffers[key.fd] = (self.buffers[key.fd] + chunk).split(b"\n")
-                for line in lines:
-                    if self.on_line is not None:
-                        self.on_line(json.loads(line))
+            elif not self.result.garbled:
+                self._take(chunk)
+
+    def _take(self, chunk: bytes) -> None:
+        """Pass progress on; whoever says what is none has failed, whatever its exit status will be."""
+        try:
+            for line in self.lines.feed(chunk):
+                if self.on_line is not None:
+                    self.on_line(line)
+        except children.Garbled:
+            self.result.garbled = True
+            self.child.kill()
 
     def _last_words(self) -> None:
         for line in reversed(self.words.splitlines()):

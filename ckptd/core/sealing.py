@@ -9,7 +9,7 @@ from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import Memory
 from ckptd.core.manifest import Best
 from ckptd.core.save import SealedFile, SealedSave
-from ckptd.core.trainers import TRAINER_STATE
+from ckptd.core.trainers import TRAINER_STATE, is_in_roots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +28,12 @@ def same_files(save: SealedSave, folder: FolderListing) -> bool:
 
 
 def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
-    """(path, fingerprint) of what the engine wrote; notes and files of the trainer beside it left out."""
-    return frozenset((f.path, f.fingerprint) for f in save.files if f.role not in (Role.SIDE, Role.EXTRA))
+    """(path, fingerprint) of what the engine wrote: no notes, files of the trainer or forms beside it."""
+    return frozenset(
+        (f.path, f.fingerprint)
+        for f in save.files
+        if f.role not in (Role.SIDE, Role.EXTRA) and is_in_roots(f.path, save.roots)
+    )
 
 
 def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, FileFacts]) -> Memory | None:

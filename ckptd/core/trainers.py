@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer_state.json"
 LATEST_UNIVERSAL = "latest_universal"
+LATE = "_late"
+"""Folder, in a checkpoint's on a remote, of files whose own place is another object's."""
 _HF_TAG = re.compile(r"^checkpoint-(\d+)$")
 _HF_ROOT = re.compile(r"^global_step(\d+)$")
 _WEIGHTS = re.compile(
@@ -125,6 +127,22 @@ def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
     return found | ({LATEST_UNIVERSAL} & listed) if found else found
 
 
+def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
+    """Whether a file lies where the engine's own lie; of a model alone (no roots) any does."""
+    return not roots or path.rpartition("/")[0] in roots
+
+
 def universal_name(root: str) -> str:
     """What the universal form of a shard root is called beside it: loaders look for exactly this."""
     return f"{root}_universal"
+
+
+def place_of(folder: str, path: str, fingerprint: str, size_bytes: int, *, is_taken: bool = False) -> str:
+    """Key of a file of a ZeRO form: by its own name, unless something else lies, or will lie, there.
+
+    Beside shards our universal form lies under the very names that a form of somebody else's has here.
+    """
+    head, inside, _ = path.partition("/")
+    if is_taken or path == LATEST_UNIVERSAL or (inside and head.endswith(universal_name(""))):
+        return f"{folder}/{LATE}/{fingerprint[:12]}{size_bytes}/{path}"
+    return f"{folder}/{path}"

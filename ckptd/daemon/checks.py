@@ -20,7 +20,7 @@ from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
-from ckptd.daemon.unfinished import bytes_of, removal, unfinished
+from ckptd.daemon.unfinished import removal, unfinished
 from ckptd.daemon.waiting import see_nodes, see_waiting
 from ckptd.observe.logs import doing
 
@@ -143,8 +143,8 @@ def see_problems(job: Job, state: JobState) -> None:
 
 def _what_frees(job: Job, state: JobState) -> str:
     """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
-    cut_short = unfinished(state)[:1]
-    removes = (f"{removal(job, tag)} frees {show_bytes(bytes_of(state, tag))}; " for tag in cut_short)
+    cut_short = list(unfinished(state).items())[:1]
+    removes = (f"{removal(job, tag)} frees {show_bytes(size)}; " for tag, size in cut_short)
     return f"{''.join(removes)}nothing uncommitted is deleted; free space or save less often"
 
 
@@ -154,9 +154,10 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         see.see(
             "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
         )
+    cut_short = unfinished(state)
     for tag, verdict in state.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
-        costs = f"{reason} ({show_bytes(bytes_of(state, tag))})"
+        costs = f"{reason} ({show_bytes(cut_short.get(tag, 0))})"
         aside = f"ckptd resume moves it aside, {removal(job, tag)} removes it"
         if verdict.state is State.TORN_RESAVE:
             see.see("torn-save", tag, costs, f"{aside}; an older checkpoint is used")

@@ -26,6 +26,7 @@ from ckptd.core.generation import (
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
+from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.seen import adopt_orders, is_written_down, learn_forms, named_in
@@ -188,8 +189,9 @@ class Knowledge(Recogniser):
         for link in self._links.values():
             manifests, _ = link.seen(tag)
             for seen in manifests:
-                mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
-                shards = {(f.path, f.fingerprint) for f in mine}
+                mine = [f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None]
+                roots = layout_of(tag, (f.path for f in mine))[1]
+                shards = {(f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots)}
                 if seen.committed and seen.form == ZERO and shards and shards <= wanted:
                     found = seen.manifest
                     return Order(found.branch, found.step, found.save_seq)

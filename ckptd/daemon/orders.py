@@ -13,6 +13,7 @@ from ckptd.core.actions import Ship
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
 from ckptd.core.parts import replicas
+from ckptd.core.trainers import LATEST_UNIVERSAL, place_of
 from ckptd.core.view import UNIVERSAL, ZERO
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ckptd.core.save import SealedFile
     from ckptd.core.view import ShipRecord
     from ckptd.journal import ObjectRow, SaveRow
-
-LATEST_UNIVERSAL = "latest_universal"
 
 
 def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
@@ -48,7 +47,7 @@ def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipF
     shards = tuple(
         m.ShipFile(
             path=f.path,
-            key=f"{folder}/{f.path}",
+            key=place_of(folder, f.path, f.fingerprint, f.identity.size_bytes),
             source=f"{source}/{f.path}",
             is_replica=f.path in elsewhere,
             identity=identities.get(f.path, f.identity),

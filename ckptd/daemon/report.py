@@ -14,7 +14,7 @@ from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.outlook import link_speed, outlook
-from ckptd.daemon.unfinished import bytes_of, removal, unfinished
+from ckptd.daemon.unfinished import removal, unfinished
 from ckptd.daemon.viewing import next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.core.forecast import Forecast
+    from ckptd.core.listing import FolderListing
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.links import RemoteLink
-    from ckptd.daemon.state import JobState
+    from ckptd.daemon.state import JobState, ShipKey
     from ckptd.journal import SaveRow
+
+    ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
@@ -199,7 +202,7 @@ def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
         next_save_bytes=next_save_bytes(state),
         full_in_saves=told.full_in_saves,
         full_in_seconds=None if told.full_in_seconds is None else round(told.full_in_seconds, 1),
-        unfinished_bytes=sum(bytes_of(state, tag) for tag in unfinished(state)),
+        unfinished_bytes=sum(unfinished(state).values()),
     )
 
 
@@ -208,20 +211,23 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     shown = [r for r in rows if r.state == "present" or r.held]
     is_shown = {r.id for r in shown}
     ended = [r for r in rows if r.id not in is_shown and r.state in ("pruned", "vanished", "superseded")]
-    sealed = [_sealed(job, state, row) for row in [*shown, *ended[:SHOWN_ENDED]]]
+    times = state.journal.ship_times()
+    sealed = [_sealed(job, state, row, times) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
+    folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}
+    cut_short = unfinished(state)
     open_ones = [
-        _unsealed(job, tag, verdict)
+        _unsealed(job, tag, verdict, folders.get(tag), is_cut_short=tag in cut_short)
         for tag, verdict in state.verdicts.items()
         if verdict.state is not State.COMPLETE or tag not in sealed_tags
     ]
     return (*open_ones, *sealed)
 
 
-def _unsealed(job: Job, tag: str, verdict: Verdict) -> st.CheckpointStatus:
+def _unsealed(
+    job: Job, tag: str, verdict: Verdict, folder: FolderListing | None, *, is_cut_short: bool
+) -> st.CheckpointStatus:
     assert job.state is not None
-    listing = job.state.listing
-    folder = next((f for f in listing.folders if f.tag == tag), None) if listing else None
     quiet = job.state.quiet.get(tag)
     return st.CheckpointStatus(
         tag=tag,
@@ -231,7 +237,7 @@ def _unsealed(job: Job, tag: str, verdict: Verdict) -> st.CheckpointStatus:
         state="sealing" if verdict.state is State.COMPLETE else str(verdict.state),
         reason=verdict.reason,
         bytes=folder.total_bytes if folder else 0,
-        next_step=removal(job, tag) if tag in unfinished(job.state) else None,
+        next_step=removal(job, tag) if is_cut_short else None,
         local=st.LocalStatus(
             present=True,
             universal="none",
@@ -243,14 +249,14 @@ def _unsealed(job: Job, tag: str, verdict: Verdict) -> st.CheckpointStatus:
     )
 
 
-def _sealed(job: Job, state: JobState, row: SaveRow) -> st.CheckpointStatus:
+def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes) -> st.CheckpointStatus:
     assert job.view is not None
     save = row.save
     records = state.ships.get(row.id, {})
     remotes: dict[str, dict[str, st.FormStatus]] = {}
     for remote in job.view.remotes:
         forms = {
-            form: _form(state, row, records.get((remote.name, form)), remote.name, form)
+            form: _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
             for form in remote.forms
         }
         remotes[remote.name] = forms
@@ -298,18 +304,20 @@ def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
     return str(refused[0].state) if refused else "complete"
 
 
-def _form(state: JobState, row: SaveRow, record: ShipRecord | None, remote: str, form: str) -> st.FormStatus:
+def _form(
+    state: JobState, row: SaveRow, record: ShipRecord | None, key: ShipKey, times: ShipTimes
+) -> st.FormStatus:
     if record is None:
-        ready = form == ZERO or row.derived_of(form).state is DerivedState.READY
+        ready = key[2] == ZERO or row.derived_of(key[2]).state is DerivedState.READY
         return st.FormStatus(state="waiting" if ready else "none")
-    moving = state.moving.get((row.id, remote, form))
+    moving = state.moving.get(key)
     eta = None
     if moving and moving.done_bytes > moving.start_bytes:
         speed = (moving.done_bytes - moving.start_bytes) / max(
             1e-3, time.monotonic() - moving.started_seconds
         )
         eta = round((moving.total_bytes - moving.done_bytes) / speed, 1)
-    started, ended = state.journal.ship_times(row.id, remote, form)
+    started, ended = times.get(key, (None, None))
     return st.FormStatus(
         state=str(record.state),
         bytes_done=moving.done_bytes if moving else 0,

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptd.core.sealing import shards_of
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.problems import Problems
 from ckptd.errors import RefusedError, SourceChanged
@@ -261,12 +262,18 @@ class JobState:
         return self.rows.get(self._by_tag.get(tag, -1))
 
     def past_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order that just these shards were sealed with here, however long ago."""
+        """The order that just these shards were sealed with here, however long ago; a note makes no save."""
+        wanted = set(fingerprints)
         saves = (row.save for row in self.rows.values() if row.save.tag == tag)
-        known = next((save.order for save in saves if save.fingerprints == fingerprints), None)
+        known = next((save.order for save in saves if _is_of(save, wanted)), None)
         return known if known is not None else self.journal.past_order(tag, fingerprints)
 
     def recent_sizes_bytes(self) -> list[int]:
         """Sizes of the last five saves."""
         rows = sorted(self.rows.values(), key=lambda row: row.id)
         return [row.save.total_bytes for row in rows[-5:]]
+
+
+def _is_of(save: SealedSave, wanted: set[tuple[str, str]]) -> bool:
+    shards = shards_of(save)
+    return shards <= wanted if shards else set(save.fingerprints) == wanted

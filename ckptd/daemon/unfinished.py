@@ -14,16 +14,12 @@ if TYPE_CHECKING:
 _CUT_SHORT = (State.INCOMPLETE, State.TORN_RESAVE)
 
 
-def unfinished(state: JobState) -> tuple[str, ...]:
-    """Tags of incomplete and torn saves, the largest first."""
-    tags = (tag for tag, verdict in state.verdicts.items() if verdict.state in _CUT_SHORT)
-    return tuple(sorted(tags, key=lambda tag: -bytes_of(state, tag)))
-
-
-def bytes_of(state: JobState, tag: str) -> int:
-    """What lies in its folder."""
+def unfinished(state: JobState) -> dict[str, int]:
+    """Tag → bytes in its folder, of incomplete and torn saves, the largest first."""
+    tags = {tag for tag, verdict in state.verdicts.items() if verdict.state in _CUT_SHORT}
     folders = state.listing.folders if state.listing else ()
-    return next((folder.total_bytes for folder in folders if folder.tag == tag), 0)
+    sizes = dict.fromkeys(tags, 0) | {f.tag: f.total_bytes for f in folders if f.tag in tags}
+    return dict(sorted(sizes.items(), key=lambda row: (-row[1], row[0])))
 
 
 def removal(job: Job, tag: str) -> str:

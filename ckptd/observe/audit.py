@@ -11,6 +11,7 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
+from ckptd.pages import write_all
 from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
@@ -53,10 +54,22 @@ class Audit:
             is_new = not os.access(self._path.name, os.F_OK, dir_fd=folder, follow_symlinks=False)
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
             try:
-                os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+                # a line that a full disk cut short ends here, and spoils no other
+                start = b"" if _ends_well(folder, self._path.name) else b"\n"
+                write_all(fd, start + json.dumps(line, separators=(",", ":")).encode() + b"\n")
                 os.fsync(fd)
             finally:
                 os.close(fd)
             if is_new:
                 # a file that nobody finds after a power cut says nothing
                 os.fsync(folder)
+
+
+def _ends_well(folder: int, name: str) -> bool:
+    """Whether what was written last is a whole line, or nothing."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        size = os.fstat(fd).st_size
+        return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
+    finally:
+        os.close(fd)

@@ -40,20 +40,24 @@ def beside(
     before: Sequence[Step],
     *,
     is_universal: bool,
+    put_in: Mapping[str, Mapping[str, str] | None] | None = None,
 ) -> tuple[str, list[Step]]:
-    """(path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag.
+    """(path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag; `put_in`:
+    fingerprints of what each universal form was made from that lies beside shards here, by its name.
 
     Raises:
         RefusedError: two engines in one checkpoint, and another number of ranks.
     """
     tag = candidate.tag
     if not is_universal:
-        return tag, [] if candidate.local else bring(candidate, candidate.copies[0], listing, before)
+        if candidate.local is None:
+            return tag, bring(candidate, candidate.copies[0], listing, before)
+        return tag, _stale(candidate, put_in or {})
     root = the_root(candidate)
     if candidate.layout[0] in BY_NAME:
         place = f"{DERIVED_ACCELERATE}/{tag}"
         return place, [*_loadable(candidate, root, listing, derived, before), *pointer_in(candidate, place)]
-    return tag, _huggingface(candidate, root, listing, before)
+    return tag, _huggingface(candidate, root, listing, before, put_in or {})
 
 
 def pointer_in(candidate: Candidate, place: str) -> list[Point]:
@@ -88,25 +92,48 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
     ]
 
 
+def _stale(candidate: Candidate, put_in: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
+    """Forms that say that they were made from another save: a trainer told to load one would follow them."""
+    tag = candidate.tag
+    steps: list[Step] = []
+    for root in candidate.layout[1]:
+        target = f"{tag}/{universal_name(root)}"
+        if put_in.get(target) and not _is_of(candidate, root, put_in[target]):
+            for name in (f"{tag}/{LATEST_UNIVERSAL}", target):
+                label = f"{tag}.{name.rpartition('/')[2]}"
+                steps.append(MoveAside(name=name, label=label, reason="made from another save of that tag"))
+    return steps
+
+
 def _huggingface(
-    candidate: Candidate, root: str, listing: SaveDirListing, before: Sequence[Step]
+    candidate: Candidate,
+    root: str,
+    listing: SaveDirListing,
+    before: Sequence[Step],
+    put_in: Mapping[str, Mapping[str, str] | None],
 ) -> list[Step]:
     """The universal form beside the shards (P11).
 
     Measured: the Trainer wants some `global_step*` folder and follows `latest_universal`; the raw shards may
     be absent (docs/formats.md §1.2), so only what lies beside them is fetched with a committed universal.
+    One that lies there is used if it says that it was made from this very save (H15): the Trainer saves over
+    a checkpoint in place, and a converter of DeepSpeed's that was killed leaves half a folder.
     """
     tag, name = candidate.tag, universal_name(root)
-    target = f"{tag}/{name}"
-    steps: list[Step] = []
-    if candidate.local is None and candidate.universals:
-        steps += bring(candidate, beside_shards(candidate.copies[0], root), listing, before)
-        steps += _placed(candidate.universals[0], name, target)
-    else:
-        if candidate.local is None:
-            steps += bring(candidate, candidate.copies[0], listing, before)
-        steps.append(Convert(tag=f"{tag}/{root}", target=target, verify=not candidate.is_committed))
-    return [*steps, Point(name=f"{tag}/latest_universal", value=name)]
+    target, pointer = f"{tag}/{name}", Point(name=f"{tag}/{LATEST_UNIVERSAL}", value=name)
+    convert = Convert(tag=f"{tag}/{root}", target=target, verify=not candidate.is_committed)
+    if candidate.local is None:
+        whole = without_form(candidate.copies[0], name)
+        if candidate.universals:
+            brought = bring(candidate, beside_shards(whole, root), listing, before)
+            return [*brought, *_placed(candidate.universals[0], name, target), pointer]
+        return [*bring(candidate, whole, listing, before), convert, pointer]
+    if target not in put_in:
+        return [convert, pointer]
+    if _is_of(candidate, root, put_in[target]):
+        return [pointer]
+    reason = "nothing says that it was made from this very save"
+    return [MoveAside(name=target, label=f"{tag}.{name}", reason=reason), convert, pointer]
 
 
 def _loadable(
@@ -145,13 +172,26 @@ def _loadable(
 
 
 def _is_of(candidate: Candidate, root: str, sources: Mapping[str, str] | None) -> bool:
-    ours = candidate.fingerprints
-    return bool(sources) and all(ours.get(f"{root}/{path}") == mark for path, mark in (sources or {}).items())
+    ours = [candidate.fingerprints, *([candidate.local.fingerprints] if candidate.local else [])]
+    return bool(sources) and all(
+        any(marks.get(f"{root}/{path}") == mark for marks in ours) for path, mark in (sources or {}).items()
+    )
 
 
 def beside_shards(copy: Copy, root: str) -> Copy:
     """What of a ZeRO form lies beside its shards: all that a trainer reads with a universal load."""
     files = tuple(f for f in copy.files if f.role is Role.SIDE and not f.path.startswith(f"{root}/"))
+    return replace(copy, files=files)
+
+
+def without_form(copy: Copy, name: str) -> Copy:
+    """A ZeRO form without a universal form `name` that somebody put beside its shards before it was shipped.
+
+    Nothing proves what that was made from; the one that is wanted takes its place.
+    """
+    files = tuple(
+        f for f in copy.files if not f.path.startswith(f"{name}/") and f.path not in (name, LATEST_UNIVERSAL)
+    )
     return replace(copy, files=files)
 
 

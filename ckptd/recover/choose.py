@@ -26,7 +26,7 @@ from ckptd.errors import (
 from ckptd.recover.copies import DESCRIPTION as DESCRIPTION
 from ckptd.recover.copies import UNIVERSAL as UNIVERSAL
 from ckptd.recover.copies import ZERO as ZERO
-from ckptd.recover.copies import is_made_from, of_node, stands_alone
+from ckptd.recover.copies import is_held, is_made_from, of_node, stands_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -305,24 +305,9 @@ def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes, notes: list[str])
 def _is_here(here: LocalSight, candidate: Candidate) -> bool:
     """The folder is the whole save of a candidate; of a universal form alone: what that was made from."""
     if candidate.copies:
-        return _holds(here, candidate.copies[0])
+        return is_held(here, candidate.copies[0])
     ours, marks = here.fingerprints, candidate.fingerprints
     return here.is_complete and bool(marks) and all(ours.get(path) == mark for path, mark in marks.items())
-
-
-def _holds(here: LocalSight, copy: Copy) -> bool:
-    """Whether the folder holds every wanted file of that save, whole."""
-    ours, tensors = here.fingerprints, here.tensor_fingerprints
-    return bool(copy.files) and all(
-        (ours.get(f.path) == f.fingerprint and bool(f.fingerprint or f.bytes == 0))
-        or (_is_replica(f) and tensors.get(f.path) == f.tensor_fingerprint is not None)
-        for f in copy.files
-    )
-
-
-def _is_replica(file: ManifestFile) -> bool:
-    """Model states that every node has, with pickles of its own."""
-    return file.role is Role.MODEL and file.shard.d is None
 
 
 def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import ManifestFile
+from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.manifest import NodeManifest
     from ckptd.recover.choose import Copy, Nodes
+    from ckptd.recover.sight import LocalSight
 
 ZERO, UNIVERSAL = "zero", "universal"
 DESCRIPTION = "ckptd.json"
@@ -31,6 +33,32 @@ def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
     return bool(sources) and all(
         fingerprints.get(path) == mark for source in sources for path, mark in source.fingerprints
     )
+
+
+def is_held(here: LocalSight, copy: Copy) -> bool:
+    """Whether a folder holds every wanted shard of that save, whole (docs/adr/0121).
+
+    What lies beside them tells no saves apart: a note that somebody wrote over or took away would make the
+    folder one that was saved again, and an older checkpoint the newest.
+    """
+    late = {file.path for file in copy.late}
+    own = [file for file in copy.files if file.path not in late]
+    roots = layout_of(copy.view.commit.tag, (file.path for file in own))[1]
+    shards = [f for f in own if f.role is not Role.SIDE and is_in_roots(f.path, roots)] or own
+    beside = (file.path for file in own if file.role is Role.SIDE)
+    is_all_there = here.is_complete or all(path in here.facts for path in beside)
+    return bool(shards) and is_all_there and all(_is_here(here, file) for file in shards)
+
+
+def _is_here(here: LocalSight, file: ManifestFile) -> bool:
+    facts = here.facts.get(file.path)
+    if facts is None:
+        return False
+    if facts.fingerprint == file.fingerprint and bool(file.fingerprint or file.bytes == 0):
+        return True
+    # model states that every node has, with pickles of its own
+    is_replica = file.role is Role.MODEL and file.shard.d is None
+    return is_replica and facts.tensor_fingerprint == file.tensor_fingerprint is not None
 
 
 def of_node(copy: Copy, nodes: Nodes) -> Copy:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.core.trainers import universal_name
 from ckptd.errors import CkptdError
 from ckptd.recover.choose import DESCRIPTION
 from ckptd.recover.steps import DERIVED_ACCELERATE, DERIVED_UNIVERSAL
+
+if TYPE_CHECKING:
+    from ckptd.core.listing import SaveDirListing
 
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
@@ -21,6 +26,13 @@ def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
 def derived_accelerate(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
     """The same of `_ckptd/derived/accelerate`, where the form lies one level deeper."""
     return _derived(save_dir_fd, DERIVED_ACCELERATE, "/pytorch_model", "/checkpoint")
+
+
+def put_in_universals(save_dir_fd: int, listing: SaveDirListing) -> dict[str, dict[str, str] | None]:
+    """The same of what lies beside shards under a universal form's name, by that name below save_dir."""
+    names = [f"{f.tag}/{universal_name(root)}" for f in listing.folders for root in f.roots if root]
+    is_there = [name for name in names if files.stat_beneath(save_dir_fd, name) is not None]
+    return {name: source_of(save_dir_fd, name) for name in is_there}
 
 
 def _derived(save_dir_fd: int, place: str, *inner: str) -> dict[str, dict[str, str] | None]:

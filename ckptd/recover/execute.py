@@ -281,10 +281,13 @@ class Execution:
 
     def _made_by(
         self,
-        step: Step,
+        step: Convert | ConvertFrom,
         make: Callable[[ConvertOptions, Callable[[ConvertProgress], None] | None], object],
     ) -> None:
-        """Convert; what another one publishes meanwhile is what we want."""
+        """Convert; what another one publishes meanwhile in a folder of ours is what we want.
+
+        In a trainer's folder nobody else publishes: what appeared there is not known.
+        """
         os.close(ensure_ours(self._fd, DERIVED_UNIVERSAL))
         tell = self._on_progress
         options = ConvertOptions(
@@ -297,6 +300,8 @@ class Execution:
             try:
                 make(options, (lambda p: tell(str(step), p.bytes_done, p.bytes_total)) if tell else None)
             except TargetExists:
+                if not step.target.startswith(f"{OURS}/"):
+                    raise
                 return
             except LockHeld:
                 # a daemon, or another rank

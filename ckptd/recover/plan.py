@@ -58,12 +58,13 @@ def make_plan(
     world_size: int | None,
     *,
     loadable: Mapping[str, Mapping[str, str] | None] | None = None,
+    put_in: Mapping[str, Mapping[str, str] | None] | None = None,
     needs_commit: bool = False,
 ) -> ResumePlan:
     """Plan for one candidate.
 
     `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable;
-    `loadable`: the same of `_ckptd/derived/accelerate`.
+    `loadable`: the same of `_ckptd/derived/accelerate`; `put_in`: of what lies beside shards, by its name.
 
     Raises:
         RefusedError: no load on that many ranks is possible.
@@ -74,7 +75,9 @@ def make_plan(
         for sight in _in_the_way(candidate, local)
     ]
     if candidate.layout[0] is not Trainer.DEEPSPEED:
-        path, more = beside(candidate, listing, loadable or {}, steps, is_universal=is_universal)
+        path, more = beside(
+            candidate, listing, loadable or {}, steps, is_universal=is_universal, put_in=put_in
+        )
         steps += [*more, *_extras(candidate, listing)]
     else:
         steps += _plain(candidate, listing, derived, steps, is_universal=is_universal)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckptd.core.trainers import BY_NAME, Trainer, universal_name
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import RefusedError, TargetExists, UsageError
-from ckptd.recover.beside import beside_shards, pointer_in, the_root, within
+from ckptd.recover.beside import beside_shards, pointer_in, the_root, within, without_form
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes
 from ckptd.recover.copies import of_node, of_ranks
 from ckptd.recover.plan import ResumePlan, needs_universal
@@ -171,6 +171,8 @@ def _universal_beside(candidate: Candidate, place: Ground) -> list[Step]:
     name = universal_name(root)
     target = f"{candidate.tag}/{name}"
     steps: list[Step] = []
+    copies = tuple(without_form(copy, name) for copy in candidate.copies)
+    candidate = replace(candidate, copies=copies)
     if candidate.universals:
         whole = candidate.copies[0]
         steps = _bring(ZERO, whole, beside_shards(whole, root), candidate.tag, place)
@@ -224,7 +226,7 @@ def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground
         return []
     if place.has(target):
         msg = f"{target} is there and was not made from the save of {candidate.tag} that was committed"
-        raise TargetExists(msg)
+        raise TargetExists(msg, hint="move it away, or restore into another directory")
     whole = candidate.copies[0]
     source = f"{candidate.tag}/{root}" if root else candidate.tag
     if not root and not place.has(candidate.tag):

@@ -27,7 +27,7 @@ from ckptd.errors import (
 from ckptd.place import is_numbered_tag, make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
-from ckptd.recover.derived import derived_accelerate, derived_universals
+from ckptd.recover.derived import derived_accelerate, derived_universals, put_in_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
 from ckptd.recover.owner import owner_of
@@ -74,6 +74,7 @@ class _Seen:
     derived: dict[str, dict[str, str] | None]
     hints: dict[str, Order]
     loadable: dict[str, dict[str, str] | None] = field(default_factory=dict)
+    put_in: dict[str, dict[str, str] | None] = field(default_factory=dict)
 
 
 def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:
@@ -174,6 +175,7 @@ class Resume:
             derived=derived_universals(fd),
             hints=hints,
             loadable=derived_accelerate(fd),
+            put_in=put_in_universals(fd, listing),
         )
 
     # --- deciding and doing ----------------------------------------------------------------------------
@@ -208,6 +210,7 @@ class Resume:
                 seen.derived,
                 self._options.world_size,
                 loadable=seen.loadable,
+                put_in=seen.put_in,
                 needs_commit=self._options.nodes.count > 1,
             )
             done = self._carry_out(fd, plan, seen, choice)

@@ -122,11 +122,6 @@ class LocalSight:
         """Fingerprint by path."""
         return {path: facts.fingerprint for path, facts in self.facts.items()}
 
-    @property
-    def tensor_fingerprints(self) -> dict[str, str | None]:
-        """The same of the storages alone, by path: equal for replicas."""
-        return {path: facts.tensor_fingerprint for path, facts in self.facts.items()}
-
 
 def look_at_remote(
     name: str, url: str, owner: Owner | None, access: Access = _DEFAULT, *, is_tolerant: bool = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import KnownManifest, build_commit
 from ckptd.core.manifest import commit_key, manifest_key, sha256_of, side_key, stem, to_bytes
+from ckptd.core.trainers import place_of
 from ckptd.errors import RemoteError
 from ckptd.remote.commit import now_utc, one_writer, open_root
 from ckptd.remote.documents import (
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from ckptd.remote.messages import CommitView, ShipFile, ShipOrder
     from ckptd.remote.transfer import Control
 
-LATE = "_late"
-"""Folder, in a checkpoint's, of files whose own place is taken by another content."""
 _TRIES = 100
 
 
@@ -135,14 +134,13 @@ class _Supplementing:
         ours = [k.sha256 for k in listed if k.manifest.node_id == self._order.manifest.node_id]
         is_ours_alone = all(ref.sha256 in ours for ref in base.commit.manifests)
         taken = {entry.key for known in listed for entry in known.manifest.files}
-        folder = base.commit.folder
+        folder, is_taken = base.commit.folder, True
         if is_ours_alone and f"{folder}/{file.path}" not in taken:
             # a list may be out of date: what lies there may be listed, and is never replaced
             held = self._store.stat(f"{folder}/{file.path}")
-            if held is None or held.bytes == file.bytes == 0:
-                return file.model_copy(update={"key": f"{folder}/{file.path}"})
-        mark = f"{file.fingerprint[:12]}{file.bytes}"
-        return file.model_copy(update={"key": f"{folder}/{LATE}/{mark}/{file.path}"})
+            is_taken = held is not None and not held.bytes == file.bytes == 0
+        key = place_of(folder, file.path, file.fingerprint, file.bytes, is_taken=is_taken)
+        return file.model_copy(update={"key": key})
 
     def _put_manifest(self, carried: tuple[ManifestFile, ...]) -> KnownManifest:
         own = [

@@ -24,7 +24,7 @@ import pytest
 from ckptd.convert import children, supervise
 from ckptd.convert.inspection import inspect_files
 from ckptd.convert.options import ConvertOptions
-from ckptd.errors import BehindError, CkptdError, RefusedError, StorageError
+from ckptd.errors import BehindError, CkptdError, StorageError
 from tests import cgroup
 from tests.killpoints import judge, trainer
 from tests.killpoints.life import Place, Scenario
@@ -153,6 +153,15 @@ LIARS = {
     "describes another plan": "open(work + '/out/ckptd.json', 'w').write(json.dumps({'plan_sha256': 'x'}))",
     "describes no object": "open(work + '/out/ckptd.json', 'w').write('[]')",
 }
+NONSENSE = {
+    "says no JSON": "print('done')",
+    "says no object": "print('[1]')",
+    "says no progress": "print('{}')",
+    "says numbers that are none": (
+        "print(json.dumps(dict(rss='much', bytes=[], files={}, cloned=None, phase=1)))"
+    ),
+    "has no end of line": "sys.stdout.write('x' * (17 << 20))",
+}
 
 
 @pytest.mark.parametrize("lie", LIARS)
@@ -173,22 +182,93 @@ def test_an_executor_that_ends_well_without_a_result(
     assert is_tidy(source)
 
 
-def test_a_planner_that_ends_well_without_a_plan(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likewise."""
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_an_executor_that_ends_well_and_said_nonsense(
+    source: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
+) -> None:
+    """Ended for it, in words; nothing is left of it, and the next one is whole."""
+    script = f"import json, sys\nsys.stdin.read()\n{NONSENSE[nonsense]}"
+
+    def start() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervise, "_start_executor", start)
+        with pytest.raises(StorageError, match="nonsense"):
+            supervise.convert(source, source.parent / "universal", OPTIONS)
+    assert is_tidy(source)
+    supervise.convert(source, source.parent / "universal", OPTIONS)
+    assert (source.parent / "universal" / "ckptd.json").is_file()
+
+
+def _instead_of(module: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of that name run a script of ours from now on."""
     real = children.start
 
     def start(name: str, **more: Any) -> Any:
-        if name != "planning_child":
+        if name != module:
             return real(name, **more)
-        return subprocess.Popen(
-            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, **more
-        )
+        command = [sys.executable, "-c", f"import json, sys\nasked = json.load(sys.stdin)\n{script}"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, **more)
 
+    monkeypatch.setattr(children, "start", start)
+
+
+PLANS = {
+    "none": "",
+    "no JSON": "print('a plan')",
+    "no object": "print('[]')",
+    "of the future": "print('{\"ckptd_plan\": 99}')",
+    "no header": "print('{\"ckptd_plan\": 3}')",
+    "cut": "print('{\"ckptd_plan\": 3', end='')",
+    "an end that is none": "print('{\"ckptd_plan\": 3}'); print('{\"end\": [1]}')",
+    "words that are none": 'print(\'{"peak_rss_bytes": "much"}\', file=sys.stderr)',
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_planner_that_ends_well_without_a_plan(
+    source: Path, monkeypatch: pytest.MonkeyPatch, plan: str
+) -> None:
+    """Likewise."""
     with monkeypatch.context() as patch:
-        patch.setattr(children, "start", start)
-        with pytest.raises((RefusedError, CkptdError)):
+        _instead_of("planning_child", PLANS[plan], patch)
+        with pytest.raises(CkptdError):
             supervise.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
+
+
+STARTED = "print(json.dumps({'restrictions': []}), flush=True)\n"
+FINDINGS = {
+    "nothing": "",
+    "no JSON": "print('fine')",
+    "of no file": "print(json.dumps({'index': 99, 'final': True}))",
+    "of a file before the first": "print(json.dumps({'index': -1, 'final': True}))",
+    "of a file that is no number": "print(json.dumps({'index': 'x', 'final': True}))",
+    "of another kind": "print(json.dumps({'index': 0, 'final': True, 'archive': 'whole'}))",
+    "facts that are none": (
+        "print(json.dumps({'index': 0, 'final': True, 'archive': 'zip', 'facts': {'global_steps': []}}))"
+    ),
+    "sizes that are none": "print(json.dumps({'index': 0, 'final': True, 'bytes': 'all'}))",
+}
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_an_inspector_that_ends_well_without_findings(
+    source: Path, monkeypatch: pytest.MonkeyPatch, finding: str
+) -> None:
+    """Every file has a reason then: none of them passes for whole."""
+    names = sorted(path.name for path in source.iterdir())
+    with monkeypatch.context() as patch:
+        _instead_of("inspect_child", STARTED + FINDINGS[finding], patch)
+        facts = inspect_files(source, names)
+    assert [fact.path for fact in facts] == names
+    assert all(fact.reason for fact in facts), facts
+    with monkeypatch.context() as patch:
+        _instead_of("inspect_child", FINDINGS["no JSON"], patch)
+        with pytest.raises(StorageError, match="does not start"):
+            inspect_files(source, names)
 
 
 # --- the daemon -------------------------------------------------------------------------------------------

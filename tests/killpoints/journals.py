@@ -61,7 +61,11 @@ class Journals:
         """File that is damaged → all files, whole."""
 
     def damages(self, seed: int) -> list[Damage]:
-        """Cuts and flips at every 16th byte of the database, and of the end of the log; some more of it."""
+        """Cuts and flips at every byte of the database and of its log.
+
+        First at every 16th of the database and of the end of the log, and at some more of it; then at all
+        others, for as long as there is time.
+        """
         rng = random.Random(seed)
         sizes = {name: len(self.pristine[name][name]) for name in FILES}
         offset = rng.randrange(STEP_BYTES)
@@ -76,7 +80,11 @@ class Journals:
         }
         made += [Damage(k, name, at) for name in FILES for at in places[name] for k in ("cut", "flip")]
         rng.shuffle(made)
-        return made
+        first = set(made)
+        every = (Damage(k, name, at) for name in FILES for at in range(sizes[name]) for k in ("cut", "flip"))
+        others = [damage for damage in every if damage not in first]
+        rng.shuffle(others)
+        return [*dict.fromkeys(made), *others]
 
     def run(self, damage: Damage) -> list[str]:
         """Damage it, start a process, compare."""

@@ -37,7 +37,7 @@ KINDS = {
         "F1",
         "SIGKILL in the real daemon and in its children, at counted calls and at any moment",
     ),
-    "journal": ("journals", "F28", "the journal cut or flipped at every 16th byte, gone, of the future"),
+    "journal": ("journals", "F28", "the journal cut or flipped at byte after byte, gone, of the future"),
 }
 
 

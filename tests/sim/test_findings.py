@@ -445,6 +445,30 @@ def test_a_note_makes_no_save_of_ours_of_what_was_found() -> None:
         made.leave()
 
 
+def test_a_note_in_an_older_one_that_is_not_committed_is_no_rewind() -> None:
+    """README.md, sealed with its shards, is written over while the remote is away: the order stays (P9)."""
+    made, rng = World(1, job_config(((NAS, True, None),), None, "newest")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 1)
+        made.live_on(100, rng)
+        made.set_mood(NAS, "down")
+        saved(made, 2)
+        dropped(made, "global_step2/README.md", b"one")
+        made.live_on(100, rng)
+        saved(made, 3)
+        made.live_on(100, rng)
+        before = orders(made)
+        assert before == {f"global_step{step}": (1, step) for step in (1, 2, 3)}
+        dropped(made, "global_step2/README.md", b"two")
+        made.live_on(100, rng)
+        assert orders(made) == before
+    finally:
+        made.leave()
+
+
 def test_a_remote_that_went_away_again_is_waited_for_when_the_journal_is_lost() -> None:
     """It was heard, and gone before anything was sealed: orders were not those in COMMITs, and the remote
     let go what lies here, which then stayed for ever (seed 601793)."""

@@ -109,7 +109,8 @@ class Scene:
     ) -> ShipResult:
         """Ship the ZeRO form; `only` picks this node's files."""
         folder = folder_name(tag, generation, "zero")
-        names = sorted(p.name for p in (self.save_dir / tag).iterdir() if only(p.name))
+        below = self.save_dir / tag
+        names = sorted(str(p.relative_to(below)) for p in below.rglob("*") if p.is_file() and only(p.name))
         rows = inspect_files(self.save_dir / tag, names)
         ship_files = [
             ShipFile(
@@ -137,21 +138,33 @@ class Scene:
         )
         return self._ship("zero", folder, tag, step, (branch, save_seq, generation), tuple(ship_files), None)
 
-    def commit_universal(self, tag: str, step: int, *, keep: bool = False, below: str = "") -> ShipResult:
+    def commit_universal(
+        self, tag: str, step: int, *, keep: bool = False, below: str = "", root: str = ""
+    ) -> ShipResult:
         """Convert, ship the universal form, and remove it from the node unless `keep`.
 
-        `below`: as where it lies beside a trainer's files, in a folder of the ZeRO form's own.
+        `below`: as where it lies beside a trainer's files, in a folder of the ZeRO form's own; `root`: where
+        in the checkpoint the shards lie.
         """
-        return self._commit_derived(tag, step, "universal", ConvertOptions(), keep=keep, below=below)
+        options = ConvertOptions()
+        return self._commit_derived(tag, step, "universal", options, keep=keep, below=below, root=root)
 
     def commit_weights(self, tag: str, step: int) -> ShipResult:
         """The same with weights in fp32."""
         return self._commit_derived(tag, step, "weights-fp32", ConvertOptions(form="weights"), keep=False)
 
     def _commit_derived(
-        self, tag: str, step: int, form: str, options: ConvertOptions, *, keep: bool, below: str = ""
+        self,
+        tag: str,
+        step: int,
+        form: str,
+        options: ConvertOptions,
+        *,
+        keep: bool,
+        below: str = "",
+        root: str = "",
     ) -> ShipResult:
-        source = self.save_dir / tag
+        source = self.save_dir / tag / root
         derived = f"_ckptd/derived/{form}/{tag}"
         (self.save_dir / derived).parent.mkdir(parents=True, exist_ok=True)
         report = convert(source, self.save_dir / derived, options)
@@ -174,7 +187,7 @@ class Scene:
         )
         made_from = DerivedSource(
             generation=1,
-            fingerprints=tuple(sorted((m.path, m.fingerprint) for m in marks)),
+            fingerprints=tuple(sorted((str(Path(root) / m.path), m.fingerprint) for m in marks)),
             plan_sha256=report.plan_sha256,
             layout=report.layout,
             alignment=0,

@@ -151,6 +151,21 @@ def test_a_tag_that_was_saved_again_is_the_newest(scene: Scene) -> None:
     assert scene.resume().path.name == "global_step60"
 
 
+@pytest.mark.parametrize("what", ["changed", "gone"])
+def test_a_note_makes_no_older_one_the_newest(scene: Scene, what: str) -> None:
+    """What lies beside the shards tells no saves apart (adr/0121)."""
+    for step in (60, 100):
+        scene.save(step)
+        (scene.save_dir / f"global_step{step}" / "notes.txt").write_text("fine")
+        scene.commit(f"global_step{step}", step)
+    for step in (60, 100):
+        note = scene.save_dir / f"global_step{step}" / "notes.txt"
+        note.write_text("better") if what == "changed" else note.unlink()
+        before = scene.tree()
+        assert scene.resume().path.name == "global_step100"
+        assert scene.tree() == before, "the folder here is that save: nothing is fetched again"
+
+
 def test_a_foreign_folder_under_the_tag_goes_aside(scene: Scene) -> None:
     scene.save(10)
     scene.commit("global_step10", 10)
