@@ -139,16 +139,16 @@ def start_training(
 ) -> Training:
     """Start the trainer on `world_size` ranks; its output goes to `<records>/train-<run>.log`.
 
-    `in_background`: it takes only the processor time that others leave.
+    `in_background`: it takes only the processor time that others leave, once it has loaded DeepSpeed's compiled
+    parts: that is done under a lock, and what others wait for must not starve.
     """
     records.mkdir(parents=True, exist_ok=True)
     save_dir.mkdir(parents=True, exist_ok=True)
     log = records / f"train-{run}.log"
-    command = ["nice", "-n", "19"] if in_background else []
-    command += [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
     command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "-m", TRAINER]
     command += ["--name", run, "--records", str(records), "--save-dir", str(save_dir), "--stage", str(stage)]
-    command += options
+    command += [*options, *(["--in-background"] if in_background else [])]
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=child_environment()

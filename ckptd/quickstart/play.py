@@ -29,8 +29,8 @@ OUTAGE_SECONDS = 6.0
 QUIET_SECONDS = 0.5
 """Until requests that were under way when the gate was shut have ended."""
 TICK_SECONDS = 0.05
-ACT_SECONDS = 150.0
-SETTLE_SECONDS = 60.0
+ACT_SECONDS = 400.0
+SETTLE_SECONDS = 200.0
 
 
 class Play:

@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     add("--load", choices=("none", "universal"), default="none")
     add("--tear-at", type=int, default=0, help="rank 1 delays its shard of the save at this step")
     add("--tear-seconds", type=float, default=300.0)
+    add("--in-background", action="store_true", help="take the processor time that others leave")
     add("--step-seconds", type=float, default=0.0, help="least duration of a step")
     add("--init-seed", type=int, default=7)
     add("--hidden", type=int, default=192)
@@ -207,6 +208,8 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, config=deepspeed_config(a, world_size), model_parameters=list(model.parameters())
     )
+    if a.in_background:
+        os.nice(19)
     records = Records(a.records / (f"train-{a.name}.jsonl" if rank == 0 else f"rank{rank}-{a.name}.jsonl"))
     loaded = None
     if a.load == "universal":
