@@ -136,7 +136,7 @@ class Retiring:
     def _not_retired(self, link: RemoteLink, about: str, sha256: str, error: CkptdError) -> None:
         if isinstance(error, _NOT_ITS_FAULT):
             log.warning("%s stays: %s", about, error)
-            self._state.retire_refused_at[sha256] = time.monotonic()
+            self._state.refused_to_retire(sha256)
             self._state.problems.put("retire-blocked", about, f"{about} stays: {error.message}", error.hint)
         elif not isinstance(error, SourceChanged):
             link.move_failed(error)

@@ -33,6 +33,7 @@ ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
 HOUR_SECONDS = 3600.0
+MINUTE_SECONDS = 60.0
 
 FAILURE_SECONDS = 120.0
 """How long status says that something failed here; what is tried in vain again is said anew."""
@@ -115,8 +116,8 @@ class JobState:
     """Monotonic times of prunes, for the seat belt."""
     retired_at: deque[float] = field(default_factory=deque)
     """Monotonic times of zero COMMITs retired, likewise."""
-    retire_refused_at: dict[str, float] = field(default_factory=dict)
-    """Digest of a COMMIT that a remote would not let go → when; it is asked again an hour later."""
+    retire_refused: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Digest of a COMMIT that a remote would not let go → how often in a row, and when last."""
     completed_at: deque[float] = field(default_factory=deque)
     waiting: dict[ShipKey, Waiting] = field(default_factory=dict)
     """Parts that wait for other nodes' shards."""
@@ -220,9 +221,18 @@ class JobState:
         }
 
     def refused_lately(self) -> frozenset[str]:
-        """Digests of COMMITs that a remote would not let go within the last hour."""
+        """Digests of COMMITs whose remote would not let them go: asked again in a minute, two … an hour."""
         now = time.monotonic()
-        return frozenset(sha for sha, at in self.retire_refused_at.items() if now - at < HOUR_SECONDS)
+        return frozenset(
+            sha
+            for sha, (times, at) in self.retire_refused.items()
+            if now - at < min(MINUTE_SECONDS * 2 ** (times - 1), HOUR_SECONDS)
+        )
+
+    def refused_to_retire(self, sha256: str) -> None:
+        """Once more."""
+        times, _ = self.retire_refused.get(sha256, (0, 0.0))
+        self.retire_refused[sha256] = (times + 1, time.monotonic())
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
         """Journal and remember."""

@@ -139,8 +139,8 @@ def start_training(
 ) -> Training:
     """Start the trainer on `world_size` ranks; its output goes to `<records>/train-<run>.log`.
 
-    `in_background`: it takes only the processor time that others leave, once it has loaded DeepSpeed's compiled
-    parts: that is done under a lock, and what others wait for must not starve.
+    `in_background`: it takes only the processor time that others leave, once it has loaded DeepSpeed's
+    compiled parts: that is done under a lock, and what others wait for must not starve.
     """
     records.mkdir(parents=True, exist_ok=True)
     save_dir.mkdir(parents=True, exist_ok=True)
