@@ -161,3 +161,20 @@ def test_what_never_comes_is_asked_for_ever_more_seldom() -> None:
         before = waiting_on(before, m.ShipResult(outcome="waiting", reason=reason))
         waits.append(before.retry_seconds(60.0))
     assert waits == [60.0, 60.0, 120.0, 240.0, 480.0, 480.0, 480.0, 480.0, 60.0]
+
+
+def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a minute at first, for rights that are wrong for a moment; every hour in the end."""
+    now = [1000.0]
+    monkeypatch.setattr("ckptd.daemon.state.time.monotonic", lambda: now[0])
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    pauses = []
+    for _ in range(8):
+        state.refused_to_retire("sha")
+        begun = now[0]
+        while "sha" in state.refused_lately():
+            now[0] += 30.0
+        pauses.append((now[0] - begun) / 60)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
