@@ -12,10 +12,12 @@ from ckptd.convert.describing import NAME, description_of
 from ckptd.convert.reading import same_bytes
 from ckptd.core.layouts import Role
 from ckptd.core.view import UNIVERSAL
+from ckptd.errors import SourceChanged
 from ckptd.recover.ranged_upload import PartsSource
+from ckptd.remote.checksums import from_hex
 from ckptd.remote.messages import Planned, ShipFile
 from ckptd.remote.origin import CannotBeMade
-from ckptd.remote.source import MemorySource
+from ckptd.remote.source import MemorySource, crc64_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,6 +104,25 @@ class Made:
                 msg = f"the tensor-parallel ranks hold different copies of {check.what}"
                 hint = "the run has drifted apart, or shards are damaged; an older checkpoint may be whole"
                 raise CannotBeMade(msg, hint=hint)
+
+    def recompare(self) -> None:
+        """What an earlier attempt sent was made of bytes that nobody compared then: made again, for its CRC.
+
+        Raises:
+            SourceChanged: it comes out otherwise, for a shard was damaged then, or is.
+        """
+        made = {file.key: file for file in self.order.files if file.is_made}
+        sent = [(one.key, one.bytes, from_hex(one.crc64nvme)) for one in self.order.shipped]
+        sent += [(one.key, one.flushed_bytes, one.crc64) for one in self.order.partly]
+        for key, nbytes, crc in sent:
+            file = made.get(key)
+            if file is None or nbytes > file.bytes:
+                continue  # it is not taken over
+            with self.opened(file) as source:
+                found = crc64_of(source, 0, nbytes)
+            if found != crc:
+                msg = f"{key} was made of other bytes than its shards hold now"
+                raise SourceChanged(msg, hint="all of it is sent again")
 
     def _files(self, order: ShipOrder) -> tuple[ShipFile, ...]:
         found = [self._file(order, path, entry.nbytes) for path, entry in self._outputs.files.items()]

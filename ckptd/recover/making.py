@@ -113,11 +113,12 @@ def _of_objects(
     ranges = RemoteRanges(
         store, wanted, cache_bytes=cache_bytes, check_stop=control.check, most_block_bytes=WINDOW_BYTES
     )
-    # what an earlier attempt sent was of bytes that nobody compared then
+    # what an earlier attempt sent was of bytes that nobody compared then, and that may be mended by now
     everything = bool(order.shipped or order.partly) and order.manifest.form == UNIVERSAL
 
     def recheck_objects() -> None:
         ranges.recheck()
+        made.recompare()
         ranges.prove(everything=everything)
 
     manifest = order.manifest

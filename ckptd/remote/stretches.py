@@ -35,9 +35,20 @@ class Stretches:
     def feed(self, offset: int, data: memoryview) -> int:
         """Take `data`, which lies at `offset`; how much of it was new, in bytes."""
         count = 0
-        for begin, end in self._new(offset, offset + len(data)):
+        for begin, end in self.gaps(offset, offset + len(data)):
             count += self._add((begin, end, self._crc(data[begin - offset : end - offset])))
         return count
+
+    def take(self, offset: int, length: int, crc: int) -> None:
+        """What passed elsewhere, with its CRC; left where some of it passed here."""
+        if length and self.gaps(offset, offset + length) == [(offset, offset + length)]:
+            self._add((offset, offset + length, crc))
+
+    @property
+    def passed(self) -> int:
+        """How many bytes have."""
+        with self._lock:
+            return sum(end - begin for begin, end, _ in self._held)
 
     def crc_of(self, begin: int, end: int) -> int | None:
         """CRC of exactly this range; None while some of it has not passed."""
@@ -45,7 +56,8 @@ class Stretches:
             held = self._held[0] if self._held else None
         return held[2] if held is not None and held[:2] == (begin, end) else None
 
-    def _new(self, first: int, last: int) -> list[tuple[int, int]]:
+    def gaps(self, first: int, last: int) -> list[tuple[int, int]]:
+        """What of that range has not passed."""
         gaps = []
         with self._lock:
             for begin, end, _ in self._held:

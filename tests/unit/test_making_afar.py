@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import time
+import zipfile
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -302,8 +304,38 @@ def test_of_a_damaged_object_nothing_is_committed(spread: Spread, is_second_try:
     with pytest.raises(DamagedError, match="damaged"):
         spread.ship("n0", **more)
     assert read_commit(spread.stores["n0"], (spread.tag, 1, UNIVERSAL)) is None
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_was_sent_of_a_shard_that_was_mended_since_is_sent_again(
+    spread: Spread, tmp_path: Path, is_cut: bool
+) -> None:
+    """An attempt that ended early, or found the damage, left objects; by the next one the shard is good."""
+    wanted = expected(spread, tmp_path / "made")
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "zero_pp_rank_0_" in p.name)
+    good = shard.read_bytes()
+    shard.write_bytes(_with_damaged_storages(good))
+    with pytest.raises(Cancelled if is_cut else DamagedError):
+        spread.ship("n0", check=after(spread, "n0", 6, stop) if is_cut else None)
     shard.write_bytes(good)
-    assert spread.ship("n0").outcome == "committed" or is_second_try
+    plan_sha256 = spread.planned("n0")[0].plan_sha256
+    with pytest.raises(SourceChanged, match="made of other bytes"):
+        spread.ship("n0", plan_sha256=plan_sha256)
+    assert read_commit(spread.stores["n0"], (spread.tag, 1, UNIVERSAL)) is None
+    spread.nodes["n0"].events.clear()  # as the journal forgets what it knew of that attempt
+    assert spread.ship("n0", plan_sha256=plan_sha256).outcome == "committed"
+    assert spread.sent(spread.folder()) == wanted
+
+
+def _with_damaged_storages(data: bytes) -> bytes:
+    """A shard that reads as before, with other numbers in its largest storages."""
+    changed = bytearray(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        largest = sorted(archive.infolist(), key=lambda record: -record.file_size)[:3]
+    for record in largest:
+        begin = record.header_offset + record.file_size // 2
+        changed[begin : begin + 64] = bytes(byte ^ 1 for byte in changed[begin : begin + 64])
+    return bytes(changed)
 
 
 def test_of_a_commit_that_is_gone_nothing_is_made(spread: Spread) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,27 @@ def test_forwards_each_byte_crosses_once(tmp_path: Path, files: list[RemoteFile]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda place: ranges.read(*place), places))
     assert ranges.fetched_bytes == SIZES[0]
+
+
+def test_what_is_known_of_blocks_does_not_grow_with_their_number(tmp_path: Path) -> None:
+    """Terabytes are millions of blocks; the memory of a remote's child is a contract (P12)."""
+    blocks, size = 1024, ranged_reader.LEAST_BLOCK_BYTES
+    with (tmp_path / "0").open("wb") as file:
+        file.truncate(blocks * size)
+    checked = RemoteFile(path="0", key="0", bytes=blocks * size, crc64=to_hex(crc64(bytes(blocks * size))))
+    ranges = ranges_of(tmp_path, [checked], 2 * size)
+    held = []
+    tracemalloc.start()
+    try:
+        for number in range(blocks):
+            ranges.read(0, number * size, size)
+            if number in (64, blocks - 1):
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[1] - held[0] < 32_000
+    assert ranges.prove(everything=False).compared == 1
+    assert ranges.fetched_bytes == blocks * size
 
 
 def test_bytes_that_turned_are_found_also_where_none_was_needed(
