@@ -51,10 +51,20 @@ def _take_up(state: JobState, save_dir_fd: int, name: str, row: SaveRow | None) 
         _unknown(state, save_dir_fd, name)
     elif name.endswith(".partial"):
         fs.remove_ours(save_dir_fd, fs.HOLD, name)
-    elif not row.held and _was_committed(state, row):
+    elif not row.held:
+        _not_noted(state, save_dir_fd, name, row)
+
+
+def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> None:
+    """A hold that bears the name of a save's: numbers begin anew with each journal, so what it says itself
+    counts. Sent as another save's, it would be committed as that one (P4)."""
+    save = _described(save_dir_fd, name)
+    if save is not None and not _is_same(save, row.save):
+        _unknown(state, save_dir_fd, name)
+    elif _was_committed(state, row):
         # let go, and back with a power cut
         hold.release(save_dir_fd, name)
-    elif not row.held:
+    elif save is not None:
         # made, and killed before that was noted; or let go for want of room, and back with a power cut
         state.journal.set_held(row.id, held=True)
 

@@ -47,6 +47,7 @@ def make(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile], ab
         finally:
             os.close(target_fd)
         files.remove_tree(staging_fd, name)
+        files.fsync_dir(staging_fd)  # before the word: it would make another save's clones this one's
         files.write_atomic(staging_fd, about_name(name), about)
         os.rename(partial, name, src_dir_fd=staging_fd, dst_dir_fd=staging_fd)
         files.fsync_dir(staging_fd)

@@ -55,6 +55,9 @@ class Nothing(random.Random):
     def random(self) -> float:
         return 1.0
 
+    def randint(self, a: int, b: int) -> int:
+        return a
+
 
 def cut_power(world: World) -> None:
     for disk in world.kernel.disks.values():
@@ -351,6 +354,61 @@ def test_a_hold_that_was_cut_short_leaves_nothing(world: World, monkeypatch: pyt
     world.set_mood(NAS, "ok")
     world.live_on(100, rng)
     assert holds(world) == []
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_hold_that_a_power_cut_brought_back_is_of_no_other_save(world: World, is_torn: bool) -> None:
+    """Life 604608: committed and let go, saved over, the journal lost. In the new one the second save has the
+    number of the first, so the name of its hold: it was sent from there, without end, and nothing was told.
+    """
+    rng, kernel = random.Random(0), world.kernel
+    saved(world, 1)
+    world.live_on(60, rng)
+    assert world.judge.holds(NAS, world.trainer.saves[0])
+    assert holds(world) == []
+    world.kill()
+    kernel.actor = "trainer"
+    kernel.unlink(f"{STATE_DIR}/journal.db")
+    kernel.actor = "ckptd"
+    saved(world, 1)
+    world.live_on(60, rng, lambda: bool(orders(world)))
+    world.kill()
+    cut_power(world)
+    assert sorted(holds(world)) == ["global_step1.1", "global_step1.1.json"]
+    if is_torn:  # a disk may keep that its files were removed, and not that it was renamed before
+        kernel.actor = "judge"
+        for name in kernel.listdir(f"{SAVE_DIR}/_ckptd/hold/global_step1.1"):
+            kernel.unlink(f"{SAVE_DIR}/_ckptd/hold/global_step1.1/{name}")
+        kernel.actor = "ckptd"
+    world.live_on(200, rng)
+    assert world.judge.holds(NAS, world.trainer.saves[1])
+    assert holds(world) == []
+
+
+def test_a_hold_of_a_lost_journal_is_not_sent_as_the_next_save_of_its_tag(strict: World) -> None:
+    """Life 610615: held, not sent, the journal lost; saved over before it was sealed anew, and killed before
+    that was held. The first save's bytes were committed as the second's, which then left the node.
+    """
+    rng, kernel = random.Random(0), strict.kernel
+    saved(strict, 1)
+    strict.live_on(60, rng, lambda: "global_step1.1" in holds(strict))
+    strict.set_mood(NAS, "down")
+    strict.kill()
+    kernel.actor = "trainer"
+    kernel.unlink(f"{STATE_DIR}/journal.db")
+    kernel.actor = "ckptd"
+    strict.live_on(60, rng)
+    assert orders(strict) == {}, "nothing is sealed before the remote was heard"
+    saved(strict, 1)
+    strict.set_mood(NAS, "ok")
+    strict.live_on(100, rng, lambda: bool(orders(strict)))
+    strict.kill()
+    assert "global_step1.1" in holds(strict)
+    strict.live_on(200, rng)
+    assert strict.judge.holds(NAS, strict.trainer.saves[1])
+    saved(strict, 2)
+    strict.live_on(200, rng)
+    assert lying_here(strict) == [2]
 
 
 def dropped(world: World, path: str, data: bytes, *, is_open: bool = False) -> int:
