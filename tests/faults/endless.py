@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
     from ckptd.remote.messages import ShipOrder
     from ckptd.remote.origin import Origin
+    from ckptd.remote.store import Store
     from ckptd.remote.transfer import Control
 
 
 @contextmanager
-def opened(_order: ShipOrder, _root: int, control: Control) -> Iterator[Origin]:
+def opened(_order: ShipOrder, _root: int, control: Control, _store: Store) -> Iterator[Origin]:
     """Says that it has begun, and goes on for ever."""
     control.on_planned(Planned(plan_sha256="", layout="", files=0, bytes=0))
     threading.Event().wait()
