@@ -23,18 +23,22 @@ _LEAST_SHARE = 0.75
 
 def backoff_seconds(tries: int) -> float:
     """Full jitter: anywhere up to 2, 4, 8 … 60 s; never less than half a second."""
-    return random.uniform(_LEAST_SECONDS, _doubled(_SOON_SECONDS, tries))  # noqa: S311 — no secret
+    return random.uniform(_LEAST_SECONDS, doubled(_SOON_SECONDS, tries, _LONGEST_SECONDS))  # noqa: S311 — no secret
 
 
 def seldom_seconds(failures: int) -> float:
     """Between two probes of what is left alone: 30 s, then a minute, up to a quarter less."""
-    longest = _doubled(_SELDOM_SECONDS, failures - PATIENCE + 1)
+    longest = doubled(_SELDOM_SECONDS, failures - PATIENCE + 1, _LONGEST_SECONDS)
     return longest * random.uniform(_LEAST_SHARE, 1.0)  # noqa: S311 — no secret
 
 
-def _doubled(first_seconds: float, tries: int) -> float:
-    """Twice as long after each failure, up to a minute."""
-    return min(first_seconds * 2.0 ** min(max(tries, 1) - 1, 10), _LONGEST_SECONDS)
+def doubled(first_seconds: float, tries: int, most_seconds: float) -> float:
+    """The first time's, twice as long after each further one, at most `most_seconds`.
+
+    >>> doubled(60.0, 1, 3600.0), doubled(60.0, 3, 3600.0), doubled(60.0, 100_000, 3600.0)
+    (60.0, 240.0, 3600.0)
+    """
+    return min(first_seconds * 2.0 ** min(max(tries, 1) - 1, 32), most_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

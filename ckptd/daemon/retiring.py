@@ -126,6 +126,7 @@ class Retiring:
                 if record.remote == action.remote and record.commit_sha256 == commit.sha256:
                     state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
         link.tag_views.pop(commit.tag, None)
+        state.retire_refused.pop(commit.sha256, None)
         self._gone(link, about)
 
     def _gone(self, link: RemoteLink, about: str) -> None:

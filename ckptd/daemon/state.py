@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.core.sealing import shards_of
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
+from ckptd.daemon.backoff import doubled
 from ckptd.daemon.problems import Problems
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.journal_past import WIDEST
@@ -226,7 +227,7 @@ class JobState:
         return frozenset(
             sha
             for sha, (times, at) in self.retire_refused.items()
-            if now - at < min(MINUTE_SECONDS * 2 ** (times - 1), HOUR_SECONDS)
+            if now - at < doubled(MINUTE_SECONDS, times, HOUR_SECONDS)
         )
 
     def refused_to_retire(self, sha256: str) -> None:

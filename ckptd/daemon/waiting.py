@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptd.config_places import command_for
 from ckptd.core.missing import late
 from ckptd.core.view import ShipState
+from ckptd.daemon.backoff import doubled
 
 if TYPE_CHECKING:
     from ckptd.core.layouts import NamedShard
@@ -34,7 +35,7 @@ class Waiting:
         """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
         the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
         somebody committed is heard at once, whatever this says."""
-        return first_seconds * min(2.0 ** min(self.attempts - 1, 10), MOST_TIMES)
+        return doubled(first_seconds, self.attempts, first_seconds * MOST_TIMES)
 
 
 def waiting_on(before: Waiting | None, answer: ShipResult) -> Waiting:

@@ -164,12 +164,9 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("lie", LIARS)
-def test_an_executor_that_ends_well_without_a_result(
-    source: Path, monkeypatch: pytest.MonkeyPatch, lie: str
-) -> None:
-    """Exit status 0 proves nothing: nothing is published."""
-    script = f"import json, os, sys\nwork = json.load(sys.stdin)['work']\n{LIARS[lie]}"
+@contextlib.contextmanager
+def executors_that_run(script: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, a script of ours runs in the place of each executor."""
 
     def start() -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
@@ -177,6 +174,16 @@ def test_an_executor_that_ends_well_without_a_result(
 
     with monkeypatch.context() as patch:
         patch.setattr(supervise, "_start_executor", start)
+        yield
+
+
+@pytest.mark.parametrize("lie", LIARS)
+def test_an_executor_that_ends_well_without_a_result(
+    source: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    """Exit status 0 proves nothing: nothing is published."""
+    script = f"import json, os, sys\nwork = json.load(sys.stdin)['work']\n{LIARS[lie]}"
+    with executors_that_run(script, monkeypatch):
         with pytest.raises(StorageError, match="no whole result"):
             supervise.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
@@ -188,13 +195,7 @@ def test_an_executor_that_ends_well_and_said_nonsense(
 ) -> None:
     """Ended for it, in words; nothing is left of it, and the next one is whole."""
     script = f"import json, sys\nsys.stdin.read()\n{NONSENSE[nonsense]}"
-
-    def start() -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(supervise, "_start_executor", start)
+    with executors_that_run(script, monkeypatch):
         with pytest.raises(StorageError, match="nonsense"):
             supervise.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)

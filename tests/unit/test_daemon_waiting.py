@@ -178,3 +178,6 @@ def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
             now[0] += 30.0
         pauses.append((now[0] - begun) / 60)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    for _ in range(2000):  # a quarter of a year of hours
+        state.refused_to_retire("sha")
+    assert state.refused_lately() == {"sha"}
