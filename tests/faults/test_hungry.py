@@ -183,9 +183,8 @@ def test_an_executor_that_ends_well_without_a_result(
 ) -> None:
     """Exit status 0 proves nothing: nothing is published."""
     script = f"import json, os, sys\nwork = json.load(sys.stdin)['work']\n{LIARS[lie]}"
-    with executors_that_run(script, monkeypatch):
-        with pytest.raises(StorageError, match="no whole result"):
-            supervise.convert(source, source.parent / "universal", OPTIONS)
+    with executors_that_run(script, monkeypatch), pytest.raises(StorageError, match="no whole result"):
+        supervise.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
 
 
@@ -195,9 +194,8 @@ def test_an_executor_that_ends_well_and_said_nonsense(
 ) -> None:
     """Ended for it, in words; nothing is left of it, and the next one is whole."""
     script = f"import json, sys\nsys.stdin.read()\n{NONSENSE[nonsense]}"
-    with executors_that_run(script, monkeypatch):
-        with pytest.raises(StorageError, match="nonsense"):
-            supervise.convert(source, source.parent / "universal", OPTIONS)
+    with executors_that_run(script, monkeypatch), pytest.raises(StorageError, match="nonsense"):
+        supervise.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
     supervise.convert(source, source.parent / "universal", OPTIONS)
     assert (source.parent / "universal" / "ckptd.json").is_file()
