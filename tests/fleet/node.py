@@ -7,6 +7,7 @@ shipping, committing and retiring are ckptd's own; the journal is a list, a file
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from ckptd.daemon.retiring import patience_seconds, since_when
 from ckptd.daemon.seen import committed_orders, named_in, order_by_commits, seen_in
 from ckptd.daemon.shipping import STEP_IN_SECONDS
 from ckptd.daemon.viewing import as_planned
-from ckptd.daemon.waiting import waiting_on
+from ckptd.daemon.waiting import told_of_parts, waiting_on
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import IDENTITY_KEY, DocumentCache
@@ -258,15 +259,21 @@ class Daemon:
         telling."""
         machine, seen, usual, now = self.machine, self.observation, self.usual, self.engine.now
         is_known = usual is not None and usual.version == self.store.remote.version
-        if not self.naps or not is_known or seen is None or seen.retiring or self.is_stale:
+        if not self.naps or not is_known or seen is None or self.is_stale:
             return 0.0
         if self.confirmations or self._young():
             return 0.0
         due = [r.record.retry_at_seconds for r in machine.rows if r.record.state in _OPEN]
+        if seen.retiring:
+            ends = self._finishes_at(seen)
+            if ends <= now:
+                return 0.0
+            due.append(ends)
         # whose turn it is to retire something changes each minute, until it has been every node's
         turns = ((since, int((now - since) // TURN_SECONDS) + 1) for since in self.due_since.values())
         due += [since + turn * TURN_SECONDS for since, turn in turns if turn <= 2 * machine.job.ranks + 2]
-        return min((at for at in due if at > now), default=NEVER)
+        # the turn at that very moment is lived
+        return math.nextafter(min((at for at in due if at > now), default=NEVER), 0.0)
 
     def _young(self) -> list[Written]:
         return [w for tag, w in self.machine.disk.items() if self._row(tag, w) is None]
@@ -422,6 +429,19 @@ class Daemon:
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
+            elif record.state is ShipState.WAITING and row.waiting is not None:
+                self._hear_of_parts(row, row.waiting, seen)
+
+    def _hear_of_parts(self, row: Row, waiting: Waiting, seen: Observation) -> None:
+        record = row.record
+        row.waiting, again_at = told_of_parts(
+            waiting,
+            record.retry_at_seconds,
+            is_whole=(row.save.tag, record.generation, ZERO) in seen.listed_whole,
+            now_seconds=self.engine.now,
+        )
+        if again_at != record.retry_at_seconds:
+            row.record = record.model_copy(update={"retry_at_seconds": again_at})
 
     def _choose(self) -> None:
         for row in self.machine.rows:
@@ -609,9 +629,9 @@ class Daemon:
         if self.is_first_scan or not seen.retiring:
             return False
         tag, generation, form = where = seen.retiring[0]
-        since = self.retiring_since.setdefault(where, self.engine.now)
+        self.retiring_since.setdefault(where, self.engine.now)
         stone = next((t for t in seen.retired if (t.tag, t.generation, t.form) == where), None)
-        if stone is None or self.engine.now - since < patience_seconds(seen, self.machine.name):
+        if stone is None or self.engine.now < self._finishes_at(seen):
             return False
         order = Retire(
             tag=tag, generation=generation, form=form, reason=stone.reason, commit_sha256=stone.commit_sha256
@@ -619,6 +639,11 @@ class Daemon:
         self.is_stale = True
         retire.retire(self.ground, order, lambda: None)
         return True
+
+    def _finishes_at(self, seen: Observation) -> float:
+        """When this node ends the removal that is under way; 0: it has not seen it yet."""
+        since = self.retiring_since.get(seen.retiring[0])
+        return 0.0 if since is None else since + patience_seconds(seen, self.machine.name)
 
     def _ship(self, action: act.Ship) -> None:
         row = self.machine.rows[action.save_id - 1]
@@ -655,8 +680,8 @@ class Daemon:
             }
             row.record = row.record.model_copy(update=update)
         elif result.outcome == "waiting":
-            row.waiting = waiting_on(row.waiting, result)
-            again = self.engine.now + row.waiting.retry_seconds(STEP_IN_SECONDS)
+            row.waiting = waiting_on(row.waiting, result, STEP_IN_SECONDS)
+            again = self.engine.now + row.waiting.retry_seconds
             update = {"state": ShipState.WAITING, "retry_at_seconds": again}
             row.record = row.record.model_copy(update=update)
         else:
