@@ -119,7 +119,7 @@ class Directed(Fleet):
     def lose_state(self, slot: int) -> None:
         """The state directory of a node whose daemon is down is gone."""
         self.names += 1
-        self.machines[slot].rows, self.machines[slot].node_id = [], f"id{self.names:04d}"
+        self.machines[slot].lose_journal(f"id{self.names:04d}")
 
     def restore(self, number: int, step: int, slot: int) -> None:
         """A person puts an earlier save back."""

@@ -144,6 +144,17 @@ class Machine:
     disk: dict[str, Written] = field(default_factory=dict)
     latest: str | None = None
     rows: list[Row] = field(default_factory=list)
+    present: list[Row] = field(default_factory=list)
+    """Those of them whose checkpoint lies on the disk: few of a thousand."""
+
+    def lose_journal(self, node_id: str) -> None:
+        """The state directory is gone."""
+        self.rows, self.present, self.node_id = [], [], node_id
+
+    def end(self, row: Row, state: str) -> None:
+        """Its checkpoint is no longer there."""
+        row.state = state
+        self.present.remove(row)
 
     def in_flight(self, now: float) -> frozenset[str]:
         """Tags whose files changed a moment ago (`daemon/intake.py`)."""
@@ -263,7 +274,7 @@ class Daemon:
             return 0.0
         if self.confirmations or self._young():
             return 0.0
-        due = [r.record.retry_at_seconds for r in machine.rows if r.record.state in _OPEN]
+        due = [r.record.retry_at_seconds for r in machine.present if r.record.state in _OPEN]
         if seen.retiring:
             ends = self._finishes_at(seen)
             if ends <= now:
@@ -283,7 +294,7 @@ class Daemon:
         young = self._young()
         if young:
             return max(0.1, min(w.done_seconds for w in young) + SETTLE_SECONDS - now + 0.1)
-        is_open = any(r.record.state in _OPEN for r in machine.rows if r.state == "present")
+        is_open = any(r.record.state in _OPEN for r in machine.present)
         is_busy = is_open or self.confirmations or self.due_since or self.observation is None
         return OBSERVE_SECONDS if is_busy else AT_REST_SECONDS
 
@@ -325,15 +336,15 @@ class Daemon:
     # --- sealing (daemon/intake.py) --------------------------------------------------------------------
 
     def _row(self, tag: str, written: Written) -> Row | None:
-        rows = (r for r in self.machine.rows if r.save.tag == tag and r.state == "present")
+        rows = (r for r in self.machine.present if r.save.tag == tag)
         return next((r for r in rows if r.written == written), None)
 
     def _seal(self) -> None:
         machine, seen = self.machine, self.observation
         assert seen is not None
-        for row in machine.rows:
-            if row.state == "present" and machine.disk.get(row.save.tag) != row.written:
-                row.state = "gone"
+        for row in list(machine.present):
+            if machine.disk.get(row.save.tag) != row.written:
+                machine.end(row, "gone")
         fresh = {t: w for t, w in machine.disk.items() if self._row(t, w) is None}
         due = {t: w for t, w in fresh.items() if self.engine.now >= w.done_seconds + SETTLE_SECONDS}
         known = self._known_tags(seen)
@@ -368,6 +379,7 @@ class Daemon:
         )
         row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
         machine.rows.append(row)
+        machine.present.append(row)
 
     def _files(self, written: Written) -> tuple[SealedFile, ...]:
         machine, rows = self.machine, []
@@ -416,11 +428,9 @@ class Daemon:
         made = {(v.commit.tag, v.commit.generation) for v in seen.commits}
         disputed = {v.sha256 for v in seen.commits if v.disputed}
         held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
-        for row in self.machine.rows:
+        for row in self.machine.present:
             record = row.record
             update: dict[str, object] = {}
-            if row.state != "present":
-                continue
             is_lost = (record.commit_key, record.commit_sha256) not in held
             if record.state is ShipState.COMMITTED and (record.commit_sha256 in disputed or is_lost):
                 update = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
@@ -444,9 +454,9 @@ class Daemon:
             row.record = record.model_copy(update={"retry_at_seconds": again_at})
 
     def _choose(self) -> None:
-        for row in self.machine.rows:
+        for row in self.machine.present:
             key = (row.id, NAS, ZERO)
-            is_open = row.state == "present" and row.record.state in _OPEN
+            is_open = row.record.state in _OPEN
             if not is_open or key in self.generations or row.save.tag not in self.tag_views:
                 continue
             view = self.tag_views[row.save.tag]
@@ -490,7 +500,7 @@ class Daemon:
     def view(self, seen: Observation) -> JobView:
         """The view of this turn."""
         machine, job = self.machine, self.machine.job
-        present = [row for row in machine.rows if row.state == "present"]
+        present = machine.present
         saves = tuple(
             SaveView(
                 id=row.id,
@@ -598,7 +608,7 @@ class Daemon:
         if permit.is_valid_at(self.engine.now) and is_there and self.is_undisturbed(row.save.tag, planned):
             self.on_prune(row)
             del machine.disk[row.save.tag]
-            row.state = "pruned"
+            machine.end(row, "pruned")
         return True
 
     def is_undisturbed(self, tag: str, planned: dict[str, Written]) -> bool:
