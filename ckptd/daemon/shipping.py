@@ -265,10 +265,10 @@ class Shipping:
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
         key = (action.save_id, action.remote, action.form)
-        waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer)
-        # of a shared directory what takes over from a silent host is the attempt itself
         first = self._step_in_seconds
-        return first if self._config.shared_fs else waiting.retry_seconds(first)
+        waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer, first)
+        # of a shared directory what takes over from a silent host is the attempt itself
+        return first if self._config.shared_fs else waiting.retry_seconds
 
     def _again(self, record: ShipRecord, reason: str) -> ShipRecord:
         tries = record.tries + 1
