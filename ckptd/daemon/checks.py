@@ -20,7 +20,7 @@ from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
-from ckptd.daemon.unfinished import removal, unfinished
+from ckptd.daemon.unfinished import removal, removal_of_hold, unfinished
 from ckptd.daemon.waiting import see_nodes, see_waiting
 from ckptd.observe.logs import doing
 
@@ -154,6 +154,9 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         see.see(
             "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
         )
+    for name, why in state.stray_holds.items():
+        if why:
+            see.see("incomplete-save", name, why, f"ckptd never removes it: {removal_of_hold(job, name)}")
     cut_short = unfinished(state)
     for tag, verdict in state.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
