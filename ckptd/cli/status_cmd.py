@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
         retention: bool = typer.Option(
             False,
             "--retention",
-            help="Every checkpoint, here and on each remote, and why it is kept (without it: the 20 newest, and what is not settled).",
+            help="Every checkpoint, and why it is kept; without it: the 20 newest, and what is not settled.",
         ),
         watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
         interval: float = typer.Option(2.0, "--interval", min=0.1, help="Of --watch, in seconds."),
