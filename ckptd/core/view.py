@@ -67,6 +67,8 @@ class ShipRecord(Model):
     retry_at_seconds: float = 0.0
     """Monotonic; not stored."""
     reason: str | None = None
+    hint: str = ""
+    """What to do about the reason."""
     unlisted: tuple[str, ...] = ()
     """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
     bytes_sent: int = 0

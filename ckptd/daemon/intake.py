@@ -197,6 +197,7 @@ class Intake:
             if row is not None and same is not None:
                 self._state.journal.replace_sealed(row.id, same)
                 self._state.reload(row.id)
+                self._state.forget_damage(row.id)
                 continue
             assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
             if row is not None and row.save.is_part and self._grows(row, folder, verdict):

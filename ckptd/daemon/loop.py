@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd")
 
 LONGEST_PAUSE_SECONDS = 10.0
+INTERNAL_SECONDS = 3600.0
 _UNSEALED = "what is still being saved"
 GLOB_SECONDS = 10.0
 """How often globs in save_dir are looked at again."""
@@ -339,4 +340,6 @@ class Daemon:
 
 def _say_internal(job: Job, error: Exception) -> None:
     text = f"a defect of ckptd: {type(error).__name__}: {error}"
-    job.problems.put("internal", type(error).__name__, text, "the log has the trace; please report it")
+    next_step = "the log has the trace; please report it"
+    # what its end looks like nobody can know beforehand: as long as it comes again, and an hour
+    job.problems.put("internal", type(error).__name__, text, next_step, lasts_seconds=INTERNAL_SECONDS)

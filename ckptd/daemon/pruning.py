@@ -7,6 +7,7 @@ move the rest of it back, as a checkpoint that lacks files.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from ckptd import files
 from ckptd.convert.workplace import partial_name
 from ckptd.core.permit import OptOutPermit
 from ckptd.core.view import UNIVERSAL, DerivedState
+from ckptd.daemon.refusals import Stays
 from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
@@ -79,7 +81,8 @@ class Pruner:
         name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
         state.confirmations.pop(action.save_id, None)
-        state.deleted_at.append(time.monotonic())
+        begun_at = time.monotonic()
+        state.deleted_at.append(begun_at)
         planned = state.listing
 
         def work(fd: int) -> None:
@@ -110,8 +113,11 @@ class Pruner:
             else:
                 self._pruning.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
-            state.problems.put(
-                "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
+                # nothing went: the seat belt is for what does
+                with contextlib.suppress(ValueError):
+                    state.deleted_at.remove(begun_at)
+            state.prune_blocked[action.save_id] = Stays(
+                text=error.message, hint=error.hint, is_brief=isinstance(error, SourceChanged)
             )
 
         self._in_worker(
@@ -135,7 +141,7 @@ class Pruner:
         state.journal.end_deletion(deletion_id, done=True)
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
-        state.problems.clear("prune-blocked", tag)
+        state.prune_blocked.pop(save_id, None)
         log.info("%s pruned: %s", tag, reason, extra=doing("prune", tag))
         self._wake()
 

@@ -223,8 +223,6 @@ class Shipping:
     def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
         state = self._state
         tag = state.rows[action.save_id].save.tag
-        about = f"{tag} → {action.remote}"
-        state.problems.clear("upload-failed", about)
         if answer.outcome == "committed" and answer.commit is not None:
             moving = state.moving.get((action.save_id, action.remote, action.form))
             seconds = time.monotonic() - moving.started_seconds if moving else 0.0
@@ -285,19 +283,17 @@ class Shipping:
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
         log.warning("%s (%s): %s", about, action.form, error, extra=doing("ship", tag))
-        text, next_step = f"{about}: {error.message}", error.hint
+        record = record.model_copy(update={"hint": error.hint})
         if isinstance(error, SourceChanged):
             state.journal.forget_objects(action.save_id, action.remote, action.form)
-            record, next_step = self._again(record, error.message, changed_seconds), NEXT_STEP_CHANGED
+            record = record.model_copy(update={"hint": NEXT_STEP_CHANGED})
+            record = self._again(record, error.message, changed_seconds)
         elif isinstance(error, DamagedError) and not isinstance(error, VerifyError):
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": error.message})
-            state.problems.put("source-damaged", about, text, next_step)
         else:
             record = self._again(record, error.message)
             if isinstance(error, RemoteError | StorageError | VerifyError) or error.exit_code == 77:
                 link.move_failed(error, is_answering=isinstance(error, VerifyError))
-        if record.state is ShipState.FAILED and record.tries >= 3:
-            state.problems.put("upload-failed", about, text, next_step)
         state.put_ship(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class CheckpointStatus:
     """Why it may go from this node; None: it stays, or is gone."""
     pinned: bool = False
     next_step: str | None = None
-    """The command that removes a save that was cut short."""
+    """The command for a save that will not be safe as it is: cut short, torn, doubtful or damaged."""
     kind: str = "resumable"
     """Or "model-only": weights alone, nothing to resume from."""
     complete_for: str | None = None

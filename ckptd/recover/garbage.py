@@ -22,6 +22,7 @@ from ckptd.local import fs
 from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import scan_folder
 from ckptd.recover.choose import DESCRIPTION
+from ckptd.recover.damage import damage_in
 from ckptd.recover.intact import opened_save_dir
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import FETCHED, unrest
@@ -213,11 +214,11 @@ class Collector:
         self._noted(f"{folder}/{name}", size, why)
 
     def incomplete(self, job: JobConfig, tag: str, pins: frozenset[str]) -> None:
-        """Remove one incomplete or torn checkpoint folder.
+        """Remove one incomplete, torn or damaged checkpoint folder.
 
         Raises:
             NotFoundError: there is none of that name. SourceChanged: somebody writes there.
-            RefusedError: it is complete, in flight, suspect, pinned or no checkpoint.
+            RefusedError: it is whole, in flight, pinned or no checkpoint; or in doubt, and nothing is damaged.
         """
         files.check_relative(tag)
         with _opened(job) as fd:
@@ -251,12 +252,16 @@ class Collector:
             save_spread_seconds=job.save_spread_seconds,
         )
         verdict = judge(listing, {row.path: row for row in rows}, None, context)
-        if verdict.state not in _GIVEN_UP:
+        if verdict.state in _GIVEN_UP:
+            return verdict.reason or verdict.state.value
+        damage = damage_in(fd, listing)
+        if damage is None:
             raise RefusedError(
-                f"{tag} is {verdict.state.value}{f' ({verdict.reason})' if verdict.reason else ''}",
-                hint="only an incomplete or torn checkpoint is removed so",
+                f"{tag} is {verdict.state.value}{f' ({verdict.reason})' if verdict.reason else ''}, and no byte "
+                "is known to be wrong",
+                hint="only an incomplete, torn or damaged checkpoint is removed so",
             )
-        return verdict.reason or verdict.state.value
+        return f"damaged: {damage}"
 
     # --- telling ---------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def said(here: Node, code: str) -> str:
 
 
 def mount(*words: object) -> None:
-    """Until nobody writes there any more, which `remount,ro` asks for."""
+    """Once nobody writes there any more, which `remount,ro` asks for."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while subprocess.run(["mount", *map(str, words)], capture_output=True, check=False).returncode:
         assert time.monotonic() < deadline, words
@@ -85,7 +85,7 @@ def test_rights_that_are_lost_and_given_back(tmp_path: Path) -> None:
 
 @as_root
 def test_a_save_dir_that_turns_read_only(tmp_path: Path) -> None:
-    """The state lies elsewhere: what is complete is shipped, nothing goes, and all is caught up with later."""
+    """The state lies elsewhere: what is complete is shipped, nothing goes, and later it catches up."""
     (tmp_path / "nvme").mkdir()
     mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", tmp_path / "nvme")
     try:
@@ -97,7 +97,9 @@ def test_a_save_dir_that_turns_read_only(tmp_path: Path) -> None:
             here.wait_committed("global_step1~g1")
             here.nas.parent.rename(tmp_path / "away")
             here.save(2)
-            here.wait("the second", lambda: here.checkpoint("global_step2").get("local", {}).get("complete_at"))
+            here.wait(
+                "the second", lambda: here.checkpoint("global_step2").get("local", {}).get("complete_at")
+            )
             here.wait("a NAS that is away", lambda: "remote-unreachable" in here.problems())
             mount("-o", "remount,ro", tmp_path / "nvme")
             (tmp_path / "away").rename(here.nas.parent)
