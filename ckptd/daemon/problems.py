@@ -1,8 +1,8 @@
 """What a person may need to know: a closed list of codes, each with age, text and next step (P17).
 
-A problem is raised when it is seen and cleared when it is not; its age is when it was first raised. Each ends by
-itself once its cause is gone: most are seen anew by each turn; whoever raises another one clears it, or says for
-how long it is worth saying.
+A problem is raised when it is seen and cleared when it is not; its age is when it was first raised. Each ends
+by itself once its cause is gone: most are seen anew by each turn; whoever raises another one clears it, or
+says for how long it is worth saying.
 """
 
 from __future__ import annotations

@@ -40,16 +40,19 @@ def see_stuck(job: Job, state: JobState) -> None:
 
 def see_uploads(job: Job, state: JobState) -> None:
     """Of checkpoints that are here or held: what is damaged, and what failed again and again."""
+    forms = {remote.name: remote.forms for remote in job.config.remotes}
     for save_id, records in state.ships.items():
         row = state.rows.get(save_id)
         if row is None or not (row.state == "present" or row.held):
             continue
         for record in records.values():
+            if record.form not in forms.get(record.remote, ()):
+                continue
             about = f"{row.save.tag} → {record.remote}"
             text = f"{about}: {record.reason}"
             if is_damaged(row, record):
                 if not _has_newer(state, row, record):
-                    job.problems.see("source-damaged", about, text, _cure(job, row, record))
+                    job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
             elif record.tries >= MANY_TRIES and record.state is ShipState.FAILED:
                 job.problems.see("upload-failed", about, text, record.hint)
             elif record.tries >= MANY_TRIES and record.state in _TRIED_AGAIN:
@@ -67,10 +70,10 @@ def _has_newer(state: JobState, row: SaveRow, record: ShipRecord) -> bool:
     )
 
 
-def _cure(job: Job, row: SaveRow, record: ShipRecord) -> str:
-    if record.form != ZERO or job.state is None:
+def _cure(job: Job, state: JobState, row: SaveRow, record: ShipRecord) -> str:
+    if record.form != ZERO:
         return record.hint
-    command, what = way_out(job, job.state, row.save.tag)
+    command, what = way_out(job, state, row.save.tag)
     return f"{record.hint}; {command} {what}".removeprefix("; ")
 
 

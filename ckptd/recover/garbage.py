@@ -218,7 +218,7 @@ class Collector:
 
         Raises:
             NotFoundError: there is none of that name. SourceChanged: somebody writes there.
-            RefusedError: it is whole, in flight, pinned or no checkpoint; or in doubt, and nothing is damaged.
+            RefusedError: it is whole, in flight, pinned or no checkpoint; in doubt, and no byte is wrong.
         """
         files.check_relative(tag)
         with _opened(job) as fd:
@@ -256,11 +256,9 @@ class Collector:
             return verdict.reason or verdict.state.value
         damage = damage_in(fd, listing)
         if damage is None:
-            raise RefusedError(
-                f"{tag} is {verdict.state.value}{f' ({verdict.reason})' if verdict.reason else ''}, and no byte "
-                "is known to be wrong",
-                hint="only an incomplete, torn or damaged checkpoint is removed so",
-            )
+            why = f" ({verdict.reason})" if verdict.reason else ""
+            msg = f"{tag} is {verdict.state.value}{why}, and no byte is known to be wrong"
+            raise RefusedError(msg, hint="only an incomplete, torn or damaged checkpoint is removed so")
         return f"damaged: {damage}"
 
     # --- telling ---------------------------------------------------------------------------------------

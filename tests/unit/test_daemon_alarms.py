@@ -105,7 +105,10 @@ def test_a_shard_that_does_not_come_names_its_rank_and_node(watched: Watched) ->
     text = watched.alarms()["shard-missing"]
     assert text.startswith("global_step10: optimizer shard of rank 1 (zero_pp_rank_1_mp_rank_00")
     assert "in global_step5 node node-7 wrote it" in text
-    assert [p.severity for p in watched.state.problems.all()] == ["attention"]
+    (problem,) = watched.state.problems.all()
+    assert (problem.severity, problem.lasting) == ("note", "attention"), (
+        "a slow rank calls nobody for a minute"
+    )
 
 
 def test_ranks_may_lie_as_far_apart_as_they_ever_did(watched: Watched) -> None:

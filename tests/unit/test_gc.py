@@ -316,6 +316,40 @@ def test_an_incomplete_checkpoint(scene: RepairScene) -> None:
     assert (line["action"], line["tag"]) == ("gc", tag)
 
 
+def test_a_damaged_checkpoint(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real shard in which one bit turned, and the real command; the whole one beside it stays."""
+    job = tmp_path / "run.toml"
+    job.write_text(
+        f'save_dir = "{scene.save_dir}"\n[[remote]]\nname = "nas"\nurl = "{scene.nas}"\n'
+        "same_filesystem = true\n"
+    )
+    tag = scene.save(15)
+    shard = scene.shard(1, tag)
+    data = shard.read_bytes()
+    others = {name for name in tree(scene.save_dir) if not name.startswith(f"{tag}/")}
+
+    def gc(*more: str) -> tuple[int, str]:
+        scene.quiet()
+        done = run_here(capsys, "gc", job, "--incomplete", tag, *more)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = gc()
+    assert (code, "is complete, and no byte is known to be wrong" in text) == (65, True), text
+    scene.flip(shard, at=len(data) // 2)
+    code, text = gc("--dry-run")
+    assert code == 0, text
+    assert f"damaged: {tag}/{shard.name}: record" in text
+    assert shard.exists()
+    shard.write_bytes(data)
+    os.utime(shard, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert gc()[0] == 65, "mended meanwhile: proven again, not believed"
+    scene.flip(shard, at=len(data) // 2)
+    assert gc()[0] == 0
+    assert {name for name in tree(scene.save_dir) if not name.startswith("_ckptd/")} == others
+    lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
+    assert [(line["action"], line["tag"]) for line in map(json.loads, lines)] == [("gc", tag)]
+
+
 def test_the_command(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A remote by URL, and a job with a pin that only the remote knows."""
     stone(scene, "global_step5", 5)
