@@ -297,6 +297,8 @@ class JobView:
     is_higher_better: bool = False
     pinned_tags: frozenset[str] = frozenset()
     """Whether a save of the tag is on this node or not."""
+    not_to_prune: frozenset[int] = frozenset()
+    """Ids of saves whose removal from this node failed a short while ago."""
     not_to_retire: frozenset[str] = frozenset()
     """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3

@@ -280,7 +280,7 @@ def is_at_rest(job: Job) -> bool:
     state = job.state
     if state is None or not is_idle(job) or _is_behind(job) or waits_for_alarm(job, state):
         return False
-    if job.intake.metrics.is_put_off or state.failures:
+    if job.intake.metrics.is_put_off or state.failures or state.prune_blocked or job.rights.is_missing:
         return False
     here = [row for row in state.rows.values() if row.state == "present" or row.held]
     ships = [record for row in here for record in state.ships.get(row.id, {}).values()]

@@ -99,7 +99,7 @@ class Job:
         """How often the job was planned: what status says of it may have changed since."""
         self._tags_at_start: frozenset[str] | None = None
         """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
-        self._rights = Rights()
+        self.rights = Rights()
         self._active_at = 0.0
         self.rest = Rest()
 
@@ -278,7 +278,7 @@ class Job:
         self.intake.look(listing, save_dir_fd, now_seconds)
         self.knowledge.adopt()
         notice_gone(self, state)
-        self._rights.prove(self, state, save_dir_fd)
+        self.rights.prove(self, state, save_dir_fd)
         self.knowledge.choose_generations()
         self.control.pace(self, state)
         if self.watcher is not None:
@@ -300,7 +300,7 @@ class Job:
             self.links,
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
-            may_delete=self._rights.are_held and not self.nodes.differing(),
+            may_delete=self.rights.are_held and not self.nodes.differing(),
             is_paused=self.control.pause is not None or bool(state.sharer and state.sharer.stands_by),
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
@@ -344,7 +344,7 @@ class Job:
             self.state.journal.close()
             self.state = None
             self.view = None
-        self.rest, self._rights = Rest(), Rights()
+        self.rest, self.rights = Rest(), Rights()
         if self._fd is not None:
             let_go(self._fd, self._lock)
             self._fd = None

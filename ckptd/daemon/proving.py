@@ -25,10 +25,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Rights:
-    """Of one job over one save_dir, since it was opened; called in the deciding thread."""
+    """Of one job over one save_dir, since it was opened; called in the deciding thread.
+
+    `is_missing`: the last proof failed, and the next turn tries again.
+    """
 
     def __init__(self) -> None:
-        self.are_held = False
+        self.are_held = self.is_missing = False
         self._proved_at_seconds = -math.inf
 
     def prove(self, job: Job, state: JobState, save_dir_fd: int) -> None:
@@ -51,9 +54,11 @@ class Rights:
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
             hint = "mount it writable again" if is_mount else "run ckptd as the training user"
             job.problems.put("no-rights", about, text, f"{hint}; nothing is deleted")
-            self.are_held = False
+            self.are_held, self.is_missing = False, True
             return
-        self.are_held, self._proved_at_seconds = True, now
+        if self.is_missing:
+            state.prune_blocked.clear()  # what failed for want of rights goes at once
+        self.are_held, self.is_missing, self._proved_at_seconds = True, False, now
         job.problems.clear("no-rights", about)
 
 

@@ -17,7 +17,6 @@ from ckptd import files
 from ckptd.convert.workplace import partial_name
 from ckptd.core.permit import OptOutPermit
 from ckptd.core.view import UNIVERSAL, DerivedState
-from ckptd.daemon.refusals import Stays
 from ckptd.errors import SourceChanged
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
@@ -116,9 +115,7 @@ class Pruner:
                 # nothing went: the seat belt is for what does
                 with contextlib.suppress(ValueError):
                     state.deleted_at.remove(begun_at)
-            state.prune_blocked[action.save_id] = Stays(
-                text=error.message, hint=error.hint, is_brief=isinstance(error, SourceChanged)
-            )
+            state.not_pruned(action.save_id, error)
 
         self._in_worker(
             f"pruning {permit.tag}",

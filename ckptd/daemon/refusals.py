@@ -13,6 +13,10 @@ class Stays:
     hint: str
     is_brief: bool
     """The trainer wrote meanwhile: it goes at the next look."""
+    times: int = 1
+    """In a row."""
+    at_seconds: float = 0.0
+    """The last time; monotonic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

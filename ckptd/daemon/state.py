@@ -36,6 +36,7 @@ ShipKey = tuple[int, str, str]
 
 HOUR_SECONDS = 3600.0
 MINUTE_SECONDS = 60.0
+SOON_SECONDS = 10.0
 
 FAILURE_SECONDS = 120.0
 """How long status says that something failed here; what is tried in vain again is said anew."""
@@ -227,6 +228,27 @@ class JobState:
             "generation": max((r.generation or 0 for r in zero), default=0),
             "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
         }
+
+    def blocked_lately(self) -> frozenset[int]:
+        """Saves that could not be removed from here: tried again in ten seconds, twenty … an hour."""
+        now = time.monotonic()
+        return frozenset(
+            save_id
+            for save_id, stays in self.prune_blocked.items()
+            if not stays.is_brief
+            and now - stays.at_seconds < doubled(SOON_SECONDS, stays.times, HOUR_SECONDS)
+        )
+
+    def not_pruned(self, save_id: int, error: CkptdError) -> None:
+        """Once more."""
+        before = self.prune_blocked.get(save_id)
+        self.prune_blocked[save_id] = Stays(
+            text=error.message,
+            hint=error.hint,
+            is_brief=isinstance(error, SourceChanged),
+            times=before.times + 1 if before is not None else 1,
+            at_seconds=time.monotonic(),
+        )
 
     def refused_lately(self) -> frozenset[str]:
         """Digests of COMMITs whose remote would not let them go: asked again in a minute, two … an hour."""

@@ -192,6 +192,14 @@ def test_what_is_in_the_way_of_retention_is_said(view: JobView, words: str, pati
     assert found.endswith(f"; {patience:.0f}")
 
 
+def test_one_that_could_not_be_removed_holds_up_no_other() -> None:
+    """It is left alone for a while, and has a problem of its own; nothing is asked for it meanwhile."""
+    view = three(not_to_prune=frozenset({1}), confirmations={})
+    assert why(view).startswith("s2b1 may go and stays: ")
+    assert [getattr(a, "save_id", 0) for a in plan(view).actions] == [2]
+    assert why(three(not_to_prune=frozenset({1, 2}))) == ""
+
+
 def test_delete_waits_for_no_remote() -> None:
     assert why(away(three(unuploaded="delete", confirmations={}))) == ""
 
