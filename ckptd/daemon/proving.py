@@ -46,9 +46,9 @@ class Rights:
         if self.are_held and now - self._proved_at_seconds < due_seconds:
             return
         try:
-            _prove(save_dir_fd, about)
+            prove(save_dir_fd, about)
             if not self.are_held:
-                state.can_clone = _can_clone(save_dir_fd)
+                state.can_clone = can_clone(save_dir_fd)
         except (NotPermitted, OSError) as error:
             text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
@@ -62,7 +62,8 @@ class Rights:
         job.problems.clear("no-rights", about)
 
 
-def _prove(save_dir_fd: int, about: str) -> None:
+def prove(save_dir_fd: int, about: str) -> None:
+    """Raises NotPermitted, or OSError as the kernel says."""
     try:
         rights.prove_rights(save_dir_fd, about)
     except OSError as error:
@@ -72,7 +73,8 @@ def _prove(save_dir_fd: int, about: str) -> None:
         rights.ask_kernel(save_dir_fd, about)
 
 
-def _can_clone(save_dir_fd: int) -> bool:
+def can_clone(save_dir_fd: int) -> bool:
+    """Whether extents can be shared here; not known without room for two small files, so no."""
     try:
         return rights.can_clone(save_dir_fd)
     except OSError as error:

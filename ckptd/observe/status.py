@@ -61,7 +61,7 @@ class DiskStatus:
     full_in_saves: int | None = None
     full_in_seconds: float | None = None
     unfinished_bytes: int = 0
-    """In saves that were cut short and are never deleted by themselves."""
+    """In saves cut short, torn, damaged or in doubt, which are never deleted by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptd import files
+from ckptd.daemon import proving
+from ckptd.local import rights
 from tests.e2e.harness import PATIENCE_SECONDS, RUN, Node, made_before, node
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
@@ -81,6 +84,24 @@ def test_rights_that_are_lost_and_given_back(tmp_path: Path) -> None:
         here.wait("the second prune", lambda: here.local_tags() == {"global_step3"})
         here.wait("the end of it", lambda: not here.problems() & {"no-rights", "prune-blocked"})
         assert [line["tag"] for line in here.audit()] == ["global_step1", "global_step2"]
+
+
+@as_root
+def test_no_room_is_no_want_of_rights(tmp_path: Path) -> None:
+    """On a disk without an inode left nothing can be tried out, and what goes is what makes room."""
+    mount("-t", "tmpfs", "-o", "nr_inodes=30", "none", tmp_path)
+    try:
+        with files.opened_dir(tmp_path) as fd:
+            rights.prove_rights(fd, "run")
+            with contextlib.suppress(OSError):
+                for number in range(30):
+                    (tmp_path / str(number)).mkdir()
+            with pytest.raises(OSError, match="No space"):
+                rights.prove_rights(fd, "run")
+            proving.prove(fd, "run")
+            assert not proving.can_clone(fd)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @as_root
