@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
-from ckptd.errors import LockHeld, from_os_error
+from ckptd.errors import CkptdError, LockHeld, from_os_error
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir
 from ckptd.place import lock as lock_if_possible
@@ -132,6 +132,19 @@ def open_locked(save_dir: str) -> int | None:
         msg = f"another daemon owns {save_dir}"
         raise LockHeld(msg) from error
     return fd
+
+
+def is_free(config: JobConfig) -> bool:
+    """No other daemon owns save_dir now; of a shared one only a reload asks again."""
+    if config.shared_fs:
+        return False
+    try:
+        fd = open_locked(str(config.save_dir))
+    except CkptdError:
+        return False
+    if fd is not None:
+        let_go(fd, fd)
+    return True
 
 
 def let_go(fd: int, lock: int) -> None:

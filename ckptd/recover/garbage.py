@@ -18,7 +18,7 @@ from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, judge
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.journal import Journal
-from ckptd.local import fs
+from ckptd.local import fs, hold
 from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import scan_folder
 from ckptd.recover.choose import DESCRIPTION
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 HERE = "here"
+_DAMAGED = "damaged: "
 _STAGED = ("resume.", FETCHED)
 _GIVEN_UP = (State.INCOMPLETE, State.TORN_RESAVE, State.LEFTOVER)
 
@@ -232,7 +233,23 @@ class Collector:
                     self._say(f"{tag}/{file.path} ({file.identity.size_bytes} bytes)")
                 if not self._dry_run:
                     remove_incomplete(fd, tag, listing.files)
-        self._noted(tag, size, reason)
+                self._noted(tag, size, reason)
+                if reason.startswith(_DAMAGED):
+                    self._clones(fd, tag)
+
+    def _clones(self, fd: int, tag: str) -> None:
+        """Holds of a damaged checkpoint keep its bytes on the disk: those that are damaged too go with it."""
+        for name in fs.names_in(fd, fs.HOLD):
+            place = f"{fs.HOLD}/{name}"
+            is_its = name.rpartition(".")[0] == tag and name.rpartition(".")[2].isdecimal()
+            listing = scan_folder(fd, place) if is_its else None
+            damage = damage_in(fd, listing) if listing is not None else None
+            if damage is None:
+                continue
+            size = _bytes_below(fd, place)
+            if not self._dry_run:
+                hold.release(fd, name)
+            self._noted(place, size, f"{_DAMAGED}{damage}")
 
     def _given_up(self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str]) -> str:
         """Why the folder is not whole; refuses whatever may still be wanted."""
@@ -259,7 +276,7 @@ class Collector:
             why = f" ({verdict.reason})" if verdict.reason else ""
             msg = f"{tag} is {verdict.state.value}{why}, and no byte is known to be wrong"
             raise RefusedError(msg, hint="only an incomplete, torn or damaged checkpoint is removed so")
-        return f"damaged: {damage}"
+        return f"{_DAMAGED}{damage}"
 
     # --- telling ---------------------------------------------------------------------------------------
 

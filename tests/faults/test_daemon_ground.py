@@ -6,6 +6,7 @@ Each time status says it, nothing is lost, and the daemon goes on by itself once
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import time
@@ -180,6 +181,25 @@ def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path) -> None:
         here.save(4)
         here.wait("the prune", lambda: here.local_tags() == {"global_step4"})
         here.stop()
+
+
+def test_a_lock_that_is_given_back(tmp_path: Path) -> None:
+    """Two jobs; the other one's directory is owned by another daemon, and watched once that has ended."""
+    other = tmp_path / "nvme" / "other"
+    other.mkdir(parents=True)
+    with node(tmp_path, local=ONE, remote=ZERO) as here:
+        here.environment = {"STATE_DIRECTORY": str(tmp_path / "state")}
+        here.state = tmp_path / "state" / "run"
+        job = tmp_path / "other.toml"
+        job.write_text(here.job_file.read_text().replace(str(here.save_dir), str(other)))
+        fd = os.open(other, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        here.start("--job", str(job))
+        document = here.state / "status.json"
+        here.wait("the other job", lambda: b'"lock-held"' in document.read_bytes())
+        os.close(fd)
+        here.wait("its begin", lambda: f"watching {other}".encode() in here.log.read_bytes())
+        here.wait("the end of it", lambda: b'"lock-held"' not in document.read_bytes())
 
 
 def umount_lazily(place: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from ckptd import files
 from ckptd.core.actions import Plan
 from ckptd.core.ladder import Fate
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.manifest import Tombstone
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon import problems as of_problems
+from ckptd.daemon.holds import forget_lost_holds
 from ckptd.daemon.problems import CODES, HEALS_SECONDS, Problems
 from ckptd.daemon.refusals import Stays
 from ckptd.daemon.state import JobState
@@ -27,7 +29,7 @@ from tests.unit.core_views import committed_record, key_of, sealed
 
 DAEMON = Path(of_problems.__file__).parent
 WITHOUT_A_JOB = {"config-invalid", "lock-held"}
-"""Said of a job that does not run; `reload` or a start ends them."""
+"""Said of a job that does not run: until a reload, or until the lock is free."""
 
 
 def test_every_code_is_raised_and_ends() -> None:
@@ -303,6 +305,20 @@ def test_a_transfer_that_was_cut_is_over_when_nothing_is_left_to_move(house: Hou
     assert set(house.told()) == {"transfer-stalled"}
     house.ends(1, "vanished")
     assert house.told() == {}
+
+
+def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: House, tmp_path: Path) -> None:
+    folder = tmp_path / "_ckptd" / "hold" / "s1b1.1"
+    folder.mkdir(parents=True)
+    house.state.journal.set_held(1, held=True)
+    house.state.load()
+    house.ship(1, ShipState.REFUSED, **WRONG)
+    with files.opened_dir(tmp_path) as fd:
+        forget_lost_holds(house.state, fd)
+        assert house.state.rows[1].held
+        folder.rmdir()
+        forget_lost_holds(house.state, fd)
+    assert not house.state.rows[1].held
 
 
 def test_a_journal_that_was_set_aside_is_told_of_while_it_lies_there(house: House, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -343,11 +344,17 @@ def test_a_damaged_checkpoint(scene: RepairScene, tmp_path: Path, capsys: pytest
     shard.write_bytes(data)
     os.utime(shard, ns=(LONG_AGO_NS, LONG_AGO_NS))
     assert gc()[0] == 65, "mended meanwhile: proven again, not believed"
+    # clones of it would keep its bytes on the disk; one that is right may be the last good copy
+    ours = scene.save_dir / "_ckptd" / "hold"
+    shutil.copytree(scene.save_dir / tag, ours / f"{tag}.8")
     scene.flip(shard, at=len(data) // 2)
+    shutil.copytree(scene.save_dir / tag, ours / f"{tag}.7")
+    (ours / f"{tag}.7.json").write_text("{}")
     assert gc()[0] == 0
+    assert [path.name for path in ours.iterdir()] == [f"{tag}.8"]
     assert {name for name in tree(scene.save_dir) if not name.startswith("_ckptd/")} == others
     lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
-    assert [(line["action"], line["tag"]) for line in map(json.loads, lines)] == [("gc", tag)]
+    assert [(line["action"], line["tag"]) for line in map(json.loads, lines)] == [("gc", tag), ("gc", "")]
 
 
 def test_the_command(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
