@@ -23,6 +23,9 @@ class Attempt(LeaseTerm):
     refused: str | None = None
     """There is no such form of this save, and nobody need try again: why."""
     hint: str = ""
+    damaged: str = ""
+    """What the shards looked like in the remote when one of them was found damaged: as long as they look so,
+    nobody need try again. Empty: no such form will ever be."""
 
 
 def attempts_folder(tag: str, generation: int, form: str) -> str:

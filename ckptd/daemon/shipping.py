@@ -223,6 +223,8 @@ class Shipping:
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
         state.problems.clear("upload-failed", about)
+        if answer.outcome != "damaged":
+            state.problems.clear("source-damaged", about)
         if answer.outcome == "committed" and answer.commit is not None:
             moving = state.moving.get((action.save_id, action.remote, action.form))
             seconds = time.monotonic() - moving.started_seconds if moving else 0.0
@@ -243,7 +245,9 @@ class Shipping:
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
             log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
-        elif answer.outcome == "waiting":
+        elif answer.outcome in ("waiting", "damaged"):
+            if answer.outcome == "damaged":
+                state.problems.put("source-damaged", about, f"{about}: {answer.reason}", answer.hint)
             again_at = time.monotonic() + self._wait_seconds(action, answer)
             update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)
@@ -261,13 +265,12 @@ class Shipping:
         state.put_ship(action.save_id, record)
 
     def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
-        """Until it is tried again: other nodes' parts, or a form that another node makes, are to come."""
+        """Until it is tried again: other nodes' parts, a form that another makes, or a mend, are to come."""
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
-        key = (action.save_id, action.remote, action.form)
+        key, first = (action.save_id, action.remote, action.form), self._step_in_seconds
         waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer)
         # of a shared directory what takes over from a silent host is the attempt itself
-        first = self._step_in_seconds
         return first if self._config.shared_fs else waiting.retry_seconds(first)
 
     def _again(self, record: ShipRecord, reason: str) -> ShipRecord:

@@ -7,13 +7,14 @@ What attempts that do not count left is removed, by the keys of the one that cou
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.afar import Attempt, attempt_folder, attempts_folder
 from ckptd.core.coverage import objects_of
-from ckptd.core.manifest import parse, side_key, stem, to_bytes
+from ckptd.core.manifest import parse, sha256_of, side_key, stem, to_bytes
 from ckptd.core.shared import judge_lease, numbered
-from ckptd.errors import DamagedError, RefusedError
+from ckptd.core.view import ZERO
+from ckptd.errors import DamagedError, RefusedError, VerifyError
 from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.messages import ShipResult
@@ -21,9 +22,12 @@ from ckptd.remote.retire import listed_elsewhere
 from ckptd.remote.shared import agreed, newest_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptd.core.manifest import Commit
     from ckptd.remote.commit import Ground
     from ckptd.remote.messages import CommitView, Making, ShipOrder
+    from ckptd.remote.store import Store
 
 
 def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
@@ -44,27 +48,39 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     takeover_seconds = making.zero.takeover_seconds
 
     def wanted(found: Attempt | None) -> Attempt | None:
+        fresh = Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
         if found is not None and found.refused is not None:
-            return None
+            is_mended = found.damaged and found.damaged != shards_look(store, order)
+            return fresh if is_mended else None
         of_another = found is not None and found.node != ours.node
         heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
         others = (heard,) if heard is not None else ()
-        if judge_lease(found, ours.node, ours.node_id, others, takeover_seconds) != "take":
-            return None
-        return Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
+        is_free = judge_lease(found, ours.node, ours.node_id, others, takeover_seconds) == "take"
+        return fresh if is_free else None
 
     attempt = agreed(store, attempts_folder(*where), Attempt, wanted)
     if attempt.refused is not None:
-        return ShipResult(outcome="refused", reason=attempt.refused, hint=attempt.hint)
+        outcome: Literal["damaged", "refused"] = "damaged" if attempt.damaged else "refused"
+        return ShipResult(outcome=outcome, reason=attempt.refused, hint=attempt.hint)
     if attempt.node_id != ours.node_id:
         return ShipResult(outcome="waiting", reason=f"{attempt.node} makes it")
     return _as_attempt(order, making, attempt.number)
 
 
-def over(ground: Ground, order: ShipOrder, result: ShipResult) -> ShipResult:
-    """How an attempt ended: with the COMMIT that is there, whosever it is; refusals are told to all."""
+def made(ground: Ground, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
+    """How an attempt ends: with the COMMIT that is there, whosever it is; why it cannot is told to all."""
     making = order.making
     if making is None or making.zero is None:
+        return run()
+    looked = shards_look(ground.store, order)
+    try:
+        result = run()
+    except VerifyError:
+        raise  # what was sent, not what it is made of
+    except DamagedError as error:
+        hint = f"`ckptd verify {ground.store.url} {order.manifest.tag} --repair`; then it is made by itself"
+        result = ShipResult(outcome="damaged", reason=error.message, hint=hint)
+        _tell(ground, order, result, looked)
         return result
     where = stem_of(order.manifest)
     if result.outcome == "refused":
@@ -87,7 +103,16 @@ def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
     return order.model_copy(update={"manifest": manifest, "files": files})
 
 
-def _tell(ground: Ground, order: ShipOrder, result: ShipResult) -> None:
+def shards_look(store: Store, order: ShipOrder) -> str:
+    """Digest of names, sizes and times of what lies in the folder of the shards; other once one is mended."""
+    commit = read_commit(store, (order.manifest.tag, order.manifest.generation, ZERO))
+    folder = commit.commit.folder if commit is not None else ""
+    found = store.list(f"{folder}/") if folder else ()
+    rows = sorted(f"{info.key}\0{info.bytes}\0{info.mtime_ns}\n" for info in found)
+    return sha256_of("".join(rows).encode())
+
+
+def _tell(ground: Ground, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
     """There is no such form: the next in the row says so, while the row is ours."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
     number, found = newest_row(ground.store, folder, Attempt)
@@ -100,6 +125,7 @@ def _tell(ground: Ground, order: ShipOrder, result: ShipResult) -> None:
         node_id=ours.node_id,
         refused=result.reason or "there is no such form",
         hint=result.hint,
+        damaged=damaged,
     )
     ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
 

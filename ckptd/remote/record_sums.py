@@ -1,4 +1,4 @@
-"""The CRC32s that `torch.save` left in an archive, compared as its bytes pass: in any order, in several threads.
+"""The CRC32s that `torch.save` left in an archive, compared as its bytes pass, in whatever order.
 
 A record is compared once all of it passed; of one that was right nothing is kept. CRC 0 proves nothing.
 """
