@@ -43,6 +43,16 @@ def is_made_afar(save: SaveView) -> bool:
     return save.save.is_part and not save.is_model_only
 
 
+def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
+    """The newest save of which that remote gets no form at all: no node has it whole, and what forms are made
+    of instead is not there (docs/adr/0128).
+    """
+    if ZERO in remote.forms:
+        return None
+    spread = (s for s in view.saves if is_made_afar(s) and s.is_present)
+    return max(spread, key=lambda s: s.order, default=None)
+
+
 def is_made_elsewhere(view: JobView, remote: RemoteView) -> bool:
     """What is on its way to that remote was committed there by another node meanwhile."""
     save = next((s for s in view.saves if s.id == remote.ships_save), None)

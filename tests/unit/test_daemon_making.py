@@ -85,6 +85,27 @@ def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     assert not [a for a in plan(view).actions if isinstance(a, Ship)]
 
 
+def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life) -> None:
+    """A person is told once, with what to do; it clears when the remote has it."""
+    now = time.monotonic()
+    damaged = m.ShipResult(outcome="damaged", reason="a shard is damaged", hint="verify --repair")
+    since = []
+    for _ in range(2):
+        life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        life.hears(damaged)
+        record = life.state.ship(*KEY)
+        assert (record.state, record.reason) == (ShipState.WAITING, "a shard is damaged")
+        assert record.retry_at_seconds >= now + 180.0
+        (problem,) = life.state.problems.all()
+        assert (problem.code, problem.severity) == ("source-damaged", "attention")
+        since.append(problem.since)
+    assert since[0] == since[1]
+    assert life.state.rows[1].derived.state is DerivedState.NONE
+    life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+    life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
+    assert life.state.problems.all() == ()
+
+
 def test_what_made_way_is_no_failure(life: Life) -> None:
     """It waits for nothing, and what it had sent counts."""
     cancelled: list[int] = []
