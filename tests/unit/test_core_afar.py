@@ -176,9 +176,12 @@ def test_a_remote_without_the_zero_form_gets_nothing_of_it_and_that_is_said() ->
         name="archive", is_required=False, forms=(UNIVERSAL, BF16), is_attached=True, is_shipping=False
     )
     whole = save_view(6, sealed(6), committed=True, universal=DerivedRecord())
-    for saves, tag in (([part(4), part(5)], "s5b1"), ([whole], None), ([part(4), whole], "s4b1")):
-        view = job_view(saves, local_forms=())
-        view = replace(view, remotes=(*view.remotes, archive))
+
+    def seen(*saves: SaveView) -> JobView:
+        view = job_view(list(saves), local_forms=())
+        return replace(view, remotes=(*view.remotes, archive))
+
+    for view, tag in ((seen(part(4), part(5)), "s5b1"), (seen(whole), None), (seen(part(4), whole), "s4b1")):
         problems = Problems()
         problems.begin_turn()
         see_gets_nothing(problems, view)
@@ -186,7 +189,8 @@ def test_a_remote_without_the_zero_form_gets_nothing_of_it_and_that_is_said() ->
         said = [(p.code, p.about, p.severity) for p in problems.all()]
         assert said == ([("conversion-refused", "archive", "note")] if tag else [])
         assert all(f"gets no universal and weights-bf16 of {tag}" in p.text for p in problems.all())
-    sent = [x for x in plan(view).actions if isinstance(x, a.Ship) and x.remote == "archive"]
+    actions = plan(seen(part(4), whole)).actions
+    sent = [x for x in actions if isinstance(x, a.Ship) and x.remote == "archive"]
     assert [(x.save_id, x.form) for x in sent] == [(6, UNIVERSAL)]
 
 
