@@ -237,7 +237,9 @@ def see_gets_nothing(see: Problems, view: JobView) -> None:
         if save is not None:
             forms = " and ".join(remote.forms)
             text = f"{remote.name} gets no {forms} of {save.save.tag}: no node has all its shards"
-            see.see("conversion-refused", remote.name, text, 'list "zero" among its forms: they are made of it')
+            see.see(
+                "conversion-refused", remote.name, text, 'list "zero" among its forms: they are made of it'
+            )
 
 
 def is_idle(job: Job) -> bool:

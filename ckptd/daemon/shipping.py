@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds
@@ -110,15 +111,8 @@ class Shipping:
             state.converting = Converting(save_id=action.save_id, form=action.form)
         link.ships, link.makes_way = action.form, False
         link.ship_order = link.order(order, lambda answer: self._on_ship(action, answer))
-        log.info(
-            "%s (%s) → %s as generation %d: %.1f MB",
-            row.save.tag,
-            action.form,
-            action.remote,
-            action.generation,
-            total / 1e6,
-            extra=doing("ship", row.save.tag),
-        )
+        what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
 
     def _sources(
         self, row: SaveRow, action: Ship, save_dir_fd: int, memory_bytes: int
@@ -247,7 +241,9 @@ class Shipping:
             log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
         elif answer.outcome in ("waiting", "damaged"):
             if answer.outcome == "damaged":
-                state.problems.put("source-damaged", about, f"{about}: {answer.reason}", answer.hint)
+                step = command_for(self._config, "verify", tag, "--repair", "--read-data")
+                step += " on the node that has that shard"
+                state.problems.put("source-damaged", about, f"{about}: {answer.reason}", step)
             again_at = time.monotonic() + self._wait_seconds(action, answer)
             update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)

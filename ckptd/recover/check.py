@@ -141,7 +141,9 @@ def _remote(
 
 
 def _without_zero(remote: RemoteConfig) -> Finding:
-    text = f"takes no ZeRO form: {', '.join(remote.forms)} of saves that lie whole on a node, nothing of saves "
+    text = (
+        f"takes no ZeRO form: {', '.join(remote.forms)} of saves that lie whole on a node, nothing of saves "
+    )
     text += "that are spread over the disks of several"
     hint = 'several nodes with disks of their own: list "zero" among its forms, the others are made of it'
     return Finding(what=shown_remote(remote.name, remote.url), verdict="note", text=text, hint=hint)

@@ -78,8 +78,7 @@ def made(ground: Ground, order: ShipOrder, run: Callable[[], ShipResult]) -> Shi
     except VerifyError:
         raise  # what was sent, not what it is made of
     except DamagedError as error:
-        hint = f"`ckptd verify {ground.store.url} {order.manifest.tag} --repair`; then it is made by itself"
-        result = ShipResult(outcome="damaged", reason=error.message, hint=hint)
+        result = ShipResult(outcome="damaged", reason=error.message, hint=error.hint)
         _tell(ground, order, result, looked)
         return result
     where = stem_of(order.manifest)
