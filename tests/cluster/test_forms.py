@@ -6,7 +6,12 @@ gathered folder, and byte for byte against `ckptd convert` of it.
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
+import subprocess
+import sys
+import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -125,6 +130,58 @@ def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(
         folders = {key.partition("/")[0] for key in here.objects("global_step") if "_universal" in key}
         assert folders == set(forms(here).values())
         made_of(run, here, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("on_s3", [False, True], ids=["nas", "s3"])
+def test_of_a_damaged_shard_no_form_is_made_before_it_was_sent_again(
+    tmp_path: Path, moto: Server, on_s3: bool
+) -> None:
+    """Both daemons name it, with a command; that mends it, and the form comes without any start."""
+    run, tag = runs.LOCAL_2, "global_step2"
+    with cluster(tmp_path, moto if on_s3 else None) as here:
+        for number, name in enumerate(("a", "b")):
+            here.add(name, job=JOB, remote='forms = ["zero"]').start()
+            here.nodes[name].write(run, number, 2)
+        here.wait_committed(f"{tag}~g1", SECONDS)
+        here.wait_told(f"{tag}~g1")
+        for node in here.nodes.values():
+            node.stop()
+        key = next(k for k in here.objects(f"{tag}/") if "pp_rank_0_" in k and "optim" in k)
+        data = bytearray(here.read_bytes(key))
+        with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
+            largest = max(archive.infolist(), key=lambda one: one.file_size)
+        data[largest.header_offset + largest.file_size // 2] ^= 1
+        here.write_bytes(key, bytes(data))
+
+        for node in here.nodes.values():
+            node.write_job(remote='forms = ["zero", "universal", "weights-fp32"]')
+            node.start()
+        for node in here.nodes.values():
+            here.wait(f"{node.name} to say so", lambda n=node: "source-damaged" in n.problems(), SECONDS)  # type: ignore[misc]
+            (said,) = (p for p in node.status()["problems"] if p["code"] == "source-damaged")
+            assert key in said["text"]
+            assert "verify" in said["next_step"]
+        assert forms(here) == {}
+        words = [sys.executable, "-m", "ckptd", "verify", str(here.nodes["a"].job_file), tag]
+        mended = subprocess.run(
+            [*words, "--repair", "--read-data"],
+            env=os.environ | here.nodes["a"].environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        assert mended.returncode == 0, mended.stdout + mended.stderr
+        here.wait("the form", lambda: forms(here), SECONDS)
+        weights = f"{tag}~g1~weights-fp32.json"
+        here.wait("the weights", lambda: weights in here.documents("commits"), SECONDS)
+        for node in here.nodes.values():
+            here.wait("it to clear", lambda n=node: "source-damaged" not in n.problems(), SECONDS)  # type: ignore[misc]
+        convert(gathered(run, 2, tmp_path / "whole"), tmp_path / "ours", ConvertOptions())
+        assert here.contents(forms(here)[f"{tag}~g1"]) == contents(tmp_path / "ours")
+        folders = {k.partition("/")[0] for k in here.objects(tag) if "_universal" in k}
+        assert folders == set(forms(here).values()), "what was made of damaged bytes is gone"
 
 
 def made_of(run: runs.Run, here: Cluster, tmp_path: Path) -> None:
