@@ -33,7 +33,9 @@ from tests.real import REPOSITORY, Recipe
 ROOT = REPOSITORY / ".build" / "bench-interference"
 RECORD = ROOT.with_suffix(".json")
 SHORT = Recipe(stage=2, world_size=2, hidden=192, layers=6, heads=6, vocab=4096)
-"""4 million parameters: a step of a tenth of a second on two cores."""
+"""4 million parameters: a step of a tenth of a second on two cores, 57 MB a save."""
+LUGGAGE_BYTES = 400 << 20
+"""So that a save takes as long as one of a model whose steps would take a second."""
 TINY = Recipe(stage=2, world_size=2, hidden=64, layers=2)
 WAITING_LAYERS = 6
 """Of the checkpoints that wait beside the training: 1.2 GB each."""
@@ -49,6 +51,8 @@ class Plan:
     steps: int
     saves: int
     minutes: float
+    luggage_bytes: int
+    """What the trainer puts into each save besides its small model, as client state."""
 
 
 def halves() -> tuple[list[int], list[int]]:
@@ -82,8 +86,8 @@ class Trainer:
 
     def segment(self, plan: Plan) -> Segment:
         """Order one and wait for it."""
-        order = {"save_dir": str(ROOT / "save"), "steps": plan.steps, "saves": plan.saves}
-        self._orders.write(json.dumps(order) + "\n")
+        order: dict[str, str | int] = {"save_dir": str(ROOT / "save"), "luggage_bytes": plan.luggage_bytes}
+        self._orders.write(json.dumps(order | {"steps": plan.steps, "saves": plan.saves}) + "\n")
         told = json.loads(self._answers.readline())
         return Segment(tuple(told["steps"]), tuple(told["saves"]))
 
@@ -177,12 +181,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=200, help="of either kind, at most")
     parser.add_argument("--steps", type=int, default=48, help="of a segment")
-    parser.add_argument("--saves", type=int, default=6, help="of a segment, spread over its steps")
+    parser.add_argument("--saves", type=int, default=3, help="of a segment, spread over its steps")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further pair after them")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, nothing is written")
     parser.add_argument("--dry", action="store_true", help="print what is found and leave the page alone")
     given = parser.parse_args()
-    plan = Plan(pairs=given.pairs, steps=given.steps, saves=given.saves, minutes=given.minutes)
+    luggage_bytes = 0 if given.tiny else LUGGAGE_BYTES
+    plan = Plan(given.pairs, given.steps, given.saves, given.minutes, luggage_bytes)
     both, none, beside, kept = run(TINY if given.tiny else SHORT, plan)
     text = render(both, none, beside.memory, beside.work, kept, BUDGET_BYTES, len(halves()[0]))
     print(text)

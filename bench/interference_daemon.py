@@ -27,8 +27,8 @@ from bench.saves import TAG, Save
 from bench.transfer_runs import BUCKET, ENVIRONMENT
 from tests import cgroup
 
-BUDGET_BYTES = 256 << 20
-WAITING_RUNS = 2
+BUDGET_BYTES = 512 << 20
+WAITING_RUNS = 4
 """Besides the training; more than is sent and converted during a segment."""
 UNDER_WAY_BYTES = 32 << 20
 START_SECONDS = 120.0

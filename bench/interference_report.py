@@ -110,7 +110,7 @@ def _scene(both: Sequence[Pair], none: Sequence[Pair]) -> str:
     step = median(seconds for segment in plain for seconds in segment.steps)
     save = fmean(seconds for segment in plain for seconds in segment.saves)
     return (
-        f"{len(both)} A/B pairs and {len(none)} A/A pairs, alternated, of segments of {len(plain[0].steps)} steps "
+        f"{len(both)} A/B pairs and {len(none)} A/A pairs, alternated; a segment: {len(plain[0].steps)} steps "
         f"and {len(plain[0].saves)} saves; without ckptd a step takes {step:.3f} s, a save {save:.3f} s."
     )
 

@@ -1,7 +1,7 @@
 """The trainer of bench.interference: real DeepSpeed on CPU that steps and saves when told, and times it.
 
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
-line of JSON {"save_dir", "saves", "steps"}, its answer {"steps": seconds of each step, "saves": seconds of
+line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step, "saves": seconds of
 each save}: some steps that nobody counts, then so many times a save and its share of the steps. An empty line
 ends the training.
 """
@@ -36,10 +36,10 @@ def step(engine: Any, recipe: dict[str, Any], number: int) -> float:
     return time.perf_counter() - began
 
 
-def save(engine: Any, save_dir: str) -> float:
+def save(engine: Any, save_dir: str, client_state: dict[str, Any]) -> float:
     """One save by all ranks; seconds that training stood still for it."""
     began = time.perf_counter()
-    engine.save_checkpoint(save_dir, client_state={make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}})
+    engine.save_checkpoint(save_dir, client_state=client_state)
     return time.perf_counter() - began
 
 
@@ -48,9 +48,12 @@ def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[
     gc.collect()
     for _ in range(UNCOUNTED_STEPS):
         step(engine, recipe, engine.global_steps)
+    client_state: dict[str, Any] = {make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}}
+    if order["luggage_bytes"]:
+        client_state["luggage"] = torch.ones(order["luggage_bytes"], dtype=torch.uint8)
     steps, saves = [], []
     for _ in range(order["saves"]):
-        saves.append(save(engine, order["save_dir"]))
+        saves.append(save(engine, order["save_dir"], client_state))
         steps += [step(engine, recipe, engine.global_steps) for _ in range(order["steps"] // order["saves"])]
     return {"steps": steps, "saves": saves}
 
