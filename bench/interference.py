@@ -37,8 +37,8 @@ SHORT = Recipe(stage=2, world_size=2, hidden=192, layers=6, heads=6, vocab=4096)
 LUGGAGE_BYTES = 400 << 20
 """So that a save takes as long as one of a model whose steps would take a second."""
 TINY = Recipe(stage=2, world_size=2, hidden=64, layers=2)
-WAITING_LAYERS = 6
-"""Of the checkpoints that wait beside the training: 1.2 GB each."""
+WAITING_LAYERS = 8
+"""Of the checkpoints that wait beside the training: 1.5 GB each."""
 DATA_BYTES = 256 << 20
 """A file that the trainer would read its samples from: it must stay in the page cache."""
 
@@ -189,7 +189,9 @@ def main() -> None:
     luggage_bytes = 0 if given.tiny else LUGGAGE_BYTES
     plan = Plan(given.pairs, given.steps, given.saves, given.minutes, luggage_bytes)
     both, none, beside, kept = run(TINY if given.tiny else SHORT, plan)
-    text = render(both, none, beside.memory, beside.work, kept, BUDGET_BYTES, len(halves()[0]))
+    text = render(
+        both, none, beside.memory, beside.work, beside.waiting_bytes, kept, BUDGET_BYTES, len(halves()[0])
+    )
     print(text)
     if not given.tiny and not given.dry:
         write(text, both, none)

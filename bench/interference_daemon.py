@@ -56,6 +56,11 @@ class Beside:
     def _places(self) -> list[Path]:
         return [self.root / f"waiting-{number}" for number in range(WAITING_RUNS)]
 
+    @property
+    def waiting_bytes(self) -> int:
+        """In all of them, before anything is converted."""
+        return WAITING_RUNS * self.waiting.bytes
+
     def cleared(self) -> None:
         """What it left is gone."""
         for path in (self.root / "state", self.root / "etc", *self._places):

@@ -74,6 +74,7 @@ def render(
     none: Sequence[Pair],
     memory: Memory,
     work: Sequence[Work],
+    waiting_bytes: int,
     kept: float,
     budget_bytes: int,
     cores: int,
@@ -95,7 +96,7 @@ def render(
         )
     lines += [
         "",
-        *(_work(work) if work else ()),
+        *(_work(work, waiting_bytes) if work else ()),
         (
             f"* the trainer's data file, all in the page cache before, {kept:.0%} afterwards "
             f"({_verdict(kept >= KEPT_AIM)})"
@@ -110,12 +111,12 @@ def _scene(both: Sequence[Pair], none: Sequence[Pair]) -> str:
     step = median(seconds for segment in plain for seconds in segment.steps)
     save = fmean(seconds for segment in plain for seconds in segment.saves)
     return (
-        f"{len(both)} A/B pairs and {len(none)} A/A pairs, alternated; a segment: {len(plain[0].steps)} steps "
+        f"{len(both)} A/B pairs and {len(none)} A/A pairs; a segment has {len(plain[0].steps)} steps "
         f"and {len(plain[0].saves)} saves; without ckptd a step takes {step:.3f} s, a save {save:.3f} s."
     )
 
 
-def _work(work: Sequence[Work]) -> list[str]:
+def _work(work: Sequence[Work], waiting_bytes: int) -> list[str]:
     """Each figure: the median over segments, and the segment with the least."""
 
     def rate(amounts: list[float], form: str) -> str:
@@ -125,8 +126,10 @@ def _work(work: Sequence[Work]) -> list[str]:
     sent = rate([one.sent_bytes / 1e6 for one in work], ".0f")
     converted = rate([one.converted_bytes / 1e6 for one in work], ".0f")
     cpu = rate([one.cpu_seconds for one in work], ".2f")
+    most = max(one.sent_bytes for one in work) / 1e9
     return [
-        f"* ckptd during its segments, each second: {sent} MB sent, {converted} MB converted, {cpu} s of CPU"
+        f"* ckptd during its segments, each second: {sent} MB sent, {converted} MB converted, {cpu} s of CPU",
+        f"* {waiting_bytes / 1e9:.1f} GB waited beside each segment; at most {most:.1f} GB were sent in one",
     ]
 
 

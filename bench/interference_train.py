@@ -1,9 +1,9 @@
 """The trainer of bench.interference: real DeepSpeed on CPU that steps and saves when told, and times it.
 
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
-line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step, "saves": seconds of
-each save}: some steps that nobody counts, then so many times a save and its share of the steps. An empty line
-ends the training.
+line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step,
+"saves": seconds of each save}: some steps that nobody counts, then so many times a save (with that much
+client state) and its share of the steps. An empty line ends the training.
 """
 
 from __future__ import annotations
