@@ -135,7 +135,7 @@ def cleared(beside: Beside) -> None:
 def run(recipe: Recipe, plan: Plan) -> tuple[list[Pair], list[Pair], Beside, float]:
     """A/B pairs, A/A pairs, the daemon's account, and how much of the trainer's data is still cached.
 
-    As many A/B as A/A pairs are finished.
+    As many A/A as A/B pairs; a daemon that fails ends the measuring, and what was measured before it stands.
     """
     shutil.rmtree(ROOT, ignore_errors=True)
     (ROOT / "save").mkdir(parents=True)
@@ -157,17 +157,22 @@ def run(recipe: Recipe, plan: Plan) -> tuple[list[Pair], list[Pair], Beside, flo
             kind = "AB" if number % 2 else "AA"
             is_other_first = number % 4 >= 2  # ABBA: a drift of the machine falls on both
             told = []
-            for is_other in (is_other_first, not is_other_first):
-                cleared(beside)
-                with beside.running() if is_other and kind == "AB" else contextlib.nullcontext():
-                    told.append(training.segment(plan))
+            try:
+                for is_other in (is_other_first, not is_other_first):
+                    cleared(beside)
+                    with beside.running() if is_other and kind == "AB" else contextlib.nullcontext():
+                        told.append(training.segment(plan))
+            except RuntimeError as error:
+                print(f"\nended early: {error}", file=sys.stderr)
+                break
             plain, other = reversed(told) if is_other_first else told
             found[kind].append(Pair(plain=plain, other=other))
             _record(found, beside)
             print(f"\r{number + 1} pairs", end="", flush=True)
         print()
         kept = resident_share([data])
-    return found["AB"], found["AA"], beside, kept
+    whole = len(found["AB"])
+    return found["AB"], found["AA"][:whole], beside, kept
 
 
 def _record(found: dict[str, list[Pair]], beside: Beside) -> None:
