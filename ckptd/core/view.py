@@ -69,6 +69,8 @@ class ShipRecord(Model):
     reason: str | None = None
     hint: str = ""
     """What to do about the reason."""
+    is_damaged: bool = False
+    """An upload found other bytes than were written, here or in what the remote holds to make a form of."""
     unlisted: tuple[str, ...] = ()
     """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
     bytes_sent: int = 0

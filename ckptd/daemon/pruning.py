@@ -80,8 +80,7 @@ class Pruner:
         name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
         state.confirmations.pop(action.save_id, None)
-        begun_at = time.monotonic()
-        state.deleted_at.append(begun_at)
+        state.deleted_at.append(begun_at := time.monotonic())
         planned = state.listing
 
         def work(fd: int) -> None:

@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds, changed_seconds
@@ -112,15 +113,8 @@ class Shipping:
             state.converting = Converting(save_id=action.save_id, form=action.form)
         link.ships, link.makes_way = action.form, False
         link.ship_order = link.order(order, lambda answer: self._on_ship(action, answer))
-        log.info(
-            "%s (%s) → %s as generation %d: %.1f MB",
-            row.save.tag,
-            action.form,
-            action.remote,
-            action.generation,
-            total / 1e6,
-            extra=doing("ship", row.save.tag),
-        )
+        what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
 
     def _sources(
         self, row: SaveRow, action: Ship, save_dir_fd: int, memory_bytes: int
@@ -223,6 +217,7 @@ class Shipping:
     def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
         state = self._state
         tag = state.rows[action.save_id].save.tag
+        record = record.model_copy(update={"is_damaged": answer.outcome == "damaged", "hint": ""})
         if answer.outcome == "committed" and answer.commit is not None:
             moving = state.moving.get((action.save_id, action.remote, action.form))
             seconds = time.monotonic() - moving.started_seconds if moving else 0.0
@@ -243,7 +238,10 @@ class Shipping:
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
             log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
-        elif answer.outcome == "waiting":
+        elif answer.outcome in ("waiting", "damaged"):
+            if answer.outcome == "damaged":
+                step = command_for(self._config, "verify", tag, "--repair", "--read-data")
+                record = record.model_copy(update={"hint": f"{step} on the node that has that shard"})
             again_at = time.monotonic() + self._wait_seconds(action, answer)
             update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)
@@ -261,11 +259,10 @@ class Shipping:
         state.put_ship(action.save_id, record)
 
     def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
-        """Until it is tried again: other nodes' parts, or a form that another node makes, are to come."""
+        """Until it is tried again: other nodes' parts, a form that another makes, or a mend, are to come."""
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
-        key = (action.save_id, action.remote, action.form)
-        first = self._step_in_seconds
+        key, first = (action.save_id, action.remote, action.form), self._step_in_seconds
         waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer, first)
         # of a shared directory what takes over from a silent host is the attempt itself
         return first if self._config.shared_fs else waiting.retry_seconds
@@ -283,13 +280,14 @@ class Shipping:
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
         log.warning("%s (%s): %s", about, action.form, error, extra=doing("ship", tag))
-        record = record.model_copy(update={"hint": error.hint})
+        record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, SourceChanged):
             state.journal.forget_objects(action.save_id, action.remote, action.form)
             record = record.model_copy(update={"hint": NEXT_STEP_CHANGED})
             record = self._again(record, error.message, changed_seconds)
         elif isinstance(error, DamagedError) and not isinstance(error, VerifyError):
-            record = record.model_copy(update={"state": ShipState.REFUSED, "reason": error.message})
+            update = {"state": ShipState.REFUSED, "reason": error.message, "is_damaged": True}
+            record = record.model_copy(update=update)
         else:
             record = self._again(record, error.message)
             if isinstance(error, RemoteError | StorageError | VerifyError) or error.exit_code == 77:

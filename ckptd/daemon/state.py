@@ -290,7 +290,7 @@ class JobState:
         """Its files were put back, perhaps because they were damaged: what was refused is looked at anew."""
         for record in list(self.ships.get(save_id, {}).values()):
             if record.form == ZERO and record.state is ShipState.REFUSED:
-                update = {"state": ShipState.NEW, "reason": None, "hint": "", "tries": 0}
+                update = {"state": ShipState.NEW, "reason": None, "is_damaged": False}
                 self.put_ship(save_id, record.model_copy(update=update))
                 self.generations.pop((save_id, record.remote, ZERO), None)
 

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import SETTLED, ZERO, ShipState
-from ckptd.daemon.unfinished import is_damaged, way_out
+from ckptd.daemon.unfinished import way_out
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
@@ -50,24 +50,14 @@ def see_uploads(job: Job, state: JobState) -> None:
                 continue
             about = f"{row.save.tag} → {record.remote}"
             text = f"{about}: {record.reason}"
-            if is_damaged(row, record):
-                if not _has_newer(state, row, record):
-                    job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
+            if record.is_damaged and record.state in _TRIED_AGAIN:
+                job.problems.stays("source-damaged", about)
+            elif record.is_damaged and row.state == "present":
+                job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
             elif record.tries >= MANY_TRIES and record.state is ShipState.FAILED:
                 job.problems.see("upload-failed", about, text, record.hint)
             elif record.tries >= MANY_TRIES and record.state in _TRIED_AGAIN:
                 job.problems.stays("upload-failed", about)
-
-
-def _has_newer(state: JobState, row: SaveRow, record: ShipRecord) -> bool:
-    """Of a form that is made of a damaged copy there is a newer one: nobody misses it."""
-    if record.form == ZERO:
-        return False
-    return any(
-        state.ship(other.id, record.remote, record.form).state is ShipState.COMMITTED
-        for other in state.rows.values()
-        if other.save.order > row.save.order
-    )
 
 
 def _cure(job: Job, state: JobState, row: SaveRow, record: ShipRecord) -> str:

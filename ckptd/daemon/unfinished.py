@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.core.lifecycle import State
-from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.core.view import ZERO, ShipState
 from ckptd.local import fs
 from ckptd.place import path_of
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
-    from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
@@ -31,18 +30,10 @@ def unfinished(state: JobState) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda row: (-row[1], row[0])))
 
 
-def is_damaged(row: SaveRow, record: ShipRecord) -> bool:
-    """An upload found other bytes than were written, here or in the remote that a form is made from."""
-    if record.state is not ShipState.REFUSED or row.state != "present":
-        return False
-    # a form that cannot be made is refused as well, for another reason
-    return row.derived_of(record.form).state is not DerivedState.REFUSED
-
-
 def damage(state: JobState, row: SaveRow) -> str | None:
     """What is wrong with the bytes of a save that lies here; None: nothing that is known."""
-    records = state.ships.get(row.id, {}).values()
-    return next((r.reason or "damaged" for r in records if r.form == ZERO and is_damaged(row, r)), None)
+    records = state.ships.get(row.id, {}).values() if row.state == "present" else ()
+    return next((r.reason or "damaged" for r in records if r.form == ZERO and r.is_damaged), None)
 
 
 def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:

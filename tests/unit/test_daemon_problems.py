@@ -63,8 +63,8 @@ def _names(targets: list[ast.expr]) -> list[ast.Name]:
 def _calls(function: ast.FunctionDef, named: dict[str, set[str]]) -> list[tuple[str, set[str]]]:
     """(put, see, clear or "put for a while", codes) of each call; a variable is any code named beside it."""
     words = _words(function)
-    for name in ast.walk(function):
-        words |= named.get(name.id, set()) if isinstance(name, ast.Name) else set()
+    for node in ast.walk(function):
+        words |= named.get(node.id, set()) if isinstance(node, ast.Name) else set()
     found = []
     for node in ast.walk(function):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) >= 2):
@@ -72,7 +72,7 @@ def _calls(function: ast.FunctionDef, named: dict[str, set[str]]) -> list[tuple[
         name, first = node.func.attr, node.args[0]
         if name not in {"put", "see", "clear"}:
             continue
-        codes = {first.value} & set(CODES) if isinstance(first, ast.Constant) else words
+        codes = _words(first) if isinstance(first, ast.Constant) else words
         if any(keyword.arg == "lasts_seconds" for keyword in node.keywords):
             name = "put for a while"
         if codes:
@@ -185,7 +185,11 @@ def planned(local: dict[int, Fate] | None = None, remote: dict[tuple[str, str], 
     return Plan(actions=(), local_fates=local or {}, remote_fates=remote or {})
 
 
-WRONG = {"reason": "rank_0.pt: record data/0 has CRC 1", "hint": "bits flipped"}
+WRONG: dict[str, Any] = {
+    "reason": "rank_0.pt: record data/0 has CRC 1",
+    "hint": "bits flipped",
+    "is_damaged": True,
+}
 
 
 @pytest.mark.parametrize("end", ["vanished", "pruned", "saved again"])
@@ -215,11 +219,18 @@ def test_what_was_put_back_is_looked_at_anew(house: House) -> None:
     assert house.told() == {}
 
 
-def test_a_form_of_a_damaged_copy_is_missed_until_a_newer_one_is_there(house: House) -> None:
-    house.ship(1, ShipState.REFUSED, UNIVERSAL, reason="the object differs", hint="ckptd verify --repair")
-    assert house.told()["source-damaged"].endswith("; ckptd verify --repair")
+def test_a_form_of_a_damaged_copy_is_told_of_until_it_is_made(house: House) -> None:
+    wrong: dict[str, Any] = {
+        "reason": "the object differs",
+        "hint": "ckptd verify --repair",
+        "is_damaged": True,
+    }
+    house.ship(1, ShipState.WAITING, UNIVERSAL, **wrong)
+    assert house.told()["source-damaged"] == "s1b1 → nas: the object differs; ckptd verify --repair"
     assert unfinished(house.state) == {}, "its own bytes are right"
-    house.ship(2, ShipState.COMMITTED, UNIVERSAL)
+    house.ship(1, ShipState.SHIPPING, UNIVERSAL, **wrong | {"reason": None})
+    assert house.told()["source-damaged"].startswith("s1b1 → nas: the object differs"), "tried again just now"
+    house.ship(1, ShipState.COMMITTED, UNIVERSAL)
     assert house.told() == {}
 
 
