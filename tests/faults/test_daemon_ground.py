@@ -105,6 +105,7 @@ def test_no_room_is_no_want_of_rights(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+@pytest.mark.full
 @as_root
 def test_a_save_dir_that_turns_read_only(tmp_path: Path) -> None:
     """The state lies elsewhere: what is complete is shipped, nothing goes, and later it catches up."""
@@ -191,7 +192,9 @@ def test_a_lock_that_is_given_back(tmp_path: Path) -> None:
         here.environment = {"STATE_DIRECTORY": str(tmp_path / "state")}
         here.state = tmp_path / "state" / "run"
         job = tmp_path / "other.toml"
-        job.write_text(here.job_file.read_text().replace(str(here.save_dir), str(other)))
+        (tmp_path / "nas" / "other").mkdir()
+        text = here.job_file.read_text().replace(str(here.save_dir), str(other))
+        job.write_text(text.replace(str(here.nas), str(tmp_path / "nas" / "other")))
         fd = os.open(other, os.O_RDONLY)
         fcntl.flock(fd, fcntl.LOCK_EX)
         here.start("--job", str(job))
