@@ -89,7 +89,7 @@ class Forecast:
 
 
 def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int | None) -> Room:
-    """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way, not sent yet."""
+    """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way."""
     required = [remote for remote in view.remotes if remote.is_required]
     here = [s for s in view.saves if s.is_present and s.is_intact and s.is_adopted and not s.is_pinned]
     safe = sorted(s.order for s in here if is_committed(view, s))
