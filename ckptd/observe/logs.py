@@ -76,8 +76,8 @@ class TextLines(logging.Formatter):
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        """The trace, whose last lines quote them."""
-        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+        """The trace, whose last lines quote them; no line of it can be taken for one of the log."""
+        return "\n".join(f"| {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonLines(logging.Formatter):
