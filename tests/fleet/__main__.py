@@ -10,7 +10,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.figures import commit_now
 from tests.fleet.story import Shape, Told, staged, tell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,12 +129,6 @@ def code_digest() -> str:
         for path in sorted(folder.glob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()[:8]
-
-
-def commit_now() -> str:
-    """What the code is, for whoever reads the figures."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def figures(known: dict[str, Any], chosen: argparse.Namespace, size: str) -> dict[str, Any]:

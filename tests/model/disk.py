@@ -225,7 +225,7 @@ class Ending:
 
 
 def live(scenario: Scenario, watch: Callable[[DiskWorld, int], None] | None = None) -> Ending:
-    """Play one history until its last save, or until one does not fit; `watch` sees (world, tick) after each."""
+    """Play one history until its last save, or until one does not fit; `watch`: (world, tick) after each."""
     policy = RetentionPolicy(save_total_limit=scenario.limit)
     remotes = {"nas": Remote("nas", True, RetentionPolicy())}
     world = DiskWorld(local=policy, remotes=remotes, can_clone=scenario.can_clone, scenario=scenario)
