@@ -28,7 +28,10 @@ LEAST = 3
 OVERDUE_FACTOR = 3.0
 OVERDUE_SECONDS = 600.0
 """A gap beyond both is a rest: it says nothing of the cadence, and is overdue while it lasts."""
+CADENCE_SECONDS = 60.0
+"""Saves that are closer come in pairs, or were copied here together: they tell of no rest."""
 _MOST_UPLOADS = 1000
+"""That are played; a limit beyond says nothing of a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,9 @@ def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int 
     """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way."""
     required = [remote for remote in view.remotes if remote.is_required]
     here = [s for s in view.saves if s.is_present and s.is_intact and s.is_adopted and not s.is_pinned]
-    safe = sorted(s.order for s in here if is_committed(view, s))
-    waits = [s for s in here if not is_committed(view, s)]
+    committed = {s.id for s in here if is_committed(view, s)}
+    safe = sorted(s.order for s in here if s.id in committed)
+    waits = [s for s in here if s.id not in committed]
     ahead = [s for s in waits if not safe or s.order > safe[-1]]
     sent = {remote.ships_save for remote in required if remote.ships == ZERO}
     first = min((s.order for s in ahead if s.id in sent), default=None)
@@ -102,7 +106,8 @@ def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int 
     limit = view.local_retention.save_total_limit
     count = len(here) if view.unuploaded == "delete" else len(safe)
     beyond = set(safe[: max(0, len(safe) - limit)]) if limit is not None else set()
-    loose = [s for s in here if s.order in beyond] + [s for s in waits if s not in ahead]
+    # what a COMMIT has let go stays for a turn, or while a save is in flight
+    loose = [s for s in here if s.order in beyond] + [s for s in waits if safe and s.order < safe[-1]]
     return Room(
         free_bytes=view.disk.free_bytes,
         link_bytes_per_second=link_bytes_per_second,
@@ -158,9 +163,9 @@ def _gaps(recent: Sequence[Saved]) -> list[float]:
     """
     gaps = [later.at_seconds - earlier.at_seconds for earlier, later in pairwise(recent)]
     *others, longest = sorted(gaps)
-    if len(others) < 2 or longest <= max(OVERDUE_FACTOR * others[-1], OVERDUE_SECONDS):
-        return gaps
-    return [min(gap, others[-1]) for gap in gaps]
+    is_cadence = len(others) >= 2 and others[-1] >= CADENCE_SECONDS
+    is_rest = is_cadence and longest > max(OVERDUE_FACTOR * others[-1], OVERDUE_SECONDS)
+    return [min(gap, others[-1]) for gap in gaps] if is_rest else gaps
 
 
 def _full_seconds(room: Room, production: float, link: float, size: int, *, is_bounded: bool) -> float | None:

@@ -133,13 +133,23 @@ def test_a_rest_is_not_saving_time(every_seconds: float) -> None:
         assert late.overdue_seconds is not None
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_what_was_copied_here_together_tells_no_cadence(seconds: float) -> None:
+    """Five from elsewhere, then the run's own first one an hour later."""
+    saves = [*run(5, every_seconds=seconds), Saved(at_seconds=3600.0, bytes=60 * GB, step=3000)]
+    room = Room(free_bytes=600 * GB, link_bytes_per_second=0.2 * GB, is_rotated=True)
+    told = forecast(saves, room, now_seconds=3600.0)
+    assert told.production_bytes_per_second == pytest.approx(300 * GB / 3600.0, rel=0.01)
+    assert told.full_in_saves is None
+
+
 def test_saves_in_pairs_are_no_rests() -> None:
     """A best one beside each regular one: half of the gaps are long, and all of them count."""
     saves = [
         Saved(at_seconds=at, bytes=60 * GB, step=int(at)) for n in range(3) for at in (n * 1200, n * 1200 + 2)
     ]
     room = Room(free_bytes=GB, link_bytes_per_second=None, is_rotated=False)
-    for some in (saves, saves[:5], saves[1:]):
+    for some in (saves, saves[:5], saves[:4], saves[1:], saves[:3]):
         told = forecast(some, room, now_seconds=3000.0)
         span = some[-1].at_seconds - some[0].at_seconds
         assert told.production_bytes_per_second == pytest.approx(60 * GB * (len(some) - 1) / span)
