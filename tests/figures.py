@@ -241,7 +241,9 @@ def _grouped(number: int) -> str:
 def _code(figure: dict[str, Any]) -> str:
     """The commit, or those of a run that went on from day to day, the one of most lives first."""
     many = figure["code"] if isinstance(figure.get("code"), dict) else {}
-    commits = list(dict.fromkeys(key.partition(":")[0] for key in sorted(many, key=many.get, reverse=True)))
+    commits = list(
+        dict.fromkeys(key.partition(":")[0] for key in sorted(many, key=lambda key: many[key], reverse=True))
+    )
     more = f" and {len(commits) - 2} more" if len(commits) > 2 else ""
     return ", ".join(commits[:2]) + more if commits else str(figure.get("commit", ""))
 

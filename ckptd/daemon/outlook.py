@@ -61,7 +61,11 @@ def outlook(job: Job, state: JobState) -> Forecast:
 
 def _left_bytes(view: JobView, state: JobState) -> int | None:
     """What the slowest required remote still has to take of the ZeRO form under way; None: there is none."""
-    keys = [(r.ships_save, r.name, ZERO) for r in view.remotes if r.is_required and r.ships == ZERO]
+    keys = [
+        (r.ships_save, r.name, ZERO)
+        for r in view.remotes
+        if r.is_required and r.ships == ZERO and r.ships_save is not None
+    ]
     moving = [state.moving[key] for key in keys if key in state.moving]
     return max((one.total_bytes - one.done_bytes for one in moving), default=None)
 

@@ -118,7 +118,7 @@ def verb(*words: object) -> Callable[[], None]:
 
 def test_every_way_to_say_something(terminal: Run) -> None:
     """Lines, answers, cells, whatever is given to the console, and the daemon's log."""
-    handler = logging.StreamHandler(io.StringIO())
+    handler: logging.StreamHandler[Any] = logging.StreamHandler(io.StringIO())
     handler.setFormatter(TextLines())
 
     def log(text: str) -> None:
@@ -205,8 +205,8 @@ def test_every_verb_that_looks_at_a_folder_or_a_remote(
         lists = words[0] in ("list", "verify")
         judged(terminal(verb(*words)), shows=shown if lists else ())
     assert (to / REMOTE[0] / OPTIM.format(0)).exists()
-    for tag in LOCAL:
-        (scene.save_dir / REMOTE[0]).rename(scene.save_dir / tag) if tag == LOCAL[0] else None
+    (scene.save_dir / REMOTE[0]).rename(scene.save_dir / LOCAL[0])
+    for tag in LOCAL[1:]:
         (scene.save_dir / tag).mkdir(exist_ok=True)
         (scene.save_dir / tag / "mp_rank_00_model_states.pt").write_bytes(b"no archive")
     judged(terminal(verb("inspect", scene.save_dir)), shows=LOCAL[:2])

@@ -144,7 +144,8 @@ def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.Monk
 def test_a_disk_that_will_be_full_names_the_cure_that_this_job_has(
     changes: dict[str, Any], cure: str
 ) -> None:
-    found = alarms(*scene(**{"free_gb": 100, "speeds": {"nas": 30e6}} | changes))["disk-full-soon"]
+    settings: dict[str, Any] = {"free_gb": 100, "speeds": {"nas": 30e6}}
+    found = alarms(*scene(**settings | changes))["disk-full-soon"]
     assert cure in found
     assert ("unuploaded" in found) is (changes.get("limit", 6) is not None)
 
