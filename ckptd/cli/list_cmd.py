@@ -74,7 +74,9 @@ def _table(listing: RemoteListing) -> Table:
 
     title = f"{listing.name}: {listing.url} (job {listing.job})"
     table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in ("tag", "gen", "branch", "step", "form", "size", "files", "committed", "age", ""):
+    # a tag that is cut off cannot be typed
+    table.add_column("tag", no_wrap=True, overflow="fold")
+    for column in ("gen", "branch", "step", "form", "size", "files", "committed", "age", ""):
         table.add_column(
             column, justify="right" if column in ("gen", "branch", "step", "size", "files") else "left"
         )

@@ -126,7 +126,8 @@ def _table(verified: VerifiedRemote) -> Table:
 
     title = f"{verified.name}: {verified.url} (job {verified.job})"
     table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in ("tag", "gen", "form", "files", "size", "read", "verdict"):
+    table.add_column("tag", no_wrap=True, overflow="fold")
+    for column in ("gen", "form", "files", "size", "read", "verdict"):
         table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
     for row in verified.commits:
         read = show_bytes(row.read_bytes) if row.read_bytes else ""

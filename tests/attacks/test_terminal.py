@@ -69,8 +69,9 @@ Run = Callable[[Callable[[], Any]], str]
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Calls with stdout and stderr on a terminal of 250 columns: what was written to it."""
     monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "COLUMNS", "LINES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    # rich asks the terminal of this process, which is another
+    monkeypatch.setenv("COLUMNS", "250")
 
     def run(call: Callable[[], Any]) -> str:
         ours, theirs = pty.openpty()
@@ -193,6 +194,7 @@ def test_every_verb_that_looks_at_a_folder_or_a_remote(
         scene.commit(tag, step)
     shown, missing = ("step[best]6", "[link=http:evil.example]global_step9"), "[blink][/x]"
     nas, to = scene.nas, scene.dir / "[red]to"
+    scene.dir.mkdir()
     for words in (
         ("list", nas),
         ("verify", nas, "--read-data"),
