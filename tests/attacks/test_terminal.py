@@ -230,7 +230,7 @@ def test_no_verb_speaks_past_these() -> None:
             if "escape" in names or (
                 "Console" in names and path.name != "screen.py" and not _is_hint(tree, node)
             ):
-                wrong.append(f"{path.name}:{node.lineno} {names}")
+                wrong.append(f"{path.name} imports {names}")
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
                 text = ast.unparse(node.args[0])
                 if not re.search(r"^'[^{]*'$|json\.dumps|printable|__version__|job_template", text):
