@@ -31,7 +31,9 @@ def register(app: typer.Typer) -> None:
         ),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         incomplete: str = typer.Option(
-            None, metavar="TAG", help="Remove this incomplete or torn folder from save_dir, nothing else."
+            None,
+            metavar="TAG",
+            help="Remove this incomplete, torn or damaged folder from save_dir, nothing else.",
         ),
         aside: bool = typer.Option(False, "--aside", help="Also what was moved to _ckptd/aside."),
         gone: str = typer.Option(

@@ -55,7 +55,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         forms = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
         note = _kept(checkpoint) if retention else (checkpoint["reason"] or "")
         if checkpoint.get("next_step"):
-            note = f"{note}; {checkpoint['next_step']} removes it"
+            note = f"{note}; {checkpoint['next_step']} {_does(checkpoint)}"
         if checkpoint.get("kind") == "model-only":
             note = f"only a model: nothing to resume from {note}".strip()
         if checkpoint.get("complete_for") == "node":
@@ -87,6 +87,13 @@ def _is_settled(checkpoint: dict[str, Any]) -> bool:
     forms = {form["state"] for forms in checkpoint["remotes"].values() for form in forms.values()}
     is_quiet = not checkpoint["reason"] and not checkpoint.get("next_step")
     return checkpoint["state"] == "committed" and is_quiet and forms <= {"committed", "retired", "none"}
+
+
+def _does(checkpoint: dict[str, Any]) -> str:
+    """What the command does that stands beside a checkpoint."""
+    if checkpoint["state"] == "suspect":
+        return "takes it as one save"
+    return "puts it right" if "--repair" in checkpoint["next_step"] else "removes it"
 
 
 def _is_gone(checkpoint: dict[str, Any]) -> bool:

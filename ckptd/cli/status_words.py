@@ -204,7 +204,7 @@ def disk_line(job: dict[str, Any]) -> str:
     if disk.get("full_in_saves") is not None:
         parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
     if disk.get("unfinished_bytes"):
-        parts.append(f"{size_of(disk['unfinished_bytes'])} in saves that were cut short")
+        parts.append(f"{size_of(disk['unfinished_bytes'])} in saves cut short, damaged or in doubt")
     if job.get("production_bytes_per_second"):
         parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
     if job.get("link_bytes_per_second"):

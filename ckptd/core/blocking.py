@@ -37,9 +37,12 @@ def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     """The first thing in the way of what may go; else, on a short disk, why nothing may."""
     if view.tenure is not None and not view.tenure.holds_lease:
         return None  # another host's business (adr/0110)
-    due = victims(view, fates)
-    if not due:
+    may_go = victims(view, fates)
+    if not may_go:
         return _all_kept(view, fates) if view.disk.is_short else None
+    due = [save for save in may_go if save.id not in view.not_to_prune]
+    if not due:
+        return None  # each has a `prune-blocked` of its own
     names = f"{due[0].save.tag} may go and stays" + (f" (with {len(due) - 1} more)" if len(due) > 1 else "")
     for is_so, what, next_step, patience in _obstacles(view, due[0]):
         if is_so:

@@ -36,7 +36,7 @@ def prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
         return []
     if any(is_configured_otherwise(view, remote) for remote in view.remotes):
         return []
-    first = victims(view, fates)[: view.deletions_left]
+    first = [s for s in victims(view, fates) if s.id not in view.not_to_prune][: view.deletions_left]
     due = [_one(view, save, fates[save.id].goes) for save in first if not save.is_held]
     return [action for action in due if action is not None]
 

@@ -67,6 +67,10 @@ class ShipRecord(Model):
     retry_at_seconds: float = 0.0
     """Monotonic; not stored."""
     reason: str | None = None
+    hint: str = ""
+    """What to do about the reason."""
+    is_damaged: bool = False
+    """An upload found other bytes than were written, here or in what the remote holds to make a form of."""
     unlisted: tuple[str, ...] = ()
     """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
     bytes_sent: int = 0
@@ -295,6 +299,8 @@ class JobView:
     is_higher_better: bool = False
     pinned_tags: frozenset[str] = frozenset()
     """Whether a save of the tag is on this node or not."""
+    not_to_prune: frozenset[int] = frozenset()
+    """Ids of saves whose removal from this node failed a short while ago."""
     not_to_retire: frozenset[str] = frozenset()
     """Digests of COMMITs that their remote would not let go a short while ago."""
     retirements_left: int = 3

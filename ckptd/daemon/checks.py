@@ -17,18 +17,19 @@ from ckptd.core.afar import gets_nothing
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
-from ckptd.core.names import shown
 from ckptd.core.safety import newest_safe
-from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
-from ckptd.daemon.unfinished import removal, removal_of_hold, unfinished
+from ckptd.daemon.stuck import see_stuck
+from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out
 from ckptd.daemon.waiting import see_nodes, see_waiting
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
-    from ckptd.core.view import JobView
+    from ckptd.core.save import Order
+    from ckptd.core.view import JobView, RemoteCommit
     from ckptd.daemon.job import Job
     from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
@@ -50,7 +51,6 @@ def notice_gone(job: Job, state: JobState) -> None:
             continue
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
-        job.problems.clear("prune-blocked", tag)
         fate = state.plan.local_fates.get(row.id) if state.plan else None
         kept = fate.keeps if fate else ()
         log.info(
@@ -90,26 +90,25 @@ def _why_wanted(job: Job, state: JobState, row: SaveRow) -> str | None:
 def _forget_vanished(job: Job, state: JobState) -> None:
     """A newer one is safe: what vanished is no loss any more, unless somebody wanted just that one kept."""
     safe = newest_safe(job.view) if job.view is not None else None
-    for problem in job.problems.all() if safe is not None else ():
+    for problem in job.problems.all():
         if problem.code not in _VANISHED or problem.about in job.knowledge.pins:
             continue
         orders = [row.save.order for row in state.rows.values() if row.save.tag == problem.about]
-        if safe is not None and safe.order > max(orders, default=safe.order):
+        is_back = problem.code == "vanished-kept" and state.row_of_tag(problem.about) is not None
+        if is_back or (safe is not None and _is_newer(safe, orders, problem.since)):
             job.problems.clear(problem.code, problem.about)
 
 
-def forget_uploads(problems: Problems, state: JobState) -> None:
-    """What is neither here nor held is not tried again: `vanished-uncommitted` says that it is lost."""
-    here = {shown(row.save.tag) for row in state.rows.values() if row.state == "present" or row.held}
-    for problem in problems.all():
-        if problem.code == "upload-failed" and problem.about.rpartition(" → ")[0] not in here:
-            problems.clear(problem.code, problem.about)
+def _is_newer(safe: RemoteCommit, orders: list[Order], vanished_at: float) -> bool:
+    """Than what vanished; a journal that knows nothing of that goes by the time."""
+    if orders:
+        return safe.order > max(orders)
+    return safe.committed_at_seconds is not None and safe.committed_at_seconds > vanished_at
 
 
 def see_problems(job: Job, state: JobState) -> None:
     """Problems that hold for as long as each turn sees them."""
     _forget_vanished(job, state)
-    forget_uploads(job.problems, state)
     see = job.problems
     see.begin_turn()
     _see_verdicts(job, state)
@@ -146,6 +145,7 @@ def see_problems(job: Job, state: JobState) -> None:
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
         )
     _see_failures(see, state)
+    see_stuck(job, state)
     see_outlook(job, state)
     see_alarms(job, state)
     see_waiting(job, state)
@@ -157,9 +157,9 @@ def see_problems(job: Job, state: JobState) -> None:
 
 def _what_frees(job: Job, state: JobState) -> str:
     """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
-    cut_short = list(unfinished(state).items())[:1]
-    removes = (f"{removal(job, tag)} frees {show_bytes(size)}; " for tag, size in cut_short)
-    return f"{''.join(removes)}nothing uncommitted is deleted; free space or save less often"
+    ways = ((way_out(job, state, tag), size) for tag, size in unfinished(state).items())
+    removes = [f"{command} frees {show_bytes(size)}; " for (command, what), size in ways if what == REMOVES]
+    return f"{''.join(removes[:1])}nothing uncommitted is deleted; free space or save less often"
 
 
 def _see_verdicts(job: Job, state: JobState) -> None:
@@ -181,8 +181,10 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         elif verdict.state is State.INCOMPLETE:
             see.see("incomplete-save", tag, costs, aside)
         elif verdict.state is State.SUSPECT:
-            accept = command_for(job.config, "accept", tag)
-            see.see("suspect-save", tag, reason, f"if it is one save: {accept}")
+            accept, _ = way_out(job, state, tag)
+            see.see(
+                "suspect-save", tag, costs, f"if it is one save: {accept}; else ckptd resume moves it aside"
+            )
         elif verdict.state is State.LEFTOVER and _is_lost(job, state, tag):
             text = f"{tag} is being removed before it was committed"
             see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
@@ -191,13 +193,13 @@ def _see_verdicts(job: Job, state: JobState) -> None:
 
 
 def _is_lost(job: Job, state: JobState, tag: str) -> bool:
-    """Neither committed everywhere nor held."""
+    """Neither committed everywhere nor held, and not known to be damaged."""
     row = state.row_of_tag(tag)
     required = [r.name for r in job.config.remotes if r.required]
     return (
         row is not None
         and not row.held
-        and any(state.ship(row.id, name, ZERO).state is not ShipState.COMMITTED for name in required)
+        and any(state.ship(row.id, name, ZERO).state not in SETTLED for name in required)
     )
 
 
@@ -231,6 +233,8 @@ def see_conversions(see: Problems, state: JobState) -> None:
         if derived.state is DerivedState.REFUSED:
             refused.setdefault(derived.reason or "", []).append(row)
         has_failed = derived.state is DerivedState.FAILED and (derived.tries or derived.retry_at_seconds)
+        if derived.state is DerivedState.CONVERTING:
+            see.stays("conversion-failed", tag)
         if has_failed and not (ready and row.save.order < ready[-1]):
             text = f"converting {tag}: {derived.reason}"
             see.see("conversion-failed", tag, text, derived.hint or "tried again; see the log")
@@ -291,7 +295,7 @@ def is_at_rest(job: Job) -> bool:
     state = job.state
     if state is None or not is_idle(job) or _is_behind(job) or waits_for_alarm(job, state):
         return False
-    if job.intake.metrics.is_put_off or state.failures:
+    if job.intake.metrics.is_put_off or state.failures or state.prune_blocked or job.rights.is_missing:
         return False
     here = [row for row in state.rows.values() if row.state == "present" or row.held]
     ships = [record for row in here for record in state.ships.get(row.id, {}).values()]
@@ -307,7 +311,8 @@ def is_at_rest(job: Job) -> bool:
 
 def exit_code(job: Job) -> int:
     """0 safe, 3 behind, 1 a person is needed (docs/contract.md)."""
-    severities = {p.severity for p in job.problems.all()}
+    # a run that ends here does not wait for what may heal
+    severities = {p.lasting for p in job.problems.all()}
     if "attention" in severities:
         return 1
     return 3 if "behind" in severities or _is_behind(job) else 0

@@ -110,7 +110,7 @@ class Chores:
             return
         if action.reason != "committed":
             text = f"{tag} lost its hold: {action.reason}; the trainer may delete it before it is uploaded"
-            state.problems.put("hold-released", tag, text, "free space, or save less often")
+            state.holds_released[row.id] = text
         rests_on = state.rests_on(row.id)
         self._audit.write("release-hold", tag=tag, form="hold", reason=action.reason, **rests_on)
         self._releasing.add(row.id)

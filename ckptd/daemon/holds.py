@@ -60,6 +60,20 @@ def settle_holds(state: JobState, save_dir_fd: int) -> None:
         _unknown(state, save_dir_fd, name)
 
 
+def forget_lost_holds(state: JobState, save_dir_fd: int) -> None:
+    """A person had the hold of a damaged save removed (`gc --incomplete`): nothing of that save is left."""
+    damaged = [
+        row
+        for row in state.rows.values()
+        if row.held and any(r.state is ShipState.REFUSED for r in state.ships.get(row.id, {}).values())
+    ]
+    names = fs.names_in(save_dir_fd, fs.HOLD) if damaged else ()
+    for row in damaged:
+        if hold_name(row) not in names and not state.busy[row.id]:
+            state.journal.set_held(row.id, held=False)
+            state.reload(row.id)
+
+
 def _take_up(state: JobState, save_dir_fd: int, name: str, row: SaveRow | None) -> None:
     if row is None:
         _unknown(state, save_dir_fd, name)

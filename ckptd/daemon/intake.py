@@ -22,7 +22,7 @@ from ckptd.core.sealing import (
     sealed_file,
     shards_of,
 )
-from ckptd.daemon.holds import settle_holds
+from ckptd.daemon.holds import forget_lost_holds, settle_holds
 from ckptd.daemon.late import Late
 from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.ordering import Ordering, written_ns
@@ -102,6 +102,7 @@ class Intake:
         self.metrics.look(save_dir_fd)
         self._seal(ready)
         settle_holds(state, save_dir_fd)
+        forget_lost_holds(state, save_dir_fd)
         self.late.look(listing, save_dir_fd, now_seconds)
         state.in_flight = frozenset(
             folder.tag
@@ -197,6 +198,7 @@ class Intake:
             if row is not None and same is not None:
                 self._state.journal.replace_sealed(row.id, same)
                 self._state.reload(row.id)
+                self._state.forget_damage(row.id)
                 continue
             assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
             if row is not None and row.save.is_part and self._grows(row, folder, verdict):

@@ -23,6 +23,7 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.patience import Patience
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.proving import Rights
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.rest import RESCAN_SECONDS, Rest
 from ckptd.daemon.scrubbing import Scrubber
@@ -34,9 +35,7 @@ from ckptd.daemon.setup import (
     node_id_of,
     on_attached,
     open_job,
-    prove_rights,
     remote_settings,
-    say_set_aside,
 )
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
@@ -100,7 +99,7 @@ class Job:
         """How often the job was planned: what status says of it may have changed since."""
         self._tags_at_start: frozenset[str] | None = None
         """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
-        self._may_delete = False
+        self.rights = Rights()
         self._active_at = 0.0
         self.rest = Rest()
 
@@ -125,6 +124,7 @@ class Job:
             self._tags_at_start = frozenset()
             hint = "it appears when training starts"
             self.problems.put("save-dir-missing", save_dir, f"{save_dir} does not exist yet", hint)
+            self.patience.works()
             return
         self._fd, self._lock = opened
         self.problems.clear("save-dir-missing", save_dir)
@@ -137,7 +137,6 @@ class Job:
         self.workers = self._pool.for_one(self.patience.guard)
         self._active_at = time.monotonic()
         journal = Journal(self.state_dir / "journal.db")
-        say_set_aside(self.problems, journal)
         try:
             self.state = self._assemble(journal, save_dir_fd)
         except BaseException:
@@ -258,6 +257,7 @@ class Job:
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
             if not listing.folders and self.state_dir.is_relative_to(self.config.save_dir):
+                self.patience.works()
                 return
             recover(self._activate(save_dir_fd), save_dir_fd, self.audit)
             self.needs_turn = True
@@ -278,7 +278,7 @@ class Job:
         self.intake.look(listing, save_dir_fd, now_seconds)
         self.knowledge.adopt()
         notice_gone(self, state)
-        self._may_delete = prove_rights(self, state, save_dir_fd, had_them=self._may_delete)
+        self.rights.prove(self, state, save_dir_fd)
         self.knowledge.choose_generations()
         self.control.pace(self, state)
         if self.watcher is not None:
@@ -300,7 +300,7 @@ class Job:
             self.links,
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
-            may_delete=self._may_delete and not self.nodes.differing(),
+            may_delete=self.rights.are_held and not self.nodes.differing(),
             is_paused=self.control.pause is not None or bool(state.sharer and state.sharer.stands_by),
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
@@ -315,6 +315,7 @@ class Job:
             return True
         log.warning("%s was replaced or removed", self.config.save_dir)
         self.close()
+        self.problems.begin_anew()
         self.wake()
         return False
 
@@ -343,7 +344,7 @@ class Job:
             self.state.journal.close()
             self.state = None
             self.view = None
-        self.rest = Rest()
+        self.rest, self.rights = Rest(), Rights()
         if self._fd is not None:
             let_go(self._fd, self._lock)
             self._fd = None

@@ -181,7 +181,6 @@ class Supplementing:
                 }
                 update = {"supplements": tuple(known.values()), "unlisted": _left(record.unlisted, answer)}
                 state.put_ship(action.save_id, record.model_copy(update=update))
-            state.problems.clear("upload-failed", f"{tag} → {action.remote}")
         elif isinstance(answer, m.ShipResult):
             # as when a permit is refused: what the remote holds is looked at anew
             log.warning("%s → %s: %s", tag, action.remote, answer.reason)

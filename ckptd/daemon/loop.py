@@ -20,9 +20,11 @@ from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
 from ckptd.daemon.notifier import Notifier
+from ckptd.daemon.patience import say_internal
 from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
+from ckptd.daemon.setup import is_free
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld
@@ -211,10 +213,19 @@ class Daemon:
         return str(wrong[0]) if wrong else None
 
     def _look_for_matches(self, now: float) -> None:
-        """Directories that a glob matches by now become jobs without a reload."""
-        if not self._loaded.has_globs or now - self._globbed_at < GLOB_SECONDS:
+        """Directories that a glob matches by now become jobs without a reload, and so does what is not locked
+        by another daemon any more.
+        """
+        if now - self._globbed_at < GLOB_SECONDS:
             return
         self._globbed_at = now
+        locked = {one.save_dir: one for one in self.invalid if isinstance(one.error, LockHeld)}
+        for config in self._loaded.jobs if locked else ():
+            if str(config.save_dir) in locked and is_free(config):
+                self.invalid.remove(locked[str(config.save_dir)])
+                self._open_job(config)
+        if not self._loaded.has_globs:
+            return
         try:
             self._apply_again(is_asked=False)
         except CkptdError as error:
@@ -284,7 +295,7 @@ class Daemon:
         except Exception as error:  # a defect in one job's turn must not end the watch over the others
             log.exception("the turn of job %s failed", job.config.name)
             job.leave_line()
-            _say_internal(job, error)
+            say_internal(job, error)
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
@@ -292,7 +303,7 @@ class Daemon:
         except Exception as error:  # likewise for what a worker or a remote reported
             log.exception("taking in a result failed")
             for job in self.jobs:
-                _say_internal(job, error)
+                say_internal(job, error)
 
     def _wait(self) -> None:
         """Sleep until something happens or is due; then take all that happened."""
@@ -335,8 +346,3 @@ class Daemon:
             if code in codes:
                 return code
         return max(codes, default=0)
-
-
-def _say_internal(job: Job, error: Exception) -> None:
-    text = f"a defect of ckptd: {type(error).__name__}: {error}"
-    job.problems.put("internal", type(error).__name__, text, "the log has the trace; please report it")

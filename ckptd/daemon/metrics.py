@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ckptd.journal import SaveRow
 
 AGAIN_SECONDS = 2.0
+LATER_SECONDS = 60.0
+"""What could not be read is looked at again, though no save waits for a value: it may be mended."""
 LATE_SECONDS = 3600.0
 """So long after a save its value may still come: for this node's disk alone once it is committed."""
 TAIL_BYTES = 8 << 20
@@ -42,6 +44,7 @@ class Metrics:
         self._identity: FileIdentity | None = None
         self._save_dir_fd = -1
         self._read_at_seconds = -AGAIN_SECONDS
+        self._is_unreadable = False
         self.is_put_off = False
         """A save waits for its value, and the file was read a moment ago."""
 
@@ -60,6 +63,8 @@ class Metrics:
         now = time.monotonic()
         waiting = [row for row in self._state.rows.values() if self._waits(row)] if self._name else []
         self.is_put_off = bool(waiting) and now - self._read_at_seconds < AGAIN_SECONDS
+        if self._is_unreadable and not waiting and now - self._read_at_seconds >= LATER_SECONDS:
+            self._read()
         if not waiting or self.is_put_off:
             return
         self._read()
@@ -93,17 +98,24 @@ class Metrics:
                 msg = f"{about} has none of the shapes that metrics_file takes"
                 raise DamagedError(msg, hint='a document of 1 MiB, or {"step": 100, "eval_loss": 1.5} a line')
         except FileNotFoundError:
-            return
+            self._identity = None
+            self._can_be_read()
         except OSError as error:
             self._complain(from_os_error(error, about))
         except CkptdError as error:
             self._complain(error)
         else:
             self._values = values
-            self._state.problems.clear("metrics-unreadable", about)
+            self._can_be_read()
+
+    def _can_be_read(self) -> None:
+        assert self._name is not None
+        self._is_unreadable = False
+        self._state.problems.clear("metrics-unreadable", self._name)
 
     def _complain(self, error: CkptdError) -> None:
         assert self._name is not None
+        self._is_unreadable = True
         text = f"metrics_file: {error.message}"
         self._state.problems.put("metrics-unreadable", self._name, text, error.hint)
 

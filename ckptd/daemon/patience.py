@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.job")
 
 AGAIN_SECONDS = 10.0
+INTERNAL_SECONDS = 3600.0
 
 
 class Patience:
@@ -100,3 +101,10 @@ def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
         hint = "raise the limit of processes and threads (ulimit -u, TasksMax=, pids.max)"
         return StorageError(f"this process may have no more threads ({error})", hint=hint)
     return None
+
+
+def say_internal(job: Job, error: Exception) -> None:
+    """A defect, which no patience mends; what its end looks like nobody knows, so an hour after the last."""
+    text = f"a defect of ckptd: {type(error).__name__}: {error}"
+    next_step = "the log has the trace; please report it"
+    job.problems.put("internal", type(error).__name__, text, next_step, lasts_seconds=INTERNAL_SECONDS)

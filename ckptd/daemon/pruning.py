@@ -7,6 +7,7 @@ move the rest of it back, as a checkpoint that lacks files.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -79,7 +80,7 @@ class Pruner:
         name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
         state.confirmations.pop(action.save_id, None)
-        state.deleted_at.append(time.monotonic())
+        state.deleted_at.append(begun_at := time.monotonic())
         planned = state.listing
 
         def work(fd: int) -> None:
@@ -110,9 +111,10 @@ class Pruner:
             else:
                 self._pruning.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
-            state.problems.put(
-                "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
-            )
+                # nothing went: the seat belt is for what does
+                with contextlib.suppress(ValueError):
+                    state.deleted_at.remove(begun_at)
+            state.not_pruned(action.save_id, error)
 
         self._in_worker(
             f"pruning {permit.tag}",
@@ -135,7 +137,7 @@ class Pruner:
         state.journal.end_deletion(deletion_id, done=True)
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
-        state.problems.clear("prune-blocked", tag)
+        state.prune_blocked.pop(save_id, None)
         log.info("%s pruned: %s", tag, reason, extra=doing("prune", tag))
         self._wake()
 

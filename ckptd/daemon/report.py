@@ -14,7 +14,7 @@ from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.outlook import link_speed, outlook
-from ckptd.daemon.unfinished import removal, unfinished
+from ckptd.daemon.unfinished import damage, unfinished, way_out
 from ckptd.daemon.viewing import next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
@@ -217,7 +217,9 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}
     cut_short = unfinished(state)
     open_ones = [
-        _unsealed(job, tag, verdict, folders.get(tag), is_cut_short=tag in cut_short)
+        _unsealed(
+            job, tag, verdict, folders.get(tag), way_out(job, state, tag)[0] if tag in cut_short else None
+        )
         for tag, verdict in state.verdicts.items()
         if verdict.state is not State.COMPLETE or tag not in sealed_tags
     ]
@@ -225,7 +227,7 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
 
 
 def _unsealed(
-    job: Job, tag: str, verdict: Verdict, folder: FolderListing | None, *, is_cut_short: bool
+    job: Job, tag: str, verdict: Verdict, folder: FolderListing | None, next_step: str | None
 ) -> st.CheckpointStatus:
     assert job.state is not None
     quiet = job.state.quiet.get(tag)
@@ -237,7 +239,7 @@ def _unsealed(
         state="sealing" if verdict.state is State.COMPLETE else str(verdict.state),
         reason=verdict.reason,
         bytes=folder.total_bytes if folder else 0,
-        next_step=removal(job, tag) if is_cut_short else None,
+        next_step=next_step,
         local=st.LocalStatus(
             present=True,
             universal="none",
@@ -263,6 +265,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes) -> st.Che
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
     fate = state.plan.local_fates.get(row.id) if state.plan else None
+    reason = damage(state, row)
     return st.CheckpointStatus(
         tag=save.tag,
         generation=max((r.generation or 1 for r in zero), default=None),
@@ -270,6 +273,8 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes) -> st.Che
         step=save.step,
         state=_state(row, zero),
         bytes=save.total_bytes,
+        reason=reason,
+        next_step=None if reason is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",
             universal=str(row.derived.state),

@@ -127,18 +127,16 @@ class Retiring:
                     state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
         link.tag_views.pop(commit.tag, None)
         state.retire_refused.pop(commit.sha256, None)
-        self._gone(link, about)
+        self._gone(link)
 
-    def _gone(self, link: RemoteLink, about: str) -> None:
-        self._state.problems.clear("retire-blocked", about)
+    def _gone(self, link: RemoteLink) -> None:
         link.observe()
         self._wake()
 
     def _not_retired(self, link: RemoteLink, about: str, sha256: str, error: CkptdError) -> None:
         if isinstance(error, _NOT_ITS_FAULT):
             log.warning("%s stays: %s", about, error)
-            self._state.refused_to_retire(sha256)
-            self._state.problems.put("retire-blocked", about, f"{about} stays: {error.message}", error.hint)
+            self._state.refused_to_retire(sha256, link.name, about, error)
         elif not isinstance(error, SourceChanged):
             link.move_failed(error)
         # else: it made way, and goes on when its turn comes again
@@ -192,7 +190,8 @@ class Retiring:
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, stone.commit_sha256, error_of(answer))
         else:
-            self._gone(link, about)
+            self._state.retire_refused.pop(stone.commit_sha256, None)
+            self._gone(link)
 
 
 def _about(link: RemoteLink, tag: str, form: str) -> str:

@@ -1,4 +1,4 @@
-"""What a job needs once before it acts: node id, settings of remotes, device, rights (P1, P19)."""
+"""What a job needs once before it acts: node id, settings of remotes, device (P1, P19)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
-from ckptd.errors import CkptdError, LockHeld, NotPermitted, from_os_error
-from ckptd.local import rights
+from ckptd.errors import CkptdError, LockHeld, from_os_error
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir
 from ckptd.place import lock as lock_if_possible
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.daemon.job import Job
-    from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
 
@@ -42,17 +40,6 @@ def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
         return path_of(save_dir, inside)
     prepare_state_dir(state_dir)
     return state_dir
-
-
-def say_set_aside(problems: Problems, journal: Journal) -> None:
-    """Where an unreadable journal lies now, if there was one."""
-    if journal.set_aside is not None:
-        problems.put(
-            "journal-set-aside",
-            str(journal.set_aside),
-            f"an unreadable journal lies in {journal.set_aside}",
-            "nothing to do: it was rebuilt from disk and remote",
-        )
 
 
 def node_id_of(state_dir: Path) -> str:
@@ -147,6 +134,19 @@ def open_locked(save_dir: str) -> int | None:
     return fd
 
 
+def is_free(config: JobConfig) -> bool:
+    """No other daemon owns save_dir now; of a shared one only a reload asks again."""
+    if config.shared_fs:
+        return False
+    try:
+        fd = open_locked(str(config.save_dir))
+    except CkptdError:
+        return False
+    if fd is not None:
+        let_go(fd, fd)
+    return True
+
+
 def let_go(fd: int, lock: int) -> None:
     """Workers may hold duplicates for a moment longer; the lock must not outlive the job with them."""
     for one in {fd, lock}:
@@ -169,31 +169,15 @@ def check_device(job: Job, state: JobState, save_dir_fd: int) -> None:
     known = state.journal.meta("device")
     if known is None:
         state.journal.set_meta("device", device)
-    elif known != device:
+    if known in (None, device):
+        job.problems.clear("device-changed", str(job.config.save_dir))
+    else:
         job.problems.put(
             "device-changed",
             str(job.config.save_dir),
             f"{job.config.save_dir} lies on another file system than before; nothing is deleted",
             "is the NVMe mounted? if this is meant, delete the journal in the state directory",
         )
-
-
-def prove_rights(job: Job, state: JobState, save_dir_fd: int, *, had_them: bool) -> bool:
-    """May anything be deleted here? Proved once, when there is something to keep (P19)."""
-    about = str(job.config.save_dir)
-    if not state.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
-        return False
-    if had_them:
-        return True
-    try:
-        rights.prove_rights(save_dir_fd, about)
-        state.can_clone = rights.can_clone(save_dir_fd)
-    except (NotPermitted, OSError) as error:
-        text = error.message if isinstance(error, CkptdError) else str(error)
-        job.problems.put("no-rights", about, text, "run ckptd as the training user; nothing is deleted")
-        return False
-    job.problems.clear("no-rights", about)
-    return True
 
 
 def is_still(path: Path, fd: int) -> bool:

@@ -217,10 +217,7 @@ class Shipping:
     def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
         state = self._state
         tag = state.rows[action.save_id].save.tag
-        about = f"{tag} → {action.remote}"
-        state.problems.clear("upload-failed", about)
-        if answer.outcome != "damaged":
-            state.problems.clear("source-damaged", about)
+        record = record.model_copy(update={"is_damaged": answer.outcome == "damaged", "hint": ""})
         if answer.outcome == "committed" and answer.commit is not None:
             moving = state.moving.get((action.save_id, action.remote, action.form))
             seconds = time.monotonic() - moving.started_seconds if moving else 0.0
@@ -244,8 +241,7 @@ class Shipping:
         elif answer.outcome in ("waiting", "damaged"):
             if answer.outcome == "damaged":
                 step = command_for(self._config, "verify", tag, "--repair", "--read-data")
-                step += " on the node that has that shard"
-                state.problems.put("source-damaged", about, f"{about}: {answer.reason}", step)
+                record = record.model_copy(update={"hint": f"{step} on the node that has that shard"})
             again_at = time.monotonic() + self._wait_seconds(action, answer)
             update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)
@@ -284,19 +280,18 @@ class Shipping:
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
         log.warning("%s (%s): %s", about, action.form, error, extra=doing("ship", tag))
-        text, next_step = f"{about}: {error.message}", error.hint
+        record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, SourceChanged):
             state.journal.forget_objects(action.save_id, action.remote, action.form)
-            record, next_step = self._again(record, error.message, changed_seconds), NEXT_STEP_CHANGED
+            record = record.model_copy(update={"hint": NEXT_STEP_CHANGED})
+            record = self._again(record, error.message, changed_seconds)
         elif isinstance(error, DamagedError) and not isinstance(error, VerifyError):
-            record = record.model_copy(update={"state": ShipState.REFUSED, "reason": error.message})
-            state.problems.put("source-damaged", about, text, next_step)
+            update = {"state": ShipState.REFUSED, "reason": error.message, "is_damaged": True}
+            record = record.model_copy(update=update)
         else:
             record = self._again(record, error.message)
             if isinstance(error, RemoteError | StorageError | VerifyError) or error.exit_code == 77:
                 link.move_failed(error, is_answering=isinstance(error, VerifyError))
-        if record.state is ShipState.FAILED and record.tries >= 3:
-            state.problems.put("upload-failed", about, text, next_step)
         state.put_ship(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ckptd.core.sealing import shards_of
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.backoff import doubled
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.refusals import Refusal, Stays
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.journal_past import WIDEST
 
@@ -35,6 +36,7 @@ ShipKey = tuple[int, str, str]
 
 HOUR_SECONDS = 3600.0
 MINUTE_SECONDS = 60.0
+SOON_SECONDS = 10.0
 
 FAILURE_SECONDS = 120.0
 """How long status says that something failed here; what is tried in vain again is said anew."""
@@ -117,8 +119,12 @@ class JobState:
     """Monotonic times of prunes, for the seat belt."""
     retired_at: deque[float] = field(default_factory=deque)
     """Monotonic times of zero COMMITs retired, likewise."""
-    retire_refused: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Digest of a COMMIT that a remote would not let go → how often in a row, and when last."""
+    retire_refused: dict[str, Refusal] = field(default_factory=dict)
+    """By the digest of a COMMIT that a remote would not let go."""
+    prune_blocked: dict[int, Stays] = field(default_factory=dict)
+    """Save id → why it may go, and is still here."""
+    holds_released: dict[int, str] = field(default_factory=dict)
+    """Save id → what is to be said of a hold that was given up for want of room."""
     completed_at: deque[float] = field(default_factory=deque)
     waiting: dict[ShipKey, Waiting] = field(default_factory=dict)
     """Parts that wait for other nodes' shards."""
@@ -223,19 +229,47 @@ class JobState:
             "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
         }
 
+    def blocked_lately(self) -> frozenset[int]:
+        """Saves that could not be removed from here: tried again in ten seconds, twenty … an hour."""
+        now = time.monotonic()
+        return frozenset(
+            save_id
+            for save_id, stays in self.prune_blocked.items()
+            if not stays.is_brief
+            and now - stays.at_seconds < doubled(SOON_SECONDS, stays.times, HOUR_SECONDS)
+        )
+
+    def not_pruned(self, save_id: int, error: CkptdError) -> None:
+        """Once more."""
+        before = self.prune_blocked.get(save_id)
+        self.prune_blocked[save_id] = Stays(
+            text=error.message,
+            hint=error.hint,
+            is_brief=isinstance(error, SourceChanged),
+            times=before.times + 1 if before is not None else 1,
+            at_seconds=time.monotonic(),
+        )
+
     def refused_lately(self) -> frozenset[str]:
         """Digests of COMMITs whose remote would not let them go: asked again in a minute, two … an hour."""
         now = time.monotonic()
         return frozenset(
             sha
-            for sha, (times, at) in self.retire_refused.items()
-            if now - at < doubled(MINUTE_SECONDS, times, HOUR_SECONDS)
+            for sha, refusal in self.retire_refused.items()
+            if now - refusal.at_seconds < doubled(MINUTE_SECONDS, refusal.times, HOUR_SECONDS)
         )
 
-    def refused_to_retire(self, sha256: str) -> None:
+    def refused_to_retire(self, sha256: str, remote: str, about: str, error: CkptdError) -> None:
         """Once more."""
-        times, _ = self.retire_refused.get(sha256, (0, 0.0))
-        self.retire_refused[sha256] = (times + 1, time.monotonic())
+        before = self.retire_refused.get(sha256)
+        self.retire_refused[sha256] = Refusal(
+            remote=remote,
+            about=about,
+            text=f"{about} stays: {error.message}",
+            hint=error.hint,
+            times=before.times + 1 if before is not None else 1,
+            at_seconds=time.monotonic(),
+        )
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
         """Journal and remember."""
@@ -251,6 +285,14 @@ class JobState:
                 self.put_ship(save_id, record.model_copy(update=update))
                 self.generations.pop((save_id, remote, form), None)
         self.reload(save_id)
+
+    def forget_damage(self, save_id: int) -> None:
+        """Its files were put back, perhaps because they were damaged: what was refused is looked at anew."""
+        for record in list(self.ships.get(save_id, {}).values()):
+            if record.form == ZERO and record.state is ShipState.REFUSED:
+                update = {"state": ShipState.NEW, "reason": None, "is_damaged": False}
+                self.put_ship(save_id, record.model_copy(update=update))
+                self.generations.pop((save_id, record.remote, ZERO), None)
 
     def lose_commit(self, save_id: int, remote: str, reason: str) -> None:
         """The remote no longer vouches for a save: it counts as not committed there, and is shipped again."""

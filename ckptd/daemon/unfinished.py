@@ -1,4 +1,5 @@
-"""Saves that were cut short: never deleted by themselves (P5), so people must see what they cost (H23)."""
+"""Saves that will never be safe as they are: never deleted by themselves (P5), so people must see what they
+cost, and the command for each (H23)."""
 
 from __future__ import annotations
 
@@ -7,22 +8,43 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.core.lifecycle import State
+from ckptd.core.view import ZERO, ShipState
 from ckptd.local import fs
 from ckptd.place import path_of
 
 if TYPE_CHECKING:
+    from ckptd.core.rows import SaveRow
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
-_CUT_SHORT = (State.INCOMPLETE, State.TORN_RESAVE)
+REMOVES = "removes it"
+_CUT_SHORT = (State.INCOMPLETE, State.TORN_RESAVE, State.SUSPECT)
 
 
 def unfinished(state: JobState) -> dict[str, int]:
-    """Tag → bytes in its folder, of incomplete and torn saves, the largest first."""
+    """Tag → bytes in its folder, of incomplete, torn, doubtful and damaged saves, the largest first."""
     tags = {tag for tag, verdict in state.verdicts.items() if verdict.state in _CUT_SHORT}
+    tags |= {row.save.tag for row in state.rows.values() if damage(state, row) is not None}
     folders = state.listing.folders if state.listing else ()
     sizes = dict.fromkeys(tags, 0) | {f.tag: f.total_bytes for f in folders if f.tag in tags}
     return dict(sorted(sizes.items(), key=lambda row: (-row[1], row[0])))
+
+
+def damage(state: JobState, row: SaveRow) -> str | None:
+    """What is wrong with the bytes of a save that lies here; None: nothing that is known."""
+    records = state.ships.get(row.id, {}).values() if row.state == "present" else ()
+    return next((r.reason or "damaged" for r in records if r.form == ZERO and r.is_damaged), None)
+
+
+def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:
+    """The command for a folder that will never be safe as it is, and what that does."""
+    verdict, row = state.verdicts.get(tag), state.row_of_tag(tag)
+    if verdict is not None and verdict.state is State.SUSPECT:
+        return command_for(job.config, "accept", tag), "takes it as one save"
+    records = state.ships.get(row.id, {}).values() if row is not None else ()
+    if any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records):
+        return command_for(job.config, "verify", tag, "--repair"), "puts it right"
+    return removal(job, tag), REMOVES
 
 
 def removal(job: Job, tag: str) -> str:

@@ -110,6 +110,7 @@ def build_view(
         config_digest=state.config_digest,
         node=next((link.settings.node for link in links.values()), ""),
         due_since_seconds=_since_when(state),
+        not_to_prune=state.blocked_lately(),
         not_to_retire=state.refused_lately(),
         retirements_left=_left(state, state.retired_at, _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),

@@ -54,6 +54,15 @@ def prove_rights(save_dir_fd: int, save_dir: str) -> None:
             os.close(trash)
     except PermissionError as error:
         raise _who(save_dir_fd, save_dir) from error
+    ask_kernel(save_dir_fd, save_dir)
+
+
+def ask_kernel(save_dir_fd: int, save_dir: str) -> None:
+    """Whether we may rename and remove in save_dir itself, where nothing is tried out (P11).
+
+    Raises:
+        NotPermitted: with who owns the directory and who we are.
+    """
     status = os.fstat(save_dir_fd)
     is_sticky = bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
     if is_sticky or not os.access(".", os.W_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True):

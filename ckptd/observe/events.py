@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 Kind = Literal["complete", "committed", "converted", "pruned", "problem", "solved", "not-safe", "safe-again"]
 
 
+RANK = {"note": 0, "behind": 1, "attention": 2}
+"""Of severities."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One thing that happened; `about` and `kind` make it comparable with the same thing later."""
@@ -43,9 +47,10 @@ def events_between(before: JobStatus | None, after: JobStatus) -> tuple[Event, .
         old = {_key(checkpoint): checkpoint for checkpoint in before.checkpoints}
         for checkpoint in after.checkpoints:
             found += _checkpoint(after, old.get(_key(checkpoint)), checkpoint)
-    known = {_problem_key(p) for p in before.problems} if before is not None else set()
+    known = {_problem_key(p): RANK[p.severity] for p in before.problems} if before is not None else {}
     open_now = {_problem_key(p) for p in after.problems}
-    found += [_problem(after, p) for p in after.problems if _problem_key(p) not in known]
+    # one that did not heal, and needs a person by now, is news
+    found += [_problem(after, p) for p in after.problems if RANK[p.severity] > known.get(_problem_key(p), -1)]
     for problem in before.problems if before is not None else ():
         if _problem_key(problem) not in open_now:
             found.append(_solved(after, problem))

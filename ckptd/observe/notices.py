@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.observe.events import Event, events_between
+from ckptd.observe.events import RANK, Event, events_between
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MOST_IN_AN_HOUR = 20
 _HOUR_SECONDS = 3600.0
-_RANK = {"note": 0, "behind": 1, "attention": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,7 @@ class Desk:
 
     def _is_told(self, event: Event, now_seconds: float) -> bool:
         """Once in `repeat`; that it is over, only if it was told."""
-        if _RANK[event.severity] < _RANK[self.rules.severity]:
+        if RANK[event.severity] < RANK[self.rules.severity]:
             return False
         key = (event.job, event.code or event.kind, event.about)
         at = self._told_at.get(key)

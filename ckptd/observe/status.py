@@ -61,7 +61,7 @@ class DiskStatus:
     full_in_saves: int | None = None
     full_in_seconds: float | None = None
     unfinished_bytes: int = 0
-    """In saves that were cut short and are never deleted by themselves."""
+    """In saves cut short, torn, damaged or in doubt, which are never deleted by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class CheckpointStatus:
     """Why it may go from this node; None: it stays, or is gone."""
     pinned: bool = False
     next_step: str | None = None
-    """The command that removes a save that was cut short."""
+    """The command for a save that will not be safe as it is: cut short, torn, doubtful or damaged."""
     kind: str = "resumable"
     """Or "model-only": weights alone, nothing to resume from."""
     complete_for: str | None = None

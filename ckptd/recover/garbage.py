@@ -18,10 +18,11 @@ from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, judge
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.journal import Journal
-from ckptd.local import fs
+from ckptd.local import fs, hold
 from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import scan_folder
 from ckptd.recover.choose import DESCRIPTION
+from ckptd.recover.damage import damage_in
 from ckptd.recover.intact import opened_save_dir
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import FETCHED, unrest
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 HERE = "here"
+_DAMAGED = "damaged: "
 _STAGED = ("resume.", FETCHED)
 _GIVEN_UP = (State.INCOMPLETE, State.TORN_RESAVE, State.LEFTOVER)
 
@@ -213,11 +215,11 @@ class Collector:
         self._noted(f"{folder}/{name}", size, why)
 
     def incomplete(self, job: JobConfig, tag: str, pins: frozenset[str]) -> None:
-        """Remove one incomplete or torn checkpoint folder.
+        """Remove one incomplete, torn or damaged checkpoint folder.
 
         Raises:
             NotFoundError: there is none of that name. SourceChanged: somebody writes there.
-            RefusedError: it is complete, in flight, suspect, pinned or no checkpoint.
+            RefusedError: it is whole, in flight, pinned or no checkpoint; in doubt, and no byte is wrong.
         """
         files.check_relative(tag)
         with _opened(job) as fd:
@@ -231,7 +233,23 @@ class Collector:
                     self._say(f"{tag}/{file.path} ({file.identity.size_bytes} bytes)")
                 if not self._dry_run:
                     remove_incomplete(fd, tag, listing.files)
-        self._noted(tag, size, reason)
+                self._noted(tag, size, reason)
+                if reason.startswith(_DAMAGED):
+                    self._clones(fd, tag)
+
+    def _clones(self, fd: int, tag: str) -> None:
+        """Holds of a damaged checkpoint keep its bytes on the disk: those that are damaged too go with it."""
+        for name in fs.names_in(fd, fs.HOLD):
+            place = f"{fs.HOLD}/{name}"
+            is_its = name.rpartition(".")[0] == tag and name.rpartition(".")[2].isdecimal()
+            listing = scan_folder(fd, place) if is_its else None
+            damage = damage_in(fd, listing) if listing is not None else None
+            if damage is None:
+                continue
+            size = _bytes_below(fd, place)
+            if not self._dry_run:
+                hold.release(fd, name)
+            self._noted(place, size, f"{_DAMAGED}{damage}")
 
     def _given_up(self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str]) -> str:
         """Why the folder is not whole; refuses whatever may still be wanted."""
@@ -251,12 +269,14 @@ class Collector:
             save_spread_seconds=job.save_spread_seconds,
         )
         verdict = judge(listing, {row.path: row for row in rows}, None, context)
-        if verdict.state not in _GIVEN_UP:
-            raise RefusedError(
-                f"{tag} is {verdict.state.value}{f' ({verdict.reason})' if verdict.reason else ''}",
-                hint="only an incomplete or torn checkpoint is removed so",
-            )
-        return verdict.reason or verdict.state.value
+        if verdict.state in _GIVEN_UP:
+            return verdict.reason or verdict.state.value
+        damage = damage_in(fd, listing)
+        if damage is None:
+            why = f" ({verdict.reason})" if verdict.reason else ""
+            msg = f"{tag} is {verdict.state.value}{why}, and no byte is known to be wrong"
+            raise RefusedError(msg, hint="only an incomplete, torn or damaged checkpoint is removed so")
+        return f"{_DAMAGED}{damage}"
 
     # --- telling ---------------------------------------------------------------------------------------
 

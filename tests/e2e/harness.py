@@ -63,6 +63,8 @@ class Node:
     url: str = ""
     """Of the remote; default a directory of the node."""
     environment: dict[str, str] = field(default_factory=dict)
+    under: tuple[str, ...] = ()
+    """What the daemon is started by: a command that goes before its own."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class Node:
         with self.log.open("ab") as log:
             mark = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "ckptd", "run", "--job", str(self.job_file), *options],
+                [*self.under, sys.executable, "-m", "ckptd", "run", "--job", str(self.job_file), *options],
                 stdout=log,
                 stderr=log,
                 env=os.environ | self.environment,

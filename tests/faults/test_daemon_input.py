@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 import time
@@ -228,10 +229,29 @@ def test_a_bit_that_flipped_after_the_save_is_not_shipped(tmp_path: Path) -> Non
         data = bytearray((folder / RANK0).read_bytes())
         data[len(data) // 2] ^= 1
         (folder / RANK0).write_bytes(data)
+        for path in [*folder.iterdir(), folder]:
+            os.utime(path, (1e9, 1e9))
         here.start()
         folder.rename(here.save_dir / "global_step1")
         here.wait("said", lambda: "source-damaged" in here.problems())
+        here.wait("its row", lambda: here.checkpoint("global_step1")["state"] == "refused")
         assert not here.commits()
+        row = here.checkpoint("global_step1")
+        assert f"{RANK0}: record" in row["reason"]
+        assert here.status()["disk"]["unfinished_bytes"] == row["bytes"] > 0
+        shown = " ".join(here.ckptd("status", here.job_file).stdout.split())
+        assert f"{row['next_step']} removes it" in shown
+        words = shlex.split(row["next_step"])
+        assert words[:2] == ["ckptd", "gc"]
+        done = here.ckptd(*words[1:])
+        assert done.returncode == 0, done.stderr
+        assert not here.local_tags()
+        here.wait("its end", lambda: here.status()["disk"]["unfinished_bytes"] == 0)
+        assert not here.problems() & {"source-damaged", "vanished-uncommitted"}, "nothing was lost by that"
+        # the same tag, saved well: nothing is left of the one before
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        here.wait("safe", lambda: here.status()["state"] == "ok")
 
 
 def test_save_dir_appears_later_and_its_parent_must_exist(tmp_path: Path) -> None:

@@ -105,7 +105,10 @@ def test_a_shard_that_does_not_come_names_its_rank_and_node(watched: Watched) ->
     text = watched.alarms()["shard-missing"]
     assert text.startswith("global_step10: optimizer shard of rank 1 (zero_pp_rank_1_mp_rank_00")
     assert "in global_step5 node node-7 wrote it" in text
-    assert [p.severity for p in watched.state.problems.all()] == ["attention"]
+    (problem,) = watched.state.problems.all()
+    assert (problem.severity, problem.lasting) == ("note", "attention"), (
+        "a slow rank calls nobody for a minute"
+    )
 
 
 def test_ranks_may_lie_as_far_apart_as_they_ever_did(watched: Watched) -> None:
@@ -187,6 +190,14 @@ def test_what_is_in_the_way_of_retention_is_said(view: JobView, words: str, pati
     assert found.startswith("s1b1 may go and stays (with 1 more): ")
     assert words in found
     assert found.endswith(f"; {patience:.0f}")
+
+
+def test_one_that_could_not_be_removed_holds_up_no_other() -> None:
+    """It is left alone for a while, and has a problem of its own; nothing is asked for it meanwhile."""
+    view = three(not_to_prune=frozenset({1}), confirmations={})
+    assert why(view).startswith("s2b1 may go and stays: ")
+    assert [getattr(a, "save_id", 0) for a in plan(view).actions] == [2]
+    assert why(three(not_to_prune=frozenset({1, 2}))) == ""
 
 
 def test_delete_waits_for_no_remote() -> None:

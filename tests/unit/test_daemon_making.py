@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -11,13 +12,14 @@ from ckptd.core.actions import MakeWay, Ship
 from ckptd.core.manifest import Commit, ManifestRef
 from ckptd.core.planner import plan
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
-from ckptd.daemon.checks import forget_uploads, see_conversions
+from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.orders import committed_source, making_of
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.processes import MAKING, Process
 from ckptd.daemon.seen import learn_forms
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import Converting, JobState, Moving
+from ckptd.daemon.stuck import see_uploads
 from ckptd.journal import Journal, ObjectRow
 from ckptd.remote import messages as m
 from ckptd.remote.making_messages import Committed
@@ -60,6 +62,16 @@ class Life:
     def planned(self, plan_sha256: str) -> None:
         self.hears(m.Planned(plan_sha256=plan_sha256, layout="strict", files=3, bytes=30))
 
+    def told(self) -> list[tuple[str, str]]:
+        """What a turn says of uploads."""
+        problems = self.state.problems
+        remote = SimpleNamespace(name="nas", forms=(ZERO, UNIVERSAL), required=True)
+        job = SimpleNamespace(config=SimpleNamespace(remotes=(remote,)), problems=problems)
+        problems.begin_turn()
+        see_uploads(cast("Any", job), self.state)
+        problems.end_turn()
+        return [(p.code, p.about) for p in problems.all()]
+
     @property
     def objects(self) -> list[str]:
         return [row.key for row in self.state.journal.objects(*KEY)]
@@ -96,6 +108,7 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
         record = life.state.ship(*KEY)
         assert (record.state, record.reason) == (ShipState.WAITING, "a shard is damaged")
         assert record.retry_at_seconds >= now + 180.0
+        assert life.told() == [("source-damaged", "s1b1 → nas")]
         (problem,) = life.state.problems.all()
         assert (problem.code, problem.severity) == ("source-damaged", "attention")
         assert f"verify {tmp_path}/run s1b1 --repair --read-data on the node" in problem.next_step
@@ -104,7 +117,7 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
     assert life.state.rows[1].derived.state is DerivedState.NONE
     life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
     life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
-    assert life.state.problems.all() == ()
+    assert life.told() == []
 
 
 def test_what_made_way_is_no_failure(life: Life) -> None:
@@ -141,18 +154,19 @@ def test_a_source_that_changes_whenever_it_is_sent_is_told_and_left_alone_for_lo
         record = life.state.ship(*KEY)
         assert (record.state, record.tries) == (ShipState.FAILED, times)
         waits.append(record.retry_at_seconds - 1000.0)
-        told = [(p.code, p.about) for p in life.state.problems.all()]
-        assert told == ([("upload-failed", "s1b1 → nas")] if times >= 3 else [])
+        assert life.told() == ([("upload-failed", "s1b1 → nas")] if times >= 3 else [])
         life.state.busy[1] += 1
     assert waits[:4] == [2.0, 4.0, 8.0, 16.0]
     assert waits[-1] == 3600.0
     assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
-    forget_uploads(life.state.problems, life.state)
-    assert life.state.problems.all(), "it is here, and still not sent"
+    life.state.put_ship(
+        1, life.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "reason": None})
+    )
+    assert life.told() == [("upload-failed", "s1b1 → nas")], "it is tried again just now"
+    assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
     life.state.journal.end_save(1, "vanished")
     life.state.reload(1)
-    forget_uploads(life.state.problems, life.state)
-    assert not life.state.problems.all(), "what is gone is not tried again"
+    assert life.told() == [], "what is gone is not tried again"
 
 
 def test_objects_of_another_plan_are_nobodys(life: Life) -> None:

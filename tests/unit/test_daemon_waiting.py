@@ -18,6 +18,7 @@ from ckptd.daemon.problems import Problems
 from ckptd.daemon.seen import is_written_down
 from ckptd.daemon.state import JobState
 from ckptd.daemon.waiting import Waiting, waiting_on
+from ckptd.errors import NotPermitted
 from ckptd.journal import Journal
 from ckptd.remote import messages as m
 from tests.model.commit_code import TWO_NODES, order_of, sealed
@@ -201,13 +202,14 @@ def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
     monkeypatch.setattr("ckptd.daemon.state.time.monotonic", lambda: now[0])
     state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     pauses = []
+    error = NotPermitted("it may not be removed")
     for _ in range(8):
-        state.refused_to_retire("sha")
+        state.refused_to_retire("sha", "nas", "s1b1 of nas", error)
         begun = now[0]
         while "sha" in state.refused_lately():
             now[0] += 30.0
         pauses.append((now[0] - begun) / 60)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     for _ in range(2000):  # a quarter of a year of hours
-        state.refused_to_retire("sha")
+        state.refused_to_retire("sha", "nas", "s1b1 of nas", error)
     assert state.refused_lately() == {"sha"}

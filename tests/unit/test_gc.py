@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,46 @@ def test_an_incomplete_checkpoint(scene: RepairScene) -> None:
     assert "was never" in one.removed[0].why or "missing" in one.removed[0].why
     (line,) = scene.audit()
     assert (line["action"], line["tag"]) == ("gc", tag)
+
+
+def test_a_damaged_checkpoint(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real shard in which one bit turned, and the real command; the whole one beside it stays."""
+    job = tmp_path / "run.toml"
+    job.write_text(
+        f'save_dir = "{scene.save_dir}"\n[[remote]]\nname = "nas"\nurl = "{scene.nas}"\n'
+        "same_filesystem = true\n"
+    )
+    tag = scene.save(15)
+    shard = scene.shard(1, tag)
+    data = shard.read_bytes()
+    others = {name for name in tree(scene.save_dir) if not name.startswith(f"{tag}/")}
+
+    def gc(*more: str) -> tuple[int, str]:
+        scene.quiet()
+        done = run_here(capsys, "gc", job, "--incomplete", tag, *more)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = gc()
+    assert (code, "is complete, and no byte is known to be wrong" in text) == (65, True), text
+    scene.flip(shard, at=len(data) // 2)
+    code, text = gc("--dry-run")
+    assert code == 0, text
+    assert f"damaged: {tag}/{shard.name}: record" in text
+    assert shard.exists()
+    shard.write_bytes(data)
+    os.utime(shard, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert gc()[0] == 65, "mended meanwhile: proven again, not believed"
+    # clones of it would keep its bytes on the disk; one that is right may be the last good copy
+    ours = scene.save_dir / "_ckptd" / "hold"
+    shutil.copytree(scene.save_dir / tag, ours / f"{tag}.8")
+    scene.flip(shard, at=len(data) // 2)
+    shutil.copytree(scene.save_dir / tag, ours / f"{tag}.7")
+    (ours / f"{tag}.7.json").write_text("{}")
+    assert gc()[0] == 0
+    assert [path.name for path in ours.iterdir()] == [f"{tag}.8"]
+    assert {name for name in tree(scene.save_dir) if not name.startswith("_ckptd/")} == others
+    lines = (scene.save_dir / "_ckptd" / "state" / "audit.jsonl").read_text().splitlines()
+    assert [(line["action"], line["tag"]) for line in map(json.loads, lines)] == [("gc", tag), ("gc", "")]
 
 
 def test_the_command(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

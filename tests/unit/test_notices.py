@@ -116,6 +116,12 @@ def test_a_problem_that_flaps_is_told_once_and_one_that_lasts_again() -> None:
     assert kinds(desk.see(job(problems=(problem(),)), 3601.0).messages) == ["problem"]
     # another remote's is another
     assert kinds(desk.see(job(problems=(problem(), problem(about="s3"))), 3602.0).messages) == ["problem"]
+    # one that did not heal is told when it needs a person
+    slow = Desk(RULES)
+    assert slow.see(job(problems=(problem("torn-save", severity="note"),)), 0.0).messages == ()
+    assert kinds(slow.see(job(problems=(problem("torn-save"),)), 60.0).messages) == ["problem"]
+    assert kinds(slow.see(job(problems=(problem("torn-save"),)), 61.0).events) == []
+    assert kinds(slow.see(job(), 62.0).messages) == ["solved"]
     # what nobody was told of is not told to be over
     quiet = Desk(RULES)
     quiet.see(job(problems=(problem("link-slow", severity="note"),)), 0.0)

@@ -179,7 +179,7 @@ def test_a_save_that_was_cut_short_is_shown_with_its_bytes_and_the_command(house
     publish(house, "a", text)
     shown = " ".join(status(house, "a").stdout.split())
     assert "full in 2 saves / 40 min at this pace" in shown
-    assert "12.0 GB in saves that were cut short, production 800.0 MB/s, link 200.0 MB/s" in shown
+    assert "12.0 GB in saves cut short, damaged or in doubt, production 800.0 MB/s, link 200.0 MB/s" in shown
     assert "rank 1; ckptd gc a --incomplete global_step9 removes it" in shown
 
 

@@ -1,0 +1,83 @@
+"""May anything be deleted in this save_dir? Proved again and again: rights and mounts change (P19).
+
+What cannot be proved costs removals alone: what is complete is shipped all the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.errors import CkptdError, NotPermitted
+from ckptd.local import rights
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state import JobState
+
+AGAIN_SECONDS = 60.0
+SOON_SECONDS = 5.0
+"""When something that should have gone could not."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Rights:
+    """Of one job over one save_dir, since it was opened; called in the deciding thread.
+
+    `is_missing`: the last proof failed, and the next turn tries again.
+    """
+
+    def __init__(self) -> None:
+        self.are_held = self.is_missing = False
+        self._proved_at_seconds = -math.inf
+
+    def prove(self, job: Job, state: JobState, save_dir_fd: int) -> None:
+        """When there is something to keep, on the file system that it was on; what failed, at each turn."""
+        about = str(job.config.save_dir)
+        if not state.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
+            self.are_held = False
+            return
+        now = time.monotonic()
+        has_failed = any(not stays.is_brief for stays in state.prune_blocked.values())
+        due_seconds = SOON_SECONDS if has_failed else AGAIN_SECONDS
+        if self.are_held and now - self._proved_at_seconds < due_seconds:
+            return
+        try:
+            prove(save_dir_fd, about)
+            if not self.are_held:
+                state.can_clone = can_clone(save_dir_fd)
+        except (NotPermitted, OSError) as error:
+            text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
+            is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
+            hint = "mount it writable again" if is_mount else "run ckptd as the training user"
+            job.problems.put("no-rights", about, text, f"{hint}; nothing is deleted")
+            self.are_held, self.is_missing = False, True
+            return
+        if self.is_missing:
+            state.prune_blocked.clear()  # what failed for want of rights goes at once
+        self.are_held, self.is_missing, self._proved_at_seconds = True, False, now
+        job.problems.clear("no-rights", about)
+
+
+def prove(save_dir_fd: int, about: str) -> None:
+    """Raises NotPermitted, or OSError as the kernel says."""
+    try:
+        rights.prove_rights(save_dir_fd, about)
+    except OSError as error:
+        # no room to create anything is no want of rights: what goes makes room
+        if error.errno not in _NO_ROOM:
+            raise
+        rights.ask_kernel(save_dir_fd, about)
+
+
+def can_clone(save_dir_fd: int) -> bool:
+    """Whether extents can be shared here; not known without room for two small files, so no."""
+    try:
+        return rights.can_clone(save_dir_fd)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        return False
