@@ -114,7 +114,9 @@ def _other_saves(apart: Iterable[Part]) -> str:
     words = ""
     for generation, nodes in sorted(by_generation.items())[-2:]:
         several = "nodes" if len(nodes) > 1 else "node"
-        words += f"; {several} {_some(sorted(nodes))} shipped another save of this tag, as generation {generation}"
+        words += (
+            f"; {several} {_some(sorted(nodes))} shipped another save of this tag, as generation {generation}"
+        )
     return words
 
 
@@ -124,9 +126,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _model_names(missing: Iterable[NamedShard]) -> str:
-    return _some(
-        [f"mp_rank_{s.shard.mm or 0:02d}_model_states.pt" for s in missing if s.role is Role.MODEL]
-    )
+    return _some([f"mp_rank_{s.shard.mm or 0:02d}_model_states.pt" for s in missing if s.role is Role.MODEL])
 
 
 def _words(cells: Set[Cell], mm_count: int) -> str:
@@ -149,9 +149,7 @@ def _where(
 ) -> str:
     """The nodes that held them last; of ranks that none is known for, those not heard of."""
     places = [
-        (seen, lost & here)
-        for seen, here in sorted(held.items(), key=lambda row: row[0].node)
-        if lost & here
+        (seen, lost & here) for seen, here in sorted(held.items(), key=lambda row: row[0].node) if lost & here
     ]
     several = len(places) > 1
     said = [

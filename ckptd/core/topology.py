@@ -56,7 +56,6 @@ class Topology:
         stage, tensor = divmod(cell.mm, self.tp)
         return (stage * self.dp + cell.d) * self.tp + tensor
 
-
     def first_of_run(self, cells: Collection[Cell]) -> int | None:
         """The lowest of the ranks that write these; None: they do not follow each other, as a node's do."""
         ranks = sorted(map(self.rank_of, cells))
@@ -64,7 +63,7 @@ class Topology:
 
 
 def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | None:
-    """As the grid records it; before DeepSpeed 0.19.5 a pipeline's layer files tell its tensor-parallel degree.
+    """As the grid records it; before DeepSpeed 0.19.5 layer files of a pipeline tell its tensor parallelism.
 
     None: it is not known, or sequence-parallel ranks stand between (their order is Megatron's).
     """

@@ -135,8 +135,8 @@ def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
 
 
 def _is_read(file: ManifestFile, cells: Collection[Cell]) -> bool:
-    """Whether ranks with these cells read it: their own optimizer shards; a rank's model states of stage 3 lie
-    beside those of all model-parallel ranks, which DeepSpeed counts."""
+    """Whether ranks with these cells read it: optimizer shards each its own, model states of stage 3 beside
+    those of the other model-parallel ranks, which DeepSpeed counts."""
     if file.role is Role.OPTIM:
         return (file.shard.d, file.shard.mm) in cells
     return file.shard.d is None or file.shard.d in {cell.d for cell in cells}
