@@ -63,8 +63,8 @@ class Topology:
 
 
 def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | None:
-    """As the grid records it; before DeepSpeed 0.19.5 layer files of a pipeline tell its tensor parallelism, and
-    what has no layers is no pipeline.
+    """As the grid records it; before DeepSpeed 0.19.5 a pipeline's layer files tell its tensor parallelism,
+    and what has no layers is no pipeline.
 
     None: it is not known, or sequence-parallel ranks stand between (their order is Megatron's).
     """
