@@ -42,37 +42,13 @@ def is_held(here: LocalSight, copy: Copy) -> bool:
     What lies beside them tells no saves apart: a note that somebody wrote over or took away would make the
     folder one that was saved again, and an older checkpoint the newest.
     """
-    left_out = {file.path for file in copy.late} | _of_other_stages(copy)
-    own = [file for file in copy.files if file.path not in left_out]
+    late = {file.path for file in copy.late}
+    own = [file for file in copy.files if file.path not in late]
     roots = layout_of(copy.view.commit.tag, (file.path for file in own))[1]
     shards = [f for f in own if f.role is not Role.SIDE and is_in_roots(f.path, roots)] or own
     beside = (file.path for file in own if file.role is Role.SIDE)
     is_all_there = here.is_complete or all(path in here.facts for path in beside)
     return bool(shards) and is_all_there and all(_is_here(here, file) for file in shards)
-
-
-def _of_other_stages(copy: Copy) -> set[str]:
-    """What of a copy pipeline stages alone read whose ranks are on other nodes; a folder without it loads.
-
-    Tensor-parallel ranks read one file of model states each too, by its place among all that are there.
-    """
-    grid = copy.view.commit.grid
-    mms = {cell.mm for cell in cells_of(copy.files)}
-    is_pipeline = (grid.pp or 1) > 1 or bool(grid.layers)
-    if not is_pipeline or len(mms) != 1:
-        return set()
-    of_stage = {
-        file.path
-        for manifest in copy.manifests
-        if mms & {cell.mm for cell in cells_of(manifest.files)}
-        for file in manifest.files
-    }
-    return {
-        file.path
-        for file in copy.files
-        if (file.role is Role.MODEL and file.shard.d is None and file.shard.mm not in mms)
-        or (file.role is Role.LAYER and file.path not in of_stage)
-    }
 
 
 def _is_here(here: LocalSight, file: ManifestFile) -> bool:

@@ -115,22 +115,17 @@ def shards(folder: Path) -> set[str]:
 
 
 @pytest.mark.full
-def test_stages_of_a_pipeline_go_on_where_they_were_and_on_other_machines(tmp_path: Path) -> None:
-    """A node a stage: each keeps its own folder as it is, and a fresh one gets the shards of its stage."""
+def test_stages_of_a_pipeline_get_their_own_shards_and_go_on(tmp_path: Path) -> None:
+    """A node a stage: both have data-parallel ranks 0 and 1. The nodes that saved, and fresh ones."""
     run = runs.STAGES
     runs.prepare([run])
     tag = f"global_step{STEP}"
     with cluster(tmp_path) as here:
         committed(here, run)
         for rank, name in enumerate("ab"):
-            node = here.nodes[name]
-            before = shards(node.save_dir / tag)
-            assert resume(node, SAME, rank) == str(node.save_dir / tag)
-            assert shards(node.save_dir / tag) == before == shards(run.save_dir(rank) / tag)
-            assert not list((node.save_dir / "_ckptd").glob("aside/*"))
-            fresh = here.add(f"on2-{rank}", local="forms = []")
-            resume(fresh, SAME, rank)
-            assert shards(fresh.save_dir / tag) == before
+            for node in (here.nodes[name], here.add(f"on2-{rank}", local="forms = []")):
+                assert resume(node, SAME, rank) == str(node.save_dir / tag)
+                assert shards(node.save_dir / tag) == shards(run.save_dir(rank) / tag)
         for kind, names in (("own", ("a", "b")), ("fresh", ("on2-0", "on2-1"))):
             for rank, name in enumerate(names):
                 (here.root / f"{kind}{rank}").symlink_to(here.nodes[name].save_dir)

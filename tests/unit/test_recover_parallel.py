@@ -186,37 +186,21 @@ def folder(names: Iterable[str]) -> LocalSight:
     )
 
 
-def layers(stage: int) -> list[str]:
-    return [f"layer_{stage * 2 + n:02d}-model_states.pt" for n in range(2)]
-
-
-def pipeline() -> list[list[str]]:
-    """As nodes of a PipelineModule save it: local rank 0 its model states, rank 0 of a stage its layers."""
-    held = by_rank(PIPELINE, STAGES)
-    return [[*optims(set(held[n])), model(n // 2), *(layers(n // 2) if n % 2 == 0 else [])] for n in range(4)]
-
-
-def test_a_pipeline_node_keeps_the_folder_that_loads_there() -> None:
-    """Without other stages' model states and layers; one that lacks its own stage's layers does not load."""
-    held = pipeline()
-    grid = PIPELINE.model_copy(update={"layers": (0, 1, 2, 3)})
+@pytest.mark.parametrize(
+    ("grid", "order"), [(PIPELINE, STAGES), (TENSOR, TENSORS)], ids=["stages", "tensor ranks over nodes"]
+)
+def test_the_model_states_of_all_are_needed_and_no_other_nodes_shards(
+    grid: Grid, order: list[tuple[int, int]]
+) -> None:
+    """DeepSpeed counts the `mp_rank_*` that are there before it takes its own (check_ckpt_list)."""
+    held = by_rank(grid, order)
+    models = [model(mm) for mm in range(grid.mm_count)]
     copy = saved(grid, held)
     for rank in range(4):
         share = of_node(copy, Nodes(count=4, rank=rank))
-        assert is_held(folder(held[rank]), share) == (rank in (0, 2))
-        assert is_held(folder([*held[rank], *layers(rank // 2)]), share)
-        assert not is_held(folder(held[(rank + 2) % 4]), share), "another stage's"
-        assert not is_held(folder(set(held[rank]) - {model(rank // 2)}), share)
-    # on one node all stages run
-    assert not is_held(folder(held[0]), of_node(copy, Nodes()))
-
-
-def test_tensor_ranks_need_the_model_states_of_all() -> None:
-    """DeepSpeed picks a rank's file by its place among those that are there."""
-    held = by_rank(TENSOR, TENSORS)
-    share = of_node(saved(TENSOR, held), Nodes(count=4, rank=0))
-    assert not is_held(folder(held[0]), share)
-    assert is_held(folder([*held[0], *(model(mm) for mm in range(4))]), share)
+        assert not is_held(folder(held[rank]), share)
+        assert is_held(folder({*held[rank], *models}), share)
+        assert not is_held(folder({*held[(rank + 2) % 4], *models}), share), "another node's"
 
 
 @pytest.mark.full
