@@ -1,4 +1,4 @@
-"""Spans of time and runs of ranks in the words that people read."""
+"""Spans of time and runs of ranks in the words that people read; any text, fit for their terminal (P15)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+def printable(text: str) -> str:
+    """Control characters, line breaks, marks that turn the direction and lone surrogates become `?`.
+
+    >>> printable("step5\\x1b[2J\\n\\u202e")
+    'step5?[2J??'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

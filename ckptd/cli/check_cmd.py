@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.text import cell, cells, tell
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from rich.table import Table
+    from rich.text import Text
 
     from ckptd.config import LoadedConfig
     from ckptd.install.plan import Target
     from ckptd.local.probe import Finding
 
-_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[red]FAIL[/]"}
+_MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
 
 
 def register(app: typer.Typer) -> None:
@@ -30,24 +33,21 @@ def register(app: typer.Typer) -> None:
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import os
-        import sys
 
-        from rich.console import Console
-
+        from ckptd.cli.screen import screen
         from ckptd.install.compare import service_paths
         from ckptd.recover.check import check_job
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
-        console = Console(width=None if sys.stdout.isatty() else 200)
+        console = screen()
         codes: list[int] = []
         for path, error in loaded.problems:
-            console.print(f"[red]FAIL[/] {path}", highlight=False)
-            print(f"  {error.message}")
-            if error.hint:
-                print(f"  → {error.hint}")
+            console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
+            for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
+                tell(f"  {line}")
             codes.append(error.exit_code)
         if not loaded.jobs and not loaded.problems:
-            print(f"no job file in {place}; `ckptd init SAVE_DIR URL` prints one")
+            tell(f"no job file in {place}; `ckptd init SAVE_DIR URL` prints one")
             raise typer.Exit(66)
         service = None if files else service_paths(loaded, place.parent)
         environ = dict(os.environ)
@@ -75,6 +75,10 @@ def register(app: typer.Typer) -> None:
             codes.append(finding.exit_code)
         if any(codes):
             raise typer.Exit(max(codes))
+
+
+def _mark(verdict: str) -> Text:
+    return cell(*_MARKS[verdict])
 
 
 def _service(target: Target, missing: tuple[str, ...]) -> Finding:
@@ -107,26 +111,31 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
 
 def _rows(finding: Finding) -> Table:
     """What a remote is set to, and what its store can do."""
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"\n{escape(finding.what)}", title_justify="left", box=None, show_header=False)
+    table = Table(
+        title=cell("").append("\n").append_text(cell(finding.what)),
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     for name, value in finding.rows:
-        table.add_row(escape(name), escape(value))
+        table.add_row(*cells(name, value))
     return table
 
 
 def _table(title: str, findings: list[Finding]) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left", box=None, show_header=False, pad_edge=False)
+    table = Table(title=cell(title), title_justify="left", box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        hint = f"\n→ {escape(finding.hint)}" if finding.hint else ""
-        table.add_row(escape(finding.what), _MARKS[finding.verdict], f"{escape(finding.text)}{hint}")
+        said = cell(finding.text)
+        if finding.hint:
+            said.append("\n").append_text(cell(f"→ {finding.hint}"))
+        table.add_row(cell(finding.what), _mark(finding.verdict), said)
     return table

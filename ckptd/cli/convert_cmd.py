@@ -238,20 +238,21 @@ def _print_json(report: ConvertReport | Forecast) -> None:
 
 
 def _print_forecast(seen: Forecast) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from ckptd.cli.convert_progress import forecast_rows
+    from ckptd.cli.screen import Screen
 
     table = Table(show_header=False, box=None)
     for name, value in forecast_rows(seen):
         table.add_row(name, cell(value))
-    Console().print(table)
+    Screen().print(table)
 
 
 def _print_table(report: ConvertReport) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from ckptd.cli.screen import Screen
 
     table = Table(show_header=False, box=None)
     rate = report.bytes / max(report.seconds, 1e-9) / 1e6
@@ -272,7 +273,7 @@ def _print_table(report: ConvertReport) -> None:
         *(("note", note) for note in report.notes),
     ):
         table.add_row(name, cell(value))
-    Console().print(table)
+    Screen().print(table)
 
 
 def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:

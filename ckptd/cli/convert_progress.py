@@ -26,11 +26,17 @@ def showing(*, as_json: bool) -> Iterator[Callable[[ConvertProgress], None] | No
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[ConvertProgress], None]]:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    from ckptd.cli.screen import Screen
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Screen(stderr=True), transient=True) as progress:
         task = progress.add_task("planning", total=None)
 
         def show(p: ConvertProgress) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.text import ENV_JOB, say
+from ckptd.cli.text import ENV_JOB, say, tell
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ class Draining:
                     return max(code, self._result(live))
             except LockHeld:
                 if self._has_nothing_yet():
-                    print("nothing is complete here yet, so nothing is missing elsewhere")
+                    tell("nothing is complete here yet, so nothing is missing elsewhere")
                     return 0
                 # a daemon that starts just now publishes within a moment, and finds what was asked
                 if time.monotonic() >= self._end:
@@ -164,14 +164,14 @@ class Draining:
             # what status still tells of an earlier drain says nothing of what was saved since
             drain = self._drain_of(one)
             if not drain:
-                print(f"{one.name}: {_no_answer(one)}; what is committed is not known")
+                tell(f"{one.name}: {_no_answer(one)}; what is committed is not known")
                 code = 3
                 continue
             if drain["is_done"]:
-                print(f"{one.name}: drained, all that is complete here is committed")
+                tell(f"{one.name}: drained, all that is complete here is committed")
                 continue
             missing = ", ".join(drain["missing"]) or "what is being saved"
-            print(f"{one.name}: not committed: {missing}")
+            tell(f"{one.name}: not committed: {missing}")
             is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])
             code = max(code, 1 if is_refused else 3)
         return code
@@ -184,16 +184,16 @@ class Draining:
         Raises:
             LockHeld: one does after all.
         """
-        import logging
         import os
         import time
 
         from ckptd.daemon.loop import Daemon
+        from ckptd.observe import logs
 
         loaded = self._jobs_without_daemon(live)
         if loaded is None:
             return 0
-        logging.basicConfig(level="WARNING", format="ckptd: %(message)s")
+        logs.begin_plainly("WARNING")
         left = max(0.1, self._end - time.monotonic())
         daemon = Daemon(loaded, os.environ, drain_seconds=left)
         daemon.stop()
@@ -203,7 +203,7 @@ class Draining:
             1: "some of it cannot be committed as it is; ckptd status says why",
         }
         for job in loaded.jobs:
-            print(f"{job.name}: {words.get(code, 'not all is committed; ckptd status says what is missing')}")
+            tell(f"{job.name}: {words.get(code, 'not all is committed; ckptd status says what is missing')}")
         return code
 
     def _jobs_without_daemon(self, live: set[str]) -> LoadedConfig | None:

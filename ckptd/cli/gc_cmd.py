@@ -142,13 +142,10 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
 
 
 def _show(collector: Collector, *, dry_run: bool) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    from ckptd.cli.text import printable
+    from ckptd.cli.screen import screen
+    from ckptd.cli.text import cells
     from ckptd.config_quantities import show_bytes
 
     if not collector.removed:
@@ -160,7 +157,5 @@ def _show(collector: Collector, *, dry_run: bool) -> None:
     for column in ("where", "what", "size", "why"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for row in collector.removed:
-        table.add_row(
-            row.where, escape(printable(row.what)), show_bytes(row.bytes), escape(printable(row.why))
-        )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        table.add_row(*cells(row.where, row.what, show_bytes(row.bytes), row.why))
+    screen().print(table)

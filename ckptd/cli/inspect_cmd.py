@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.text import cell
+from ckptd.cli.text import cell, cells
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,9 +48,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _print(seen: Seen, *, all_files: bool) -> None:
-    from rich.console import Console
+    from ckptd.cli.screen import Screen
 
-    console = Console()
+    console = Screen()
     if seen.kind == "save_dir":
         _print_overview(console, seen)
         for checkpoint in seen.checkpoints:
@@ -75,9 +75,8 @@ def _print_overview(console: Console, seen: Seen) -> None:
         ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
         stage = "" if c.zero_stage is None else str(c.zero_stage)
         step = "" if c.step is None else str(c.step)
-        table.add_row(
-            cell(c.tag), c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks)
-        )
+        told = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks))
+        table.add_row(*cells(*told))
     console.print(table)
 
 
@@ -108,7 +107,7 @@ def _print_facts(console: Console, c: SeenCheckpoint) -> None:
     for note in c.notes:
         table.add_row("note", cell(note))
     for row in _conversion_rows(c.conversion) if c.conversion is not None else ():
-        table.add_row(row[0], cell(row[1]))
+        table.add_row(*cells(*row))
     console.print(table)
 
 
@@ -141,9 +140,9 @@ def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> Non
     for column in ("file", "role", "bytes", "archive", "fingerprint", "problem"):
         table.add_column(column, overflow="fold")
     for f in shown:
-        row = (f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12])
-        table.add_row(cell(f.path), *row, cell(f.reason or ""))
+        row = (f.path, f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12], f.reason or "")
+        table.add_row(*cells(*row))
     if shown:
         console.print(table)
     if len(shown) < len(c.files):
-        console.print(f"{len(c.files)} files (--all-files lists them)", highlight=False)
+        console.print(f"{len(c.files)} files (--all-files lists them)")

@@ -30,13 +30,11 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         import json
         import os
-        import sys
         from dataclasses import asdict
         from datetime import UTC, datetime
         from pathlib import Path
 
-        from rich.console import Console
-
+        from ckptd.cli.screen import screen
         from ckptd.cli.text import say
         from ckptd.errors import CkptdError
         from ckptd.recover.listing import list_remote
@@ -59,7 +57,7 @@ def register(app: typer.Typer) -> None:
             shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
             print(json.dumps(shown, indent=1))
         else:
-            console = Console(width=None if sys.stdout.isatty() else 200)
+            console = screen()
             for listing in listings:
                 console.print(_table(listing))
                 for problem in listing.problems:
@@ -69,14 +67,16 @@ def register(app: typer.Typer) -> None:
 
 
 def _table(listing: RemoteListing) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
+    from ckptd.cli.text import cell, cells
     from ckptd.config_quantities import show_bytes, show_seconds
 
     title = f"{listing.name}: {listing.url} (job {listing.job})"
-    table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in ("tag", "gen", "branch", "step", "form", "size", "files", "committed", "age", ""):
+    table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    # a tag that is cut off cannot be typed
+    table.add_column("tag", no_wrap=True, overflow="fold")
+    for column in ("gen", "branch", "step", "form", "size", "files", "committed", "age", ""):
         table.add_column(
             column, justify="right" if column in ("gen", "branch", "step", "size", "files") else "left"
         )
@@ -88,18 +88,10 @@ def _table(listing: RemoteListing) -> Table:
             if form.late_files:
                 marks.append(f"+ {form.late_files} late ({show_bytes(form.late_bytes)})")
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
-            table.add_row(
-                escape(row.tag) if index == 0 else "",
-                str(row.generation) if index == 0 else "",
-                str(row.branch) if index == 0 else "",
-                str(row.step) if index == 0 else "",
-                form.form,
-                show_bytes(form.bytes),
-                str(form.files),
-                form.committed_at,
-                age,
-                " ".join(marks),
-            )
+            own = (row.tag, str(row.generation), str(row.branch), str(row.step))
+            size = show_bytes(form.bytes)
+            told = (form.form, size, str(form.files), form.committed_at, age, " ".join(marks))
+            table.add_row(*cells(*(own if index == 0 else ("",) * len(own)), *told))
     if not listing.checkpoints:
         table.caption = "no committed checkpoint"
     return table

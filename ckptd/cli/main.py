@@ -125,8 +125,8 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 def _fail(error: CkptdError) -> None:
     if os.environ.get("CKPTD_DEBUG") == "1":
         raise error
-    # line breaks are ours; anything else that a terminal would obey came from a file or a remote
+    # anything that a terminal would obey came from a file or a remote; so may a line break, which shows
     for text in (f"ckptd: {error.message}", f"  → {error.hint}" if error.hint else ""):
         if text:
-            print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
+            print("\n  | ".join(map(printable, text.split("\n"))), file=sys.stderr)
     sys.exit(error.exit_code)

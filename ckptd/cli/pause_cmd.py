@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.text import ENV_JOB
+from ckptd.cli.text import ENV_JOB, tell
 
 if TYPE_CHECKING:
     from ckptd.cli.asking import Asked
@@ -49,9 +49,9 @@ def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_p
     for one in asked_jobs(job, *places):
         ask(one, PAUSE, PauseFile(is_paused=is_paused, by=getpass.getuser(), at_unix_seconds=time.time()))
         if one.pid is None:
-            print(f"{one.name}: {word} from the daemon's next start on; none runs now")
+            tell(f"{one.name}: {word} from the daemon's next start on; none runs now")
         elif until(partial(_is_set, one, is_paused), ANSWER_SECONDS):
-            print(f"{one.name}: {word}")
+            tell(f"{one.name}: {word}")
         else:
             msg = f"the daemon (process {one.pid}) gave no answer within {ANSWER_SECONDS:.0f} s"
             raise BehindError(msg, hint="the request is recorded; ckptd status shows what the daemon does")

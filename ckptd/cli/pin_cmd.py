@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from ckptd.cli.text import tell
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -78,7 +80,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             serial=time.time_ns(),
         )
         write_decision(state_dir, _record_remotely(config, decision, owner))
-        print(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
+        tell(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
 
 
 def _state_dir(config: JobConfig, config_dir: Path) -> Path:

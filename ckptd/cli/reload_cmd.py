@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.text import ENV_JOB
+from ckptd.cli.text import ENV_JOB, tell
 from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
         before = look()["daemon"]
         _signal(daemon_pid(before["pid"], signal.SIGHUP))
-        print(_answer(look, before.get("reloaded_at")))
+        tell(_answer(look, before.get("reloaded_at")))
 
 
 def _signal(pid: int) -> None:

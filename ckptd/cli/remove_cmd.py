@@ -64,16 +64,16 @@ def _state_dir(job: str, directory: Path) -> Path | None:
 
 
 def _show(pieces: list[Piece], *, dry_run: bool, with_uncommitted: bool) -> None:
-    from ckptd.cli.text import printable, say
+    from ckptd.cli.text import say, tell
     from ckptd.config_quantities import show_bytes
 
     if not pieces:
-        print("nothing of ckptd's is here")
+        tell("nothing of ckptd's is here")
     for piece in pieces:
-        line = printable(f"{piece.path} ({show_bytes(piece.bytes)}): {piece.why}")
+        line = f"{piece.path} ({show_bytes(piece.bytes)}): {piece.why}"
         if piece.fate == "stays":
             say(f"stays: {line}")
         elif piece.fate == "only here" and dry_run and not with_uncommitted:
-            print(f"refused without --uncommitted: {line}")
+            tell(f"refused without --uncommitted: {line}")
         else:
-            print(f"{'would remove' if dry_run else 'removed'}: {line}")
+            tell(f"{'would remove' if dry_run else 'removed'}: {line}")

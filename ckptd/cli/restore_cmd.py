@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.cli.progress import progress_bar
-        from ckptd.cli.text import say
+        from ckptd.cli.text import answer, say
         from ckptd.errors import UsageError
         from ckptd.recover.choose import Nodes
         from ckptd.recover.restore import Restore, RestoreOptions
@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
             done = Restore(where, Path(to), options, say, tell).run()
         for line in done.advice:
             say(line)
-        print(done.path)
+        answer(str(done.path))
 
 
 def ranks_of(text: str) -> frozenset[int]:

@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.cli.progress import progress_bar
-        from ckptd.cli.text import say
+        from ckptd.cli.text import answer, say
         from ckptd.recover.choose import Nodes
         from ckptd.recover.owner import state_dir_hint
         from ckptd.recover.resume import Resume, ResumeOptions
@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
             done = Resume(config, options, say, tell).run()
         for line in done.advice:
             say(line)
-        print(done.path)
+        answer(str(done.path))
 
 
 def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | None) -> JobConfig:

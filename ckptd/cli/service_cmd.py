@@ -142,6 +142,7 @@ def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: b
 
 
 def _carry(steps: Sequence[Step], *, dry_run: bool) -> None:
+    from ckptd.cli.text import tell
     from ckptd.install.plan import Write
     from ckptd.install.service import carry_out, words
 
@@ -149,12 +150,15 @@ def _carry(steps: Sequence[Step], *, dry_run: bool) -> None:
         carry_out(steps, _say)
         return
     for step in steps:
-        print(f"would {words(step)}")
+        tell(f"would {words(step)}")
         if isinstance(step, Write):
-            print("".join(f"    {line}\n" for line in step.text.splitlines()), end="")
+            for line in step.text.splitlines():
+                tell(f"    {line}")
 
 
 def _say(text: str) -> None:
     import sys
 
-    print(text, file=sys.stderr)
+    from ckptd.cli.text import printable
+
+    print(printable(text), file=sys.stderr)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from ckptd.cli import status_words as words
 from ckptd.cli.status_places import STATUS, state_places
 from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.status_url import is_remote, show_url
-from ckptd.cli.text import ENV_JOB, printable, printable_everywhere, say
+from ckptd.cli.text import ENV_JOB, cell, printable_everywhere, say, tell
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 
 if TYPE_CHECKING:
@@ -98,11 +97,11 @@ def _liveness(look: Callable[[], dict[str, Any]]) -> int:
     try:
         document = look()
     except CkptdError as error:
-        print(f"not live: {error.message}")
+        tell(f"not live: {error.message}")
         return 1
     life = words.life_of(document, time.time())
     process = document["daemon"]["pid"]
-    print(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
+    tell(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
     return 0 if life.is_well else 1
 
 
@@ -115,24 +114,23 @@ def _print_json(document: dict[str, Any], tag: str | None, *, is_alive: bool) ->
 
 
 def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
-    from rich.console import Console
+    from ckptd.cli.screen import screen as console_of_stdout
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = console_of_stdout()
     if tag is None:
         for part in screen(document, time.time(), retention=retention):
             console.print(part)
         return
-    from rich.text import Text
-
     from ckptd.cli.status_story import story_of
 
     for line in story_of(printable_everywhere(document["jobs"]), tag)[1]:
-        console.print(Text(line))
+        console.print(cell(line))
 
 
 def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> None:
-    from rich.console import Console, Group
+    from rich.console import Group
 
+    from ckptd.cli.screen import Screen
     from ckptd.cli.status_watch import quietly, watch_lines, watch_screen
 
     def first_lines() -> list[str]:
@@ -143,7 +141,7 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
             for one in printable_everywhere(document["jobs"])
         ]
 
-    console = Console(highlight=False)
+    console = Screen()
     if console.is_terminal:
         quietly(
             lambda: watch_screen(
@@ -159,31 +157,25 @@ _STYLES = {"attention": "red", "behind": "yellow"}
 
 def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any]:
     """Everything that is shown, top to bottom, for a console of rich."""
-    from rich.text import Text
-
     life = words.life_of(document, now)
     parts: list[Any] = []
     for job in printable_everywhere(document["jobs"]):
-        first = Text(f"{job['name']}  ", style="bold")
-        first.append(words.headline(job, life, now), style=_colour(job, life))
-        parts.append(first)
+        headline = cell(words.headline(job, life, now), _colour(job, life))
+        parts.append(cell(f"{job['name']}  ", "bold").append_text(headline))
         if not life.is_well and job["state"] != "invalid":
-            parts.append(Text(f"  → {printable(words.start_it(job, life))}"))
+            parts.append(cell(f"  → {words.start_it(job, life)}"))
         for severity, line in words.problem_lines(job, now):
-            parts.append(Text(f"  {line}", style=_STYLES.get(severity, "")))
-        if line := words.disk_line(job):
-            parts.append(Text(f"  {line}", style="dim"))
-        if line := words.shared_line(job):
-            parts.append(Text(f"  {line}", style="dim"))
-        said = (words.abilities(remote, is_all=retention) for remote in job.get("remotes", []))
-        parts += [Text(f"  {line}", style="dim") for line in said if line]
+            parts.append(cell(f"  {line}", _STYLES.get(severity, "")))
+        said = [words.disk_line(job), words.shared_line(job)]
+        said += [words.abilities(remote, is_all=retention) for remote in job.get("remotes", [])]
+        parts += [cell(f"  {line}", "dim") for line in said if line]
         if job["checkpoints"]:
             parts.append(checkpoints_table(job, retention=retention))
         parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
     if error := document["daemon"].get("notify_error"):
-        parts.append(Text(f"! nobody was told: {printable_everywhere(error)}", style="yellow"))
+        parts.append(cell(f"! nobody was told: {error}", "yellow"))
     if error := document["daemon"].get("metrics_error"):
-        parts.append(Text(f"! no metrics at {printable_everywhere(error)}", style="yellow"))
+        parts.append(cell(f"! no metrics at {error}", "yellow"))
     return parts
 
 

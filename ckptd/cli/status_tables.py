@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptd import words
+from ckptd.cli.text import cell, cells
 
 ROWS = 20
 """Settled checkpoints that are shown without --retention."""
@@ -42,7 +43,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         *remotes,
         "kept here because" if retention else "note",
     ):
-        table.add_column(title, justify="right" if title in ("step", "size") else "left")
+        table.add_column(cell(title), justify="right" if title in ("step", "size") else "left")
     shown, left_out = (job["checkpoints"], "") if retention else _worth_a_row(job["checkpoints"])
     if left_out:
         table.caption = f"and {left_out} (--retention shows them)"
@@ -51,7 +52,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         local = checkpoint["local"]
         here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
         here += " +hold" if local["held"] else ""
-        cells = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
+        forms = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
         note = _kept(checkpoint) if retention else (checkpoint["reason"] or "")
         if checkpoint.get("next_step"):
             note = f"{note}; {checkpoint['next_step']} removes it"
@@ -65,10 +66,10 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         if checkpoint["branch"] and checkpoint["branch"] > 1:
             step = f"{step} (branch {checkpoint['branch']})"
         size = size_of(checkpoint["bytes"])
-        table.add_row(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *cells, note)
-    for column in table.columns:
+        table.add_row(*cells(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *forms, note))
+    for place, column in enumerate(table.columns):
         # a tag that is cut off cannot be typed: on a narrow terminal the others give way
-        column.no_wrap, column.overflow = column.header in ("tag", "step", "size"), "fold"
+        column.no_wrap, column.overflow = place in (0, 1, 3), "fold"
     return table
 
 
@@ -106,10 +107,9 @@ def remote_shown(remote: dict[str, Any]) -> str:
 
 def remote_table(remote: dict[str, Any]) -> Any:
     """What a remote holds, newest first: keep, delete or what is left, and why."""
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="dim", title=escape(remote_shown(remote)))
+    table = Table(box=None, pad_edge=False, header_style="dim", title=cell(remote_shown(remote)))
     table.title_justify = "left"
     for title in ("tag", "gen", "step", "forms", "verdict", "because"):
         table.add_column(title, justify="right" if title in ("gen", "step") else "left")
@@ -121,8 +121,9 @@ def remote_table(remote: dict[str, Any]) -> Any:
         why = "; ".join(held["why"])
         if held["kind"] != "resumable":
             why = f"{held['kind'].replace('-', ' ')}: nothing to resume from; {why}"
-        cells = (str(held["generation"]), step, ", ".join(held["forms"]), verdict, escape(why))
-        table.add_row(escape(held["tag"]), *cells)
+        table.add_row(
+            *cells(held["tag"], str(held["generation"]), step, ", ".join(held["forms"]), verdict, why)
+        )
     if not remote.get("held"):
         table.caption = "holds no checkpoint" if remote["attached"] else "not attached: not known"
     return table

@@ -45,36 +45,30 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
 
 
 def _print(found: JobwideStatus) -> None:
-    import sys
+    from ckptd.cli.screen import screen
+    from ckptd.cli.text import cell
 
-    from rich.console import Console
-    from rich.text import Text
-
-    from ckptd.cli.text import printable
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    first = Text(f"{printable(found.job)}  ", style="bold")
-    first.append(found.headline, style={0: "green", 3: "yellow"}.get(found.exit_code, "red"))
-    console.print(first)
+    console = screen()
+    headline = cell(found.headline, {0: "green", 3: "yellow"}.get(found.exit_code, "red"))
+    console.print(cell(f"{found.job}  ", "bold").append_text(headline))
     for problem in found.problems:
-        console.print(Text(f"  ! {printable(problem)}", style="red"))
+        console.print(cell(f"  ! {problem}", "red"))
     for row in found.uncommitted:
         said = (
             f"{row.tag} (generation {row.generation}): {', '.join(row.nodes)} shipped their parts; {row.text}"
         )
-        console.print(Text(f"  ~ {printable(said)}", style="yellow"))
+        console.print(cell(f"  ~ {said}", "yellow"))
     if found.clock == "reader":
-        console.print(Text("  ages: the store's times, by this machine's clock", style="dim"))
+        console.print(cell("  ages: the store's times, by this machine's clock", "dim"))
     if found.clock == "nodes":
-        console.print(Text("  ages: by the nodes' own clocks; this store keeps no times", style="dim"))
+        console.print(cell("  ages: by the nodes' own clocks; this store keeps no times", "dim"))
     console.print(_table(found))
 
 
 def _table(found: JobwideStatus) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
-    from ckptd.cli.text import printable
+    from ckptd.cli.text import cells
     from ckptd.words import ago
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -82,7 +76,7 @@ def _table(found: JobwideStatus) -> Table:
         table.add_column(column)
     for row in found.nodes:
         heard = "never" if row.heard_seconds_ago is None else f"{ago(row.heard_seconds_ago)} ago"
-        cells = (
+        texts = (
             row.node,
             row.ranks or "-",
             "-" if row.newest_step is None else f"step {row.newest_step}",
@@ -91,5 +85,5 @@ def _table(found: JobwideStatus) -> Table:
             row.ckptd_version or "-",
             "in the safe COMMIT" if row.is_in_safe else "",
         )
-        table.add_row(*(escape(printable(cell)) for cell in cells))
+        table.add_row(*cells(*texts))
     return table

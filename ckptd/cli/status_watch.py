@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ckptd.cli.status_tables import ago
+from ckptd.cli.text import cell, printable
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def watch_lines(look: Callable[[], list[str]], interval_seconds: float, *, round
         except CkptdError as error:
             lines = [f"no status: {error.message}"]
         for line in lines:
-            print(f"{at} {line}", flush=True)
+            print(printable(f"{at} {line}"), flush=True)
         if rounds is not None:
             rounds -= 1
         time.sleep(interval_seconds if rounds != 0 else 0)
@@ -51,7 +52,7 @@ def watch_screen(
             except CkptdError as error:
                 failing_since = failing_since or time.monotonic()
                 span = ago(time.monotonic() - failing_since)
-                note = Text(f"not read for {span}: {error.message}", style="yellow")
+                note = cell(f"not read for {span}: {error.message}", "yellow")
                 live.update(Group(good, note), refresh=True)
             if rounds is not None:
                 rounds -= 1

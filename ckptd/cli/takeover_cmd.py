@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.text import ENV_JOB
+from ckptd.cli.text import ENV_JOB, tell
 
 if TYPE_CHECKING:
     from ckptd.config_model import JobConfig, RemoteConfig
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
                 journal = Journal(state_dir / "journal.db")
                 closing.callback(journal.close)
             for one in where.remotes:
-                print(f"{one.name}: {_one(config, one, journal)}")
+                tell(f"{one.name}: {_one(config, one, journal)}")
 
 
 def _one(config: JobConfig, remote: RemoteConfig, journal: Journal | None) -> str:

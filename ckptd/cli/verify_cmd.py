@@ -82,11 +82,9 @@ def register(app: typer.Typer) -> None:
 def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | None = None) -> None:
     """Tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
     import json
-    import sys
     from dataclasses import asdict
 
-    from rich.console import Console
-
+    from ckptd.cli.screen import screen
     from ckptd.cli.text import say
     from ckptd.recover.sources import said_of
 
@@ -96,7 +94,7 @@ def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | 
             shown["repairs"] = [asdict(row) for row in repairs]
         print(json.dumps(shown, indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 200)
+        console = screen()
         for verified in found:
             console.print(_table(verified))
     for verified in found:
@@ -121,24 +119,18 @@ def _lines(verified: VerifiedRemote) -> list[str]:
 
 
 def _table(verified: VerifiedRemote) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
-    from ckptd.cli.text import printable
+    from ckptd.cli.text import cell, cells
     from ckptd.config_quantities import show_bytes
 
     title = f"{verified.name}: {verified.url} (job {verified.job})"
-    table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in ("tag", "gen", "form", "files", "size", "read", "verdict"):
+    table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table.add_column("tag", no_wrap=True, overflow="fold")
+    for column in ("gen", "form", "files", "size", "read", "verdict"):
         table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
     for row in verified.commits:
-        table.add_row(
-            escape(printable(row.tag)),
-            str(row.generation),
-            escape(printable(row.form)),
-            str(row.files),
-            show_bytes(row.bytes),
-            show_bytes(row.read_bytes) if row.read_bytes else "",
-            row.verdict,
-        )
+        read = show_bytes(row.read_bytes) if row.read_bytes else ""
+        told = (row.tag, str(row.generation), row.form, str(row.files), show_bytes(row.bytes), read)
+        table.add_row(*cells(*told, row.verdict))
     return table

@@ -31,7 +31,7 @@ def run_repair(
     import typer
 
     from ckptd.cli.progress import progress_bar
-    from ckptd.cli.text import say
+    from ckptd.cli.text import say, tell
     from ckptd.cli.verify_cmd import show
     from ckptd.observe.audit import Audit
     from ckptd.recover.mended import Wanted
@@ -45,7 +45,7 @@ def run_repair(
     sights, failures = look(where)
     state_dir = state_of(config, directory, make=not dry_run)
     unfinished = Unfinished(state_dir)
-    with unfinished.alone(), progress_bar() as tell:
+    with unfinished.alone(), progress_bar() as on_progress:
         repair = Repair(
             config,
             sights,
@@ -54,14 +54,14 @@ def run_repair(
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
             unfinished=unfinished,
             say=say,
-            on_progress=tell,
+            on_progress=on_progress,
         )
         for sight in [] if dry_run else sights:
             unfinished.give_up(sight.name, sight.store)
         repair.run()
     show(repair.verified, as_json=as_json, repairs=repair.rows)
     for row in repair.rows:
-        (say if as_json else print)(_line(row))
+        (say if as_json else tell)(_line(row))
     code = repair.exit_code()
     for name, error in failures.items():
         code = code or (error.exit_code if name in targets else 0)

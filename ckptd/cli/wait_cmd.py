@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.text import ENV_JOB
+from ckptd.cli.text import ENV_JOB, tell
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
             found, is_watched = _look(job, places)
             verdict, text = judged(found, step)
             if verdict == "committed":
-                print(text)
+                tell(text)
                 return
             if verdict == "cannot":
                 raise PersonNeeded(text, hint=f"ckptd status {job}")

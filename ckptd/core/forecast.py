@@ -7,13 +7,19 @@ and the only cures are a person's (docs/design.md P13, P17).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain, pairwise, repeat
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ckptd.core.keeping import is_committed
+from ckptd.core.view import ZERO
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ckptd.core.permit import Unuploaded
+    from ckptd.core.view import JobView
 
 RECENT = 6
 """Saves that count: a run that changed its cadence is believed soon."""
@@ -21,6 +27,11 @@ LEAST = 3
 """Fewer saves say nothing of a cadence."""
 OVERDUE_FACTOR = 3.0
 OVERDUE_SECONDS = 600.0
+"""A gap beyond both is a rest: it says nothing of the cadence, and is overdue while it lasts."""
+CADENCE_SECONDS = 60.0
+"""Saves that are closer come in pairs, or were copied here together: they tell of no rest."""
+_MOST_UPLOADS = 1000
+"""That are played; a limit beyond says nothing of a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +44,19 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Bytes of what may go at once, or when something newer is committed on every required remote."""
+
+    loose_bytes: int = 0
+    """Here for a moment yet: older than a committed one, or more than the limit keeps."""
+    left_bytes: int | None = None
+    """Of the upload under way, still to be sent; None: none is, and the newest is begun next."""
+    older_bytes: int = 0
+    """Of checkpoints before the one that is sent: its COMMIT lets them go under `thin`."""
+    newer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """The disk and what may leave it."""
 
@@ -41,8 +65,10 @@ class Room:
     """Of the slowest required remote, as last measured; None: not known, or it is away."""
     is_rotated: bool
     """A retention key is set, so what is committed goes."""
-    is_bounded: bool = False
-    """What is not committed goes as well (`unuploaded`), so that no link is too slow for the disk."""
+    unuploaded: Unuploaded = "keep"
+    waiting: Waiting = field(default_factory=Waiting)
+    saves_to_limit: int = 0
+    """Saves that still stay before save_total_limit lets one go for each that comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,38 +85,122 @@ class Forecast:
     """How long after its usual time the next save still has not come."""
     save_steps_for_link: int | None = None
     """Steps between saves that the link could carry; None: it carries these."""
+    is_spared_by_thin: bool = False
+    """With `unuploaded = "thin"` the disk would not fill."""
+    is_limit_too_high: bool = False
+    """It fills with what save_total_limit keeps, however fast the link is."""
+
+
+def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int | None) -> Room:
+    """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way."""
+    required = [remote for remote in view.remotes if remote.is_required]
+    here = [s for s in view.saves if s.is_present and s.is_intact and s.is_adopted and not s.is_pinned]
+    committed = {s.id for s in here if is_committed(view, s)}
+    safe = sorted(s.order for s in here if s.id in committed)
+    waits = [s for s in here if s.id not in committed]
+    ahead = [s for s in waits if not safe or s.order > safe[-1]]
+    sent = {remote.ships_save for remote in required if remote.ships == ZERO}
+    first = min((s.order for s in ahead if s.id in sent), default=None)
+    if first is None and ahead:
+        first = max(s.order for s in ahead)
+    limit = view.local_retention.save_total_limit
+    count = len(here) if view.unuploaded == "delete" else len(safe)
+    beyond = set(safe[: max(0, len(safe) - limit)]) if limit is not None else set()
+    # what a COMMIT has let go stays for a turn, or while a save is in flight
+    loose = [s for s in here if s.order in beyond] + [s for s in waits if safe and s.order < safe[-1]]
+    return Room(
+        free_bytes=view.disk.free_bytes,
+        link_bytes_per_second=link_bytes_per_second,
+        is_rotated=bool(required) and view.local_retention.deletes,
+        unuploaded=view.unuploaded,
+        waiting=Waiting(
+            loose_bytes=sum(s.save.total_bytes for s in loose),
+            left_bytes=left_bytes,
+            older_bytes=sum(s.save.total_bytes for s in ahead if first is not None and s.order < first),
+            newer_bytes=sum(s.save.total_bytes for s in ahead if first is not None and s.order > first),
+        ),
+        saves_to_limit=max(0, (limit or 0) - count),
+    )
 
 
 def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forecast:
-    """What to expect if the run goes on as it did.
-
-    The disk fills at the speed of production, less that of the link where committed checkpoints are rotated.
-    """
+    """What to expect if the run goes on as it did."""
     recent = sorted(saves, key=lambda save: save.at_seconds)[-RECENT:]
     if len(recent) < 2 or recent[-1].at_seconds <= recent[0].at_seconds:
         return Forecast()
-    seconds = recent[-1].at_seconds - recent[0].at_seconds
-    production = sum(save.bytes for save in recent[1:]) / seconds
-    every = median(later.at_seconds - earlier.at_seconds for earlier, later in pairwise(recent))
+    gaps = _gaps(recent)
+    production = sum(save.bytes for save in recent[1:]) / sum(gaps)
+    size = max(save.bytes for save in recent)
+    every = median(gaps)
     steps = [later.step - earlier.step for earlier, later in pairwise(recent) if later.step > earlier.step]
     every_steps = round(median(steps)) if steps else None
-    link = room.link_bytes_per_second if room.is_rotated else 0.0
-    filling = 0.0 if room.is_bounded else production - (link or 0.0)
-    full_seconds = room.free_bytes / filling if filling > 0 else None
+    link = (room.link_bytes_per_second or 0.0) if room.is_rotated else 0.0
+    is_bounded = room.unuploaded == "delete" or link >= production
+    full_seconds = _full_seconds(room, production, link, size, is_bounded=is_bounded)
     late = now_seconds - recent[-1].at_seconds - every
     is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
-    is_slow = room.is_rotated and link is not None and 0 < link < production
+    is_slow = 0 < link < production
     return Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
         save_every_steps=every_steps,
-        full_in_saves=None if full_seconds is None else int(full_seconds / (seconds / (len(recent) - 1))),
+        full_in_saves=None if full_seconds is None else int(full_seconds * len(gaps) / sum(gaps)),
         full_in_seconds=full_seconds,
         overdue_seconds=late if is_late else None,
         save_steps_for_link=_rounded(every_steps * production / max(link, 1.0))
-        if is_slow and link and every_steps is not None
+        if is_slow and every_steps is not None
         else None,
+        is_spared_by_thin=_thinned_seconds(room, production, link, size) is None,
+        is_limit_too_high=is_bounded and full_seconds is not None,
     )
+
+
+def _gaps(recent: Sequence[Saved]) -> list[float]:
+    """Seconds from save to save; a rest counts as the longest of the other gaps.
+
+    One night would make the production of six saves a tenth of what it is. By the longest and not the median:
+    of saves that come in pairs every other gap is long. Of two gaps neither is borne out.
+    """
+    gaps = [later.at_seconds - earlier.at_seconds for earlier, later in pairwise(recent)]
+    *others, longest = sorted(gaps)
+    is_cadence = len(others) >= 2 and others[-1] >= CADENCE_SECONDS
+    is_rest = is_cadence and longest > max(OVERDUE_FACTOR * others[-1], OVERDUE_SECONDS)
+    return [min(gap, others[-1]) for gap in gaps] if is_rest else gaps
+
+
+def _full_seconds(room: Room, production: float, link: float, size: int, *, is_bounded: bool) -> float | None:
+    """Until the disk is full; None: it does not fill.
+
+    It fills at the speed of production, less that of the link where committed checkpoints are rotated; where
+    what comes goes by the limit (`is_bounded`), with what the limit keeps.
+    """
+    if is_bounded:
+        return room.free_bytes / production if room.saves_to_limit * size > room.free_bytes else None
+    if room.unuploaded == "thin":
+        return _thinned_seconds(room, production, link, size)
+    return room.free_bytes / (production - link)
+
+
+def _thinned_seconds(room: Room, production: float, link: float, size: int) -> float | None:
+    """The same under `thin`: while one checkpoint is sent nothing goes, at its COMMIT what is older does.
+
+    So the disk must take all that is saved meanwhile, twice: what came during one upload leaves at the end of
+    the next. From the third upload on each gives back what it takes (docs/adr/0132).
+    """
+    if link <= 0:
+        return room.free_bytes / production
+    waiting, taken = room.waiting, production * size / link
+    first = taken if waiting.left_bytes is None else production * waiting.left_bytes / link
+    backs = chain((waiting.older_bytes, max(waiting.newer_bytes + first - size, 0.0)), repeat(taken - size))
+    free, seconds = float(room.free_bytes + waiting.loose_bytes), 0.0
+    for upload in range(min(room.saves_to_limit, _MOST_UPLOADS) + 3):
+        takes = taken if upload else first
+        if takes > free:
+            return seconds + free / production
+        seconds += takes / production
+        # the one that is committed stays, and lets the oldest of the limit go once that is reached
+        free += next(backs) - takes + (size if upload >= room.saves_to_limit else 0)
+    return None
 
 
 def _rounded(steps: float) -> int:

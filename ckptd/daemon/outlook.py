@@ -9,16 +9,21 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.config_quantities import show_bandwidth, show_seconds
-from ckptd.core.forecast import Forecast, Room, Saved, forecast
+from ckptd.core.forecast import Forecast, Saved, forecast, room_of
 from ckptd.core.view import ZERO
 
 if TYPE_CHECKING:
+    from ckptd.core.view import JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
 FULL_SOON_SAVES = 3
 RUNNING_SECONDS = 10.0
 """An upload that has run for so long tells the speed of its link before it ends."""
+
+_THIN_IS_NOT_ENOUGH = (
+    'unuploaded = "thin" is not enough here (none goes before a newer one is committed), "delete" is'
+)
 
 
 def link_speed(job: Job, state: JobState) -> float | None:
@@ -50,13 +55,19 @@ def outlook(job: Job, state: JobState) -> Forecast:
         Saved(at_seconds=row.save.window.last / 1e9, bytes=row.save.total_bytes, step=row.save.step)
         for row in state.rows.values()
     ]
-    room = Room(
-        free_bytes=job.view.disk.free_bytes,
-        link_bytes_per_second=link_speed(job, state) if is_there else None,
-        is_rotated=bool(required) and job.config.local.policy.deletes,
-        is_bounded=job.config.unuploaded == "delete" or (job.config.unuploaded == "thin" and is_there),
-    )
-    return forecast(saves, room, now_seconds=time.time())
+    link = link_speed(job, state) if is_there else None
+    return forecast(saves, room_of(job.view, link, _left_bytes(job.view, state)), now_seconds=time.time())
+
+
+def _left_bytes(view: JobView, state: JobState) -> int | None:
+    """What the slowest required remote still has to take of the ZeRO form under way; None: there is none."""
+    keys = [
+        (r.ships_save, r.name, ZERO)
+        for r in view.remotes
+        if r.is_required and r.ships == ZERO and r.ships_save is not None
+    ]
+    moving = [state.moving[key] for key in keys if key in state.moving]
+    return max((one.total_bytes - one.done_bytes for one in moving), default=None)
 
 
 def see_outlook(job: Job, state: JobState) -> None:
@@ -81,14 +92,19 @@ def see_outlook(job: Job, state: JobState) -> None:
 
 def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
     production, link = _measured(told.production_bytes_per_second or 0), _measured(speed)
-    text = f"production {production}, link {link}"
+    text, how = f"production {production}, link {link}: ", job.config.unuploaded
+    full = "" if told.full_in_seconds is None else f", disk full in {show_seconds(told.full_in_seconds)}"
     cure = f"save every {steps:,} steps, or make the link faster"
-    if job.config.unuploaded != "keep":
-        text += f': not every save is uploaded (unuploaded = "{job.config.unuploaded}")'
+    if how == "keep":
+        text += f"uploads fall behind{full}"
+        cure = (
+            f'set unuploaded = "thin" or {cure}'
+            if told.is_spared_by_thin
+            else f"{cure}; {_THIN_IS_NOT_ENOUGH}"
+        )
     else:
-        full = told.full_in_seconds
-        text += ": uploads fall behind" + ("" if full is None else f", disk full in {show_seconds(full)}")
-        cure = f'set unuploaded = "thin" or {cure}'
+        text += f'not every save is uploaded (unuploaded = "{how}"){full}'
+        cure += f"; {_THIN_IS_NOT_ENOUGH}" if full and how == "thin" else ""
     job.problems.see("link-slow", "link", text, cure)
 
 
@@ -102,9 +118,13 @@ def _see_full(job: Job, told: Forecast) -> None:
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
-    cure = "free space, save less often, or make the link faster"
+    cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
     if not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
-    elif job.config.unuploaded == "keep":
+    elif told.is_limit_too_high:
+        cure = "lower save_total_limit in [local], free space, or save less often"
+    elif how == "keep" and told.is_spared_by_thin:
         cure += '; unuploaded = "thin" lets go what is older than a committed one'
+    elif how != "delete":
+        cure += f"; {_THIN_IS_NOT_ENOUGH}"
     job.problems.see("disk-full-soon", "disk", text, cure)

@@ -14,7 +14,9 @@ import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import wraps
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+
+from ckptd.words import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -58,16 +60,24 @@ def doing(action: Action, tag: str) -> Mapping[str, str]:
 
 
 class TextLines(logging.Formatter):
-    """For people: time, level, part, job."""
+    """For people, on a terminal: time, level, part, job."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s%(job)s: %(message)s", defaults={"job": ""})
+    def __init__(self, style: str = "%(asctime)s %(levelname)s %(name)s%(job)s: %(message)s") -> None:
+        super().__init__(style, defaults={"job": ""})
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and the trace where there is one."""
         job = _job.get()
         record.job = f" [{job}]" if job else ""
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line: names in it come from outside, and a terminal obeys none of them (P15)."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """The trace, whose last lines quote them; no line of it can be taken for one of the log."""
+        return "\n".join(f"| {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonLines(logging.Formatter):
@@ -105,6 +115,13 @@ def begin(environ: Mapping[str, str], level: str, style: Style) -> None:
     handler = logging.StreamHandler(sys.stderr)
     is_json = style == "json" or (style == "auto" and is_journal)
     handler.setFormatter(JsonLines(has_priority=is_journal) if is_json else TextLines())
+    logging.basicConfig(handlers=[handler], level=level)
+
+
+def begin_plainly(level: str) -> None:
+    """Log to stderr as a verb speaks that works like the daemon for a moment."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextLines("ckptd: %(message)s"))
     logging.basicConfig(handlers=[handler], level=level)
 
 

@@ -98,7 +98,7 @@ def _convert(source: Path, destination: Path, console: Console) -> float:
     if done.returncode:
         msg = f"ckptd convert ended with {done.returncode}: {done.stderr.strip()}"
         raise QuickstartFailed(msg)
-    console.print(done.stdout.rstrip(), markup=False, highlight=False)
+    console.print(done.stdout.rstrip())
     return seconds
 
 

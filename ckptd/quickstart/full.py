@@ -52,8 +52,8 @@ def quickstart(scene: Scene, out: Path, console: Console) -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw_losses(out / "losses.png", evidence.losses, TOLERANCE)
     draw_timeline(out / "timeline.png", evidence, statuses)
-    console.print(f"drawn: {out / 'losses.png'}, {out / 'timeline.png'}", highlight=False, soft_wrap=True)
+    console.print(f"drawn: {out / 'losses.png'}, {out / 'timeline.png'}", soft_wrap=True)
     if judged.returncode:
-        console.print(judged.stdout + judged.stderr, markup=False, highlight=False)
+        console.print(judged.stdout + judged.stderr)
         msg = "not every promise held"
         raise QuickstartFailed(msg, hint="the list above says which; --keep DIR keeps everything to look at")

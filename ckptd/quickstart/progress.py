@@ -49,7 +49,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """An event, with the seconds since the beginning."""
-        self._console.print(f"[dim]{time.monotonic() - self._begin:6.1f} s[/]  {text}", highlight=False)
+        self._console.print(Text.assemble((f"{time.monotonic() - self._begin:6.1f} s", "dim"), f"  {text}"))
 
     def follow(self, training: Training) -> None:
         """Show this run's step and loss."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ckptd.quickstart.evidence import commit_of, life_of
 
@@ -104,10 +105,9 @@ def promise_table(document: dict[str, Any]) -> Table:
     table.add_column("checked", justify="right")
     table.add_column("verdict")
     for row in document["promises"]:
-        verdict = "[green]held[/]" if row["held"] else "[red]BROKEN[/]"
-        if row["note"]:
-            verdict += f", {row['note']}"
-        if row["failures"]:
-            verdict += f": {row['failures'][0]}"
+        failures = row["failures"]
+        verdict = Text("held", "green") if row["held"] else Text("BROKEN", "red")
+        said = (f", {row['note']}" if row["note"] else "", f": {failures[0]}" if failures else "")
+        verdict = Text.assemble(verdict, *said)
         table.add_row(row["promise"], row["text"], f"{row['checked']} {row['unit']}", verdict)
     return table

@@ -60,9 +60,10 @@ def start(request: Request) -> None:
         if ranks & (ranks - 1):
             msg = f"{ranks} ranks do not divide the batch of 16"
             raise UsageError(msg, hint="use 1, 2, 4 or 8 (2, 4 or 8 for the first training)")
-    console = Console()
+    # brackets in the user's own paths are no markup
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
-        console = Console(width=COLUMNS)
+        console = Console(markup=False, emoji=False, highlight=False, width=COLUMNS)
     with _directory(request.keep) as root:
         if request.convert_only:
             from ckptd.quickstart.convert_only import convert_only
@@ -73,7 +74,7 @@ def start(request: Request) -> None:
         else:
             _play(request, root, resume_ranks, console)
     if request.keep is not None:
-        console.print(f"kept: {request.keep}", highlight=False, soft_wrap=True)
+        console.print(f"kept: {request.keep}", soft_wrap=True)
         if not request.convert_only:
             console.print(f"judge again: python -m ckptd.quickstart.judge {request.keep}", soft_wrap=True)
 

@@ -8,11 +8,13 @@ import os
 import shlex
 from pathlib import Path
 
+from tests.figures import commit_now
+
 FOLDER = Path(__file__).resolve().parents[2] / ".build" / "figures"
 
 
-def note(name: str, fault: str, *, runs: int, violations: int, seconds: float = 0.0) -> None:
-    """With CKPTD_FULL=1: how many runs a fault had, and in how many of them a promise was broken."""
+def note(name: str, fault: str, *, runs: int, violations: int, seconds: float = 0.0, said: str = "") -> None:
+    """With CKPTD_FULL=1: how many runs a fault had, in how many a promise was broken; `said` beside it."""
     if not os.environ.get("CKPTD_FULL"):
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -24,6 +26,8 @@ def note(name: str, fault: str, *, runs: int, violations: int, seconds: float = 
         "runs": runs,
         "violations": violations,
         "seconds": round(seconds, 1),
+        "said": said,
+        "commit": commit_now(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     (FOLDER / f"{name}.json").write_text(json.dumps(row) + "\n")

@@ -41,8 +41,9 @@ def test_a_restart_without_its_journal(tmp_path: Path, capsys: pytest.CaptureFix
         again = [p for p, at in written.items() if p.stat().st_mtime_ns != at]
         note(
             "restart-100",
-            f"F28: journal lost, {COUNT} checkpoints: {seconds_to_safe:.1f} s to 'safe', "
-            f"{seconds_to_commit:.1f} s to the next COMMIT ({os.cpu_count()} cores, shared)",
+            "F28: journal lost",
+            said=f"{seconds_to_safe:.1f} s until all are safe, {seconds_to_commit:.1f} s to the next COMMIT "
+            f"({os.cpu_count()} cores, shared)",
             runs=COUNT,
             violations=len(again),
             seconds=seconds_to_commit,

@@ -12,7 +12,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from tests.figures import commit_now
 from tests.fleet.story import Shape, Told, staged, tell
 
 if TYPE_CHECKING:
@@ -150,12 +150,6 @@ def code_digest() -> str:
         for path in sorted((ROOT / folder).glob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()[:8]
-
-
-def commit_now() -> str:
-    """What the code is, for whoever reads the figures."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def figures(known: dict[str, Any], chosen: argparse.Namespace, size: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.figures import commit_now
 from tests.killpoints.points import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,13 +55,6 @@ def digest(kind: str = "") -> str:
             if folder.name != "killpoints" or not is_around:
                 sha.update(path.read_bytes())
     return sha.hexdigest()[:16]
-
-
-def _commit() -> str:
-    """What git calls the tree, "-dirty" if something in it is not committed."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "no repository"
 
 
 @contextmanager
@@ -99,7 +93,7 @@ class Record:
         self._path = BUILD / "killpoints" / f"{self._name}{part and '-'}{part}.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         is_there = is_kept and self._path.exists()
-        self._code = f"{_commit()}: {digest(kind)}"
+        self._code = f"{commit_now()}: {digest(kind)}"
         self._rows = [json.loads(row) for row in self._path.read_text().splitlines()] if is_there else []
         if is_there and anew:
             self._rows = [row for row in self._rows if "all" not in anew and _first(row) not in anew]

@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.figures import commit_now
 from tests.model.explorer import Violation
 from tests.model.test_commit_protocol import FULL, QUICK, explore
 
@@ -34,6 +35,7 @@ def main() -> int:
         "runs": states,
         "violations": violations,
         "seconds": round(time.monotonic() - started, 1),
+        "commit": commit_now(),
         "date": datetime.now(UTC).date().isoformat(),
     }
     FIGURES.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ disk reads those books too: nothing here asks the planner what it thinks.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.actions import Action, DropDerived, PointUniversal
@@ -223,8 +224,8 @@ class Ending:
     was_avoidable: bool = False
 
 
-def live(scenario: Scenario) -> Ending:
-    """Play one history until its last save, or until one does not fit."""
+def live(scenario: Scenario, watch: Callable[[DiskWorld, int], None] | None = None) -> Ending:
+    """Play one history until its last save, or until one does not fit; `watch`: (world, tick) after each."""
     policy = RetentionPolicy(save_total_limit=scenario.limit)
     remotes = {"nas": Remote("nas", True, RetentionPolicy())}
     world = DiskWorld(local=policy, remotes=remotes, can_clone=scenario.can_clone, scenario=scenario)
@@ -242,6 +243,8 @@ def live(scenario: Scenario) -> Ending:
             tick += 1
             _tick(world, tick)
         _complete(world, number, size)
+        if watch is not None:
+            watch(world, tick)
     return Ending(len(scenario.sizes), is_full=False)
 
 

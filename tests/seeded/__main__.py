@@ -16,13 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.figures import PAGE, SEEDED, commit_now, put, seeded_line
 from tests.seeded.bugs import ROOT, Bug, Outcome, bugs, copy_tree, pytest, try_bug
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-PAGE = ROOT / "docs" / "faults.md"
-BEGIN, END = "<!-- seeded -->", "<!-- /seeded -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,24 +68,23 @@ def _line(outcome: Outcome) -> str:
 
 def _publish(outcomes: Sequence[Outcome], seconds: float, red: int) -> None:
     caught = sum(outcome.is_caught for outcome in outcomes)
-    figures = {
-        "name": "seeded",
+    figure = {
+        "name": SEEDED,
         "command": "make seeded",
         "runs": len(outcomes),
         "violations": len(outcomes) - caught + red,
         "seconds": round(seconds, 1),
+        "commit": commit_now(),
         "date": datetime.now(UTC).date().isoformat(),
         "caught": f"{caught}/{len(outcomes)}",
     }
     target = ROOT / ".build" / "figures" / "seeded.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(figures, indent=1) + "\n")
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2] if END in rest else "\n"
+    target.write_text(json.dumps(figure, indent=1) + "\n")
     found = {outcome.bug.number for outcome in outcomes if outcome.is_caught}
     rows = table([outcome.bug for outcome in outcomes], found)
-    PAGE.write_text(f"{before}{BEGIN}\n{rows}\n{END}{after}")
+    page = put(PAGE.read_text(), "seeded figure", seeded_line(figure))
+    PAGE.write_text(put(page, SEEDED, f"\n{rows}\n"))
 
 
 def table(listed: Sequence[Bug], found: set[str]) -> str:

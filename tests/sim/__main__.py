@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.figures import commit_now
 from tests.sim.life import Outcome, drawn, live, shortened
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,7 @@ def figures(known: Known, command: str) -> dict[str, Any]:
         "crashes": known.crashes,
         "steps": known.steps,
         "violations": len(known.broken),
+        "commit": commit_now(),
         "seconds": round(known.seconds, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -53,6 +53,13 @@ def sealed(step: int, branch: int = 1, save_seq: int = 0, tag: str = "") -> Seal
     )
 
 
+def resized(save: SealedSave, size_bytes: int) -> SealedSave:
+    """The same of another size."""
+    (file,) = save.files
+    grown = file.model_copy(update={"identity": replace(file.identity, size_bytes=size_bytes)})
+    return save.model_copy(update={"files": (grown,)})
+
+
 def committed_record(save: SealedSave, remote: str = NAS, form: str = ZERO) -> ShipRecord:
     """A committed ship."""
     return ShipRecord(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.forecast import Forecast, Room, Saved, forecast
+from ckptd.core.forecast import Forecast, Room, Saved, forecast, room_of
+from ckptd.core.view import ZERO
+from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
 
 GB = 10**9
 
@@ -106,3 +110,96 @@ def test_one_save_or_saves_of_one_instant_say_nothing() -> None:
     room = Room(free_bytes=GB, link_bytes_per_second=None, is_rotated=False)
     assert forecast(run(1), room, now_seconds=0.0) == Forecast()
     assert forecast(run(3, every_seconds=0.0), room, now_seconds=0.0) == Forecast()
+
+
+@pytest.mark.parametrize("every_seconds", [600.0, 60.0])
+def test_a_rest_is_not_saving_time(every_seconds: float) -> None:
+    """One night among six saves: production, cadence and the disk are as they were before it."""
+    saves = run(12, every_seconds=every_seconds, gigabytes=100.0)
+    link = 0.3 * 100 * GB / every_seconds
+    room = Room(free_bytes=300 * GB, link_bytes_per_second=link, is_rotated=True)
+    for before in range(3, 12):
+        rested = [
+            replace(save, at_seconds=save.at_seconds + 36_000 * (n >= before))
+            for n, save in enumerate(saves[: max(before + 1, 5)])
+        ]
+        last = rested[-1].at_seconds
+        told = forecast(rested, room, now_seconds=last)
+        assert told.production_bytes_per_second == pytest.approx(100 * GB / every_seconds)
+        assert told.save_every_seconds == every_seconds
+        assert told.full_in_saves == 4
+        assert told.save_steps_for_link == 1700
+        late = forecast(rested, room, now_seconds=last + max(3 * every_seconds, 600.0) + 1)
+        assert late.overdue_seconds is not None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_what_was_copied_here_together_tells_no_cadence(seconds: float) -> None:
+    """Five from elsewhere, then the run's own first one an hour later."""
+    saves = [*run(5, every_seconds=seconds), Saved(at_seconds=3600.0, bytes=60 * GB, step=3000)]
+    room = Room(free_bytes=600 * GB, link_bytes_per_second=0.2 * GB, is_rotated=True)
+    told = forecast(saves, room, now_seconds=3600.0)
+    assert told.production_bytes_per_second == pytest.approx(300 * GB / 3600.0, rel=0.01)
+    assert told.full_in_saves is None
+
+
+def test_saves_in_pairs_are_no_rests() -> None:
+    """A best one beside each regular one: half of the gaps are long, and all of them count."""
+    saves = [
+        Saved(at_seconds=at, bytes=60 * GB, step=int(at)) for n in range(3) for at in (n * 1200, n * 1200 + 2)
+    ]
+    room = Room(free_bytes=GB, link_bytes_per_second=None, is_rotated=False)
+    for some in (saves, saves[:5], saves[:4], saves[1:], saves[:3]):
+        told = forecast(some, room, now_seconds=3000.0)
+        span = some[-1].at_seconds - some[0].at_seconds
+        assert told.production_bytes_per_second == pytest.approx(60 * GB * (len(some) - 1) / span)
+
+
+def thin_room(world: DiskWorld, scenario: Scenario) -> Room:
+    """What a daemon would know of this disk."""
+    view = world.view()
+    left = int(world.left_to_send or scenario.sizes[0])
+    remotes = tuple(replace(r, ships=ZERO, ships_save=world.remotes["nas"].shipping) for r in view.remotes)
+    return room_of(replace(view, remotes=remotes), scenario.link, left if remotes[0].ships_save else None)
+
+
+def foretold(scenario: Scenario) -> tuple[bool, list[int | None]]:
+    """Whether the disk filled, and what was said after each save."""
+    saves: list[Saved] = []
+    told: list[int | None] = []
+
+    def watch(world: DiskWorld, tick: int) -> None:
+        saves.append(Saved(at_seconds=tick, bytes=96, step=len(saves)))
+        told.append(forecast(saves, thin_room(world, scenario), now_seconds=tick).full_in_saves)
+
+    return live(scenario, watch).is_full, told
+
+
+@pytest.mark.parametrize(("limit", "saves_during_upload"), [(1, 2.5), (2, 3.5)])
+def test_thin_fills_a_disk_as_foretold(limit: int, saves_during_upload: float) -> None:
+    """The real planner over disks of every size: one that fills is foretold in time, no other alarms.
+
+    What comes during one upload leaves at the end of the next: room for twice that and the limit is enough.
+    """
+    scenario = replace(
+        drawn(0),
+        sizes=(96,) * 26,
+        pause=6,
+        link=96 / (6 + CHUNKS) / saves_during_upload,
+        away=range(0),
+        limit=limit,
+        min_free=16,
+        trainer_limit=None,
+        pinned=frozenset(),
+        unuploaded="thin",
+        makes_universal=False,
+    )
+    endings = set()
+    for fit in range(limit + 3, limit + int(2 * saves_during_upload) + 2):
+        is_full, told = foretold(replace(scenario, capacity=fit * 96 + 8))
+        endings.add(is_full)
+        if is_full:
+            assert all(full is not None and full <= n for n, full in enumerate(told[:-4:-1])), (fit, told)
+        else:
+            assert not any(full is not None and full <= 3 for full in told[1:]), (fit, told)
+    assert endings == {True, False}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckptd.core.retention import RetentionPolicy
+from ckptd.core.view import ZERO, Disk
 from ckptd.daemon.outlook import link_speed, see_outlook
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import Moving
+from tests.unit.core_views import job_view, resized, save_view, sealed
 
 GB = 10**9
 
@@ -21,9 +26,13 @@ def scene(
     ago: float = 0.0,
     is_away: bool = False,
     unuploaded: str = "keep",
-    deletes: bool = True,
+    limit: int | None = 6,
+    waiting: int = 0,
 ) -> Any:
-    """A job that saves 60 GB and 500 steps every ten minutes, and its state."""
+    """A job that saves 60 GB and 500 steps every ten minutes, and its state.
+
+    The newest `waiting` are not committed; of the oldest of these 54 GB are sent.
+    """
     last = time.time() - ago
     saves = [
         SimpleNamespace(
@@ -36,18 +45,25 @@ def scene(
         for n in range(6)
     ]
     remotes = [SimpleNamespace(name="nas", required=True), SimpleNamespace(name="s3", required=False)]
-    view = SimpleNamespace(
-        remotes=[SimpleNamespace(name=r.name, is_required=r.required) for r in remotes],
-        disk=SimpleNamespace(free_bytes=free_gb * GB),
-    )
-    local = SimpleNamespace(policy=SimpleNamespace(deletes=deletes))
+    policy = RetentionPolicy(save_total_limit=limit)
+    here = [save_view(n, resized(sealed(9000 - 500 * n), 60 * GB), committed=n >= waiting) for n in range(6)]
+    disk = Disk(free_bytes=free_gb * GB, reserve_bytes=66 * GB, can_clone=False)
+    view = job_view(here, local_retention=policy, unuploaded=unuploaded, disk=disk)
+    if waiting:
+        view = replace(view, remotes=(replace(view.remotes[0], ships=ZERO, ships_save=waiting - 1),))
+    moving = Moving(done_bytes=54 * GB, total_bytes=60 * GB, started_seconds=time.monotonic())
     job = SimpleNamespace(
         view=view,
-        config=SimpleNamespace(remotes=remotes, local=local, unuploaded=unuploaded),
+        config=SimpleNamespace(remotes=remotes, local=SimpleNamespace(policy=policy), unuploaded=unuploaded),
         links={r.name: SimpleNamespace(attached=None if is_away else object()) for r in remotes},
         problems=Problems(),
     )
-    state = SimpleNamespace(rows=dict(enumerate(saves)), link_speeds=speeds, in_flight=frozenset(), moving={})
+    state = SimpleNamespace(
+        rows=dict(enumerate(saves)),
+        link_speeds=speeds,
+        in_flight=frozenset(),
+        moving={(waiting - 1, "nas", ZERO): moving} if waiting else {},
+    )
     return job, state
 
 
@@ -66,14 +82,36 @@ def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> N
 
 
 @pytest.mark.parametrize("how", ["thin", "delete"])
-def test_an_opt_out_keeps_a_slow_link_from_filling_the_disk(how: str) -> None:
+def test_an_opt_out_spares_a_disk_that_has_the_room_it_needs(how: str) -> None:
     """It is still said that not every save arrives, and what would change that."""
-    found = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, unuploaded=how))
+    # 200 GB come while 60 GB are sent
+    found = alarms(*scene(free_gb=500, speeds={"nas": 30e6}, unuploaded=how))
     assert set(found) == {"link-slow"}
     assert f'not every save is uploaded (unuploaded = "{how}")' in found["link-slow"]
     assert "disk full" not in found["link-slow"]
     away = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, unuploaded=how, is_away=True))
     assert ("disk-full-soon" in away) is (how == "thin"), "thin needs a newer one that is committed"
+
+
+def test_thin_is_no_cure_where_one_upload_outlasts_the_room() -> None:
+    """Nothing goes before a newer one is committed: 100 GB are full before 60 GB are sent."""
+    thinned = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, unuploaded="thin"))
+    assert "disk full in 16m" in thinned["link-slow"]
+    assert "disk full in 1 saves" in thinned["disk-full-soon"]
+    kept = alarms(*scene(free_gb=100, speeds={"nas": 30e6}))
+    for found in (*thinned.values(), *kept.values()):
+        assert 'unuploaded = "thin" is not enough here' in found
+        assert "set unuploaded" not in found
+    deleted = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, unuploaded="delete"))
+    assert set(deleted) == {"link-slow"}
+
+
+def test_a_limit_that_is_more_than_the_disk_holds() -> None:
+    """Whatever the link and the opt-out: what the limit keeps fills it."""
+    for how in ("keep", "delete"):
+        found = alarms(*scene(free_gb=100, speeds={"nas": 1e9}, limit=100, unuploaded=how))
+        assert "lower save_total_limit" in found["disk-full-soon"]
+    assert alarms(*scene(free_gb=100, speeds={"nas": 1e9}, limit=7)) == {}
 
 
 def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,17 +132,22 @@ def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "cure"),
     [
-        ({}, 'unuploaded = "thin" lets go'),
-        ({"deletes": False}, "set save_total_limit in [local]"),
+        (
+            {"free_gb": 90, "speeds": {"nas": 60e6}, "waiting": 4, "limit": 2},
+            'unuploaded = "thin" lets go',
+        ),
+        ({}, 'unuploaded = "thin" is not enough here'),
+        ({"limit": None}, "set save_total_limit in [local]"),
         ({"unuploaded": "thin", "is_away": True}, "make the link faster"),
     ],
 )
 def test_a_disk_that_will_be_full_names_the_cure_that_this_job_has(
     changes: dict[str, Any], cure: str
 ) -> None:
-    found = alarms(*scene(free_gb=100, speeds={"nas": 30e6}, **changes))["disk-full-soon"]
+    settings: dict[str, Any] = {"free_gb": 100, "speeds": {"nas": 30e6}}
+    found = alarms(*scene(**settings | changes))["disk-full-soon"]
     assert cure in found
-    assert ("unuploaded" in found) is (changes == {})
+    assert ("unuploaded" in found) is (changes.get("limit", 6) is not None)
 
 
 def test_a_slow_optional_remote_alarms_nobody() -> None:

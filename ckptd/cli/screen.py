@@ -1,0 +1,48 @@
+"""The console of every verb: texts are shown as they are, whatever a name contains (P15).
+
+Rich takes brackets for markup and `:name:` for emoji, and passes escape sequences on; names of checkpoints,
+files and nodes come from outside. Cells are made by `cell`; this holds for whatever is forgotten there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.segment import Segment
+
+from ckptd.words import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import IO
+
+    from rich.console import ConsoleOptions, RenderableType
+
+ELSEWHERE = 200
+"""Columns where stdout is no terminal."""
+
+
+class Screen(Console):
+    """No markup, no emoji, no highlighting; only rich's own controls reach the terminal."""
+
+    def __init__(
+        self, *, stderr: bool = False, width: int | None = None, file: IO[str] | None = None
+    ) -> None:
+        """`width`: columns; None: as wide as the terminal."""
+        super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width, file=file)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does it, but for characters that a terminal would obey."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            if control or text == "\n" or text.isprintable():
+                yield segment
+            else:
+                yield Segment("\n".join(map(printable, text.split("\n"))), style)
+
+
+def screen() -> Screen:
+    """Of stdout."""
+    return Screen(width=None if sys.stdout.isatty() else ELSEWHERE)
