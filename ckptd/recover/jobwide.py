@@ -6,19 +6,16 @@ store's own times; what is by other clocks says so (`clock`). Safe is what a COM
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckptd.core import coverage
 from ckptd.core.coverage import order_of
 from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.manifest import decode_name
-from ckptd.core.missing import late
 from ckptd.core.view import ZERO
+from ckptd.recover.opened import opened
 from ckptd.remote.clock import store_now_seconds
-from ckptd.remote.documents import read_generation
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.words import ago, ranks_in_words
 
@@ -26,13 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.manifest import Commit
+    from ckptd.recover.opened import OpenRow
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.messages import CommitView
     from ckptd.remote.store import Store
 
 SCHEMA_VERSION = 1
-MOST_OPEN = 3
-"""Uncommitted saves that are looked into, the newest by the numbers in their tags."""
 SKEW_SECONDS = 5.0
 
 Verdict = Literal["safe", "behind", "not-safe"]
@@ -69,18 +65,6 @@ class NodeRow:
     config_digest: str | None
     is_in_safe: bool
     """The safe COMMIT rests on a manifest of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRow:
-    """A save that some nodes shipped their parts of and that is not committed."""
-
-    tag: str
-    generation: int
-    step: int
-    nodes: tuple[str, ...]
-    missing: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +119,18 @@ class Jobwide:
         ]
         safe = commits[-1] if commits else None
         age = self._age_of(safe) if safe is not None else None
-        opened = self._open(safe, seen)
+        beyond = order_of(safe.commit) if safe is not None else None
+        uncommitted = self._sight.observation.uncommitted
+        found = opened(self._store, uncommitted, beyond, seen, self._now_seconds)
+        self._problems += found.problems
         rows = self._rows(seen, safe)
         steps = [row.newest_step for row in rows if row.newest_step is not None]
-        newest = max([*steps, *(row.step for row in opened)], default=None)
+        newest = max([*steps, *(row.step for row in found.rows)], default=None)
         self._see_nodes(rows)
         identity = self._sight.observation.identity
         shown = _safe(safe, age or 0.0) if safe is not None else None
         verdict: Verdict = (
-            "not-safe" if shown is None else "behind" if _is_behind(shown, seen, opened) else "safe"
+            "not-safe" if shown is None else "behind" if _is_behind(shown, seen, found.rows) else "safe"
         )
         alive = sum(not row.is_dead and row.heard_seconds_ago is not None for row in rows)
         risk = _at_risk(shown, seen)
@@ -159,7 +146,7 @@ class Jobwide:
             seconds_at_risk=None if risk is None else round(risk, 1),
             newest_step=newest,
             nodes=rows,
-            uncommitted=opened,
+            uncommitted=found.rows,
             problems=tuple(self._problems),
             clock=self._clock,
         )
@@ -220,48 +207,6 @@ class Jobwide:
         self._clock = "nodes"
         at = view.commit.committed_at_seconds
         return max(0.0, self._now_seconds - at) if at is not None else 0.0
-
-    def _open(self, safe: CommitView | None, seen: Sequence[SeenNode]) -> tuple[OpenRow, ...]:
-        """Uncommitted saves beyond the safe one, and what each lacks."""
-        stems = [where for where in self._sight.observation.uncommitted if where[2] == ZERO]
-        stems.sort(key=lambda where: (_number(where[0]), where[1]), reverse=True)
-        rows = []
-        for where in stems[:MOST_OPEN]:
-            members = coverage.newest_revisions(read_generation(self._store, where))
-            if not members:
-                continue
-            lead = max((known.manifest for known in members), key=lambda m: (m.branch, m.step, m.save_seq))
-            order = (lead.branch, lead.step, lead.save_seq)
-            if safe is not None and order <= order_of(safe.commit):
-                continue
-            missing = coverage.absent(members)
-            age = self._age_of_manifests(tuple(known.key for known in members))
-            lost = late(missing, seen, lead.step, age)
-            nodes = tuple(sorted({known.manifest.node for known in members}))
-            text = lost or f"{len(missing)} shards are on their way"
-            if lost is not None:
-                self._problems.append(f"{lead.tag} is not committed: {lost}")
-            rows.append(
-                OpenRow(
-                    tag=lead.tag,
-                    generation=lead.generation,
-                    step=lead.step,
-                    nodes=nodes,
-                    missing=len(missing),
-                    text=text,
-                )
-            )
-        return tuple(rows)
-
-    def _age_of_manifests(self, keys: tuple[str, ...]) -> float:
-        """Since the first part was shipped."""
-        infos = [info for info in map(self._store.stat, keys) if info is not None and info.mtime_ns]
-        return max((self._now_seconds - info.mtime_ns / 1e9 for info in infos), default=0.0)
-
-
-def _number(tag: str) -> int:
-    found = re.search(r"(\d{1,18})(?!.*\d)", tag)
-    return int(found[1]) if found else 0
 
 
 def _nodes_of(commit: Commit) -> set[str]:
