@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIB = 1 << 20
-DAEMON_BYTES = 48 * MIB
+DAEMON_BYTES = 32 * MIB
 JOB_BYTES = 4 * MIB
-"""The daemon with its metrics and no job, and what a job of a hundred checkpoints adds."""
-READING_BYTES = 32 * MIB
+"""The daemon without a job, and what a job of a hundred checkpoints adds."""
+READING_BYTES = 36 * MIB
 """The restricted children that read saves before they are sealed: four at once."""
-DIRECTORY_BYTES, S3_BYTES, SERVICE_BYTES = 28 * MIB, 48 * MIB, 64 * MIB
+DIRECTORY_BYTES, S3_BYTES, SERVICE_BYTES = 24 * MIB, 40 * MIB, 64 * MIB
 """A remote's child that has nothing to do, by its kind."""
 UPLOAD_BYTES = 16 * MIB
 """What a child takes besides while it uploads."""
@@ -45,7 +45,7 @@ class Division:
 
 
 def divide(budget_bytes: int, jobs: Sequence[Sequence[str]], max_uploads: int) -> Division:
-    """The shares of `budget_bytes` where each of `jobs` has these remotes (URLs), and `max_uploads` is allowed.
+    """The shares of `budget_bytes` where each of `jobs` has these remotes (URLs).
 
     Children come first, each lasts where there is room; then uploads; a conversion gets the rest. Of several
     children at least two live: while one uploads, another may look.

@@ -1,7 +1,7 @@
 """How many remotes' children live at once: as many as `memory_budget` has room for (docs/adr/0135, P12).
 
-Where there is room for all, each lasts. Where there is not, one that has nothing to do makes room for the next
-in line, whose orders wait until then. Everything here is called in the deciding thread.
+Where there is room for all, each lasts. Where there is not, one that has nothing to do makes room for the
+next in line, whose orders wait until then. Everything here is called in the deciding thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What all jobs of a daemon share: uploads at once, one conversion at a time, bandwidth, memory (P11, P12).
 
-The limits are those of `ckptd.toml`, and what `ckptd.budget` makes of them. First come, first served; a job that does not ask again in its next
-turn loses its place. Everything here is called in the deciding thread, so nothing needs a lock.
+The limits are those of `ckptd.toml`, and what `ckptd.budget` makes of them. First come, first served; a job
+that does not ask again in its next turn loses its place. Everything here is called in the deciding thread, so
+nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -95,9 +96,7 @@ class Totals:
         self._links = links
         self._remotes = remotes
         self._unix = unix
-        self.uploads = Slots(
-            lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links())
-        )
+        self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
         self.conversions = Slots(lambda: CONVERSIONS, converting)
         self.places = Places(lambda: self.division.children)
         self._told: tuple[str, str] | None = None

@@ -72,9 +72,11 @@ def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | N
         return failed("memory", ConfigError(found[0], hint=found[1]))
     if budget_bytes >= shares.roomy_bytes:
         return None
+    budget, roomy = (f"{-(-count // MIB)}MiB" for count in (budget_bytes, shares.roomy_bytes))
     count = sum(map(len, remotes))
-    text = f"{budget_bytes // MIB}MiB: uploads at once {shares.uploads}, remotes at once {shares.children} of {count}"
-    return Finding(what="memory", verdict="note", text=text, hint=f"none waits with {shares.roomy_bytes // MIB}MiB")
+    text = f"{budget}: at once {shares.uploads} uploads, and {shares.children} of {count} remotes"
+    hint = f'with memory_budget = "{roomy}" none waits for want of it'
+    return Finding(what="memory", verdict="note", text=text, hint=hint)
 
 
 def _shared(job: JobConfig, state_dir: Path | None) -> Finding:

@@ -1,4 +1,4 @@
-"""P12 of a whole daemon: many jobs in a memory cgroup of the least budget, where the kernel kills who needs more."""
+"""P12 of a whole daemon: many jobs in a memory cgroup of the least budget; who needs more is killed."""
 
 from __future__ import annotations
 
@@ -72,32 +72,41 @@ def test_five_jobs_live_within_the_least_budget(house: House) -> None:
         killed = dict(line.split() for line in (inside / "memory.oom_control").read_text().splitlines())
     assert int(killed["oom_kill"]) == 0
     assert watcher.peak_bytes < BUDGET_BYTES
-    assert 2 <= most <= shares.children
+    # one that is being killed is still listed
+    assert 2 <= most <= shares.children + 1 < len(JOBS)
     assert all(not job["problems"] for job in house.jobs().values())
 
 
 def test_a_budget_that_is_too_small_is_told_with_what_is_needed(house: House) -> None:
-    """By check and by the daemon, which does its best; a reload with enough of it is the end of the problem."""
+    """By check and by the daemon, which does its best; a reload with enough of it ends the problem."""
     toml = house.config / "ckptd.toml"
     plain = toml.read_text()
     toml.write_text(f'{plain}memory_budget = "256MiB"\n')
-    for number in range(20):
-        (house.root / "nvme" / f"job{number}").mkdir()
-        house.job(f"job{number}")
-    house.save("job0")
-    shares = divide(BUDGET_BYTES, [[str(house.root)]] * 20, 4)
+    nowhere = "sftp://127.0.0.1:1/nowhere"
+    for name in JOBS[:3]:
+        (house.root / "nvme" / name).mkdir()
+        house.job(name)
+    for name in JOBS[1:3]:
+        path = house.config / "jobs.d" / f"{name}.toml"
+        text = path.read_text().replace(str(house.root / "nas" / name), nowhere)
+        path.write_text(text.replace("same_filesystem = true\n", ""))
+    house.save("one")
+    shares = divide(BUDGET_BYTES, [[str(house.root)], [nowhere], [nowhere]], 4)
     needed = f"{-(-shares.needed_bytes // MIB)}MiB"
-    checked = house.ckptd("check", "--no-probe", "--config-dir", str(house.config))
+    check = ("check", "--no-probe", "--config-dir", str(house.config))
+    checked = house.ckptd(*check)
     assert checked.returncode == 78, checked.stdout + checked.stderr
     assert f'memory_budget = "{needed}"' in " ".join(checked.stdout.split())
-    daemon = house.start()
-    house.wait("the problem", lambda: [p["code"] for p in house.jobs()["job0"]["problems"]] == ["memory-short"])
-    assert needed in house.jobs()["job0"]["problems"][0]["text"]
+    house.start()
+    house.wait(
+        "the problem", lambda: [p["code"] for p in house.jobs()["one"]["problems"]] == ["memory-short"]
+    )
+    assert needed in house.jobs()["one"]["problems"][0]["text"]
+    house.wait("a commit all the same", lambda: house.committed("one"))
     assert house.log.read_text().count("these jobs need") == 1
-    house.wait("a commit all the same", lambda: house.committed("job0"))
-    assert remotes_children(daemon.pid) <= shares.children
     toml.write_text(f'{plain}memory_budget = "{needed}"\n')
-    checked = house.ckptd("check", "--no-probe", "--config-dir", str(house.config))
-    assert "remotes at once 2 of 20" in " ".join(checked.stdout.split()), checked.stdout
-    assert house.reload("job0").returncode == 0
-    house.wait("its end", lambda: not house.jobs()["job0"]["problems"])
+    checked = house.ckptd(*check)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "2 of 3 remotes" in " ".join(checked.stdout.split()), checked.stdout
+    assert house.reload("one").returncode == 0
+    house.wait("its end", lambda: not house.jobs()["one"]["problems"])

@@ -48,7 +48,7 @@ def test_a_budget_divided(
 
 
 def test_what_is_too_small_says_what_is_needed() -> None:
-    """The least budget keeps to itself, a MiB less does not; more than roomy changes nothing but conversions."""
+    """The least budget is enough and a byte less is not; more than roomy goes to conversions alone."""
     jobs = of(30, BUCKET)
     short = divide(256 * MIB, jobs, 4)
     found = shortage(short, 256 * MIB)
