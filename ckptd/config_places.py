@@ -7,11 +7,9 @@ alone (config_globs.py).
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 def this_node(environ: Mapping[str, str]) -> str:
     """What this node is called where nobody says it: as Slurm calls it, else its host name."""
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def user_name() -> str:
@@ -106,7 +104,7 @@ def _filled(value: Any, environ: Mapping[str, str], where: str) -> Any:
         if name in _KEPT:
             return match[0]
         if name == HOSTNAME:
-            return socket.gethostname()
+            return os.uname().nodename
         if name == "node_name":
             return this_node(environ)
         if name.startswith(_SLURM) and environ.get(name):
@@ -121,6 +119,8 @@ def _unknown(value: str, name: str, environ: Mapping[str, str], where: str) -> C
         msg = f'{where} = "{value}": {name} is not set here'
         return ConfigError(msg, hint="it is set in a step of a Slurm job (srun); start ckptd in one")
     known = [HOSTNAME, "node_name", *sorted(n for n in environ if n.startswith(_SLURM))]
+    import difflib  # 2 ms of every `ckptd status`
+
     near = difflib.get_close_matches(name, known, 1)
     msg = f'{where} = "{value}": {{{name}}} means nothing'
     told = f"did you mean {{{near[0]}}}? " if near else ""

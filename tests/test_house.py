@@ -25,7 +25,7 @@ RANK = {
     "trainer": 0,
     "core": 1,
     "config": 2,
-    "budget": 2,
+    "budget": 3,
     "torchfile": 3,
     "zero": 4,
     "pages": 4,

@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.screen import screen
         from ckptd.install.compare import service_paths
-        from ckptd.recover.check import check_job
+        from ckptd.recover.check import check_job, check_memory
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
         console = screen()
@@ -69,9 +69,9 @@ def register(app: typer.Typer) -> None:
                 if finding.rows:
                     console.print(_rows(finding))
             codes += [f.exit_code for f in findings if f.verdict == "fail"]
-        if service is not None:
-            finding = _service(*service)
-            console.print(_table("service", [finding]))
+        whole = [check_memory(loaded.jobs, loaded.daemon), _service(*service) if service else None]
+        for finding in filter(None, whole):
+            console.print(_table(finding.what, [finding]))
             codes.append(finding.exit_code)
         if any(codes):
             raise typer.Exit(max(codes))

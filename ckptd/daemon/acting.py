@@ -59,6 +59,7 @@ class Actor:
 
     def scrub(self, *, is_wanted: bool = True) -> bool:
         """The slow reading goes on, or makes way; whether it found anything, or the trash waits."""
+        is_wanted = is_wanted and not self._totals.places.is_crowded
         return self.scrubber.turn(is_wanted=is_wanted) | (self._chores.pruner.seconds_to_tidy == 0)
 
     def _may_start(self, action: a.Action) -> bool:

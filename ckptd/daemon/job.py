@@ -156,9 +156,8 @@ class Job:
         for remote in self.config.remotes:
             settings = remote_settings(self.config, remote, journal, node=self.node, node_id=node_id)
             heard = on_attached(self, remote.name)
-            self.links[remote.name] = RemoteLink(
-                settings, self.problems, self.patience.post, heard, self.wake, remote.bandwidth
-            )
+            own = (settings, self.problems, self.patience.post, heard, self.wake)
+            self.links[remote.name] = RemoteLink(*own, remote.bandwidth, self._totals.places)
         self.knowledge = Knowledge(
             state,
             self.state_dir,
@@ -267,7 +266,7 @@ class Job:
             # the first remote names the job; the others wait a moment for it, never longer
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
                 link.propose_job_id(self.job_id)
-                link.turn(now_seconds, is_at_rest=self.rest.is_now)
+                link.turn(now_seconds, is_at_rest=self.rest.is_now or self._totals.takes_turns)
         self.nodes.turn(now_seconds)
         has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
         has_news |= self.control.refresh(self.state_dir) | self.actor.scrub(is_wanted=not self.control.rests)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptd.config_timetable import Timetable
     from ckptd.core.generation import SeenCommit, SeenManifest
     from ckptd.daemon.backoff import LeftAlone
+    from ckptd.daemon.places import Places
     from ckptd.daemon.problems import Code, Problems
 
 log = logging.getLogger("ckptd.remote")
@@ -45,6 +46,7 @@ class RemoteLink:
         on_attached: Callable[[m.Attached], None],
         wake: Callable[[], None],
         bandwidth: Timetable | None = None,
+        places: Places | None = None,
     ) -> None:
         self.name, self._shown = settings.name, shown_remote(settings.name, settings.url)
         self.settings = settings
@@ -69,7 +71,7 @@ class RemoteLink:
         self._post = post
         self._on_attached = on_attached
         self._wake = wake
-        self._client = Process(settings, self._deliver)
+        self._client = Process(settings, self._deliver, places)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
         self._answering = Breaker()
         self._moving = Breaker()
@@ -343,8 +345,5 @@ class RemoteLink:
         seen = self.observation
         if seen is None:
             return frozenset()
-        return frozenset(
-            {v.commit.tag for v in seen.commits}
-            | set(seen.retired_tags)
-            | {tag for tag, _, _ in seen.uncommitted}
-        )
+        tags = {v.commit.tag for v in seen.commits} | {tag for tag, _, _ in seen.uncommitted}
+        return frozenset(tags).union(seen.retired_tags)

@@ -77,6 +77,7 @@ class Daemon:
             loaded.daemon,
             lambda: [link for job in self.jobs for link in job.links.values()],
             lambda: sum(job.is_converting for job in self.jobs),
+            remotes=lambda: [[remote.url for remote in job.config.remotes] for job in self.jobs],
         )
         self.jobs: list[Job] = []
         self.invalid: list[Invalid] = []
@@ -251,6 +252,7 @@ class Daemon:
                 with about(job.config.name):
                     self._turn(job, now)
             self._totals.settle()
+            self._totals.tell(self.jobs)
             self._give_back_when_at_rest()
             self._look_for_matches(now)
             if not self.jobs and not self._loaded.has_globs:

@@ -60,6 +60,7 @@ Code = Literal[
     "job-interrupted",
     "no-file-events",
     "metrics-unreadable",
+    "memory-short",
     "internal",
 ]
 CODES: tuple[str, ...] = get_args(Code)

@@ -2,6 +2,7 @@
 
 One for everything: two of them would each hold Python, the messages and the S3 library. What making a form
 takes is loaded with the first order that makes one, and goes with the process, which is ended after it.
+Where `memory_budget` has no room for a process of every remote, orders wait for a place (docs/adr/0135).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd import errors
+from ckptd.daemon.places import Places
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.making_messages import Planned
 from ckptd.remote.messages import ShipOrder
@@ -24,8 +26,17 @@ MAKING = "ckptd.recover.making"
 class Process:
     """As `RemoteClient`; every method is called in the deciding thread."""
 
-    def __init__(self, settings: m.RemoteSettings, on_answer: Callable[[int, m.Answer], None]) -> None:
+    def __init__(
+        self,
+        settings: m.RemoteSettings,
+        on_answer: Callable[[int, m.Answer], None],
+        places: Places | None = None,
+    ) -> None:
+        self._places = places or Places()
         self._has_made = False
+        self._held: dict[int, m.Order] = {}
+        """Orders that wait for a place; the child has none of them."""
+        self._cancelled: set[int] = set()
 
         def heard(order_id: int, answer: m.Answer) -> None:
             self._has_made |= isinstance(answer, Planned)
@@ -42,20 +53,42 @@ class Process:
         """Queue an order."""
         # one that may end with "another node makes it" counts once it is planned
         self._has_made |= isinstance(order, ShipOrder) and order.making is not None and not order.making.zero
-        return self._child.submit(order)
+        order_id = self._child.new_id()
+        self._held[order_id] = order
+        if self._places.take(self):
+            self.begin()
+        return order_id
+
+    def begin(self) -> None:
+        """It has a place: what waited goes to the child."""
+        held, self._held = self._held, {}
+        for order_id, order in held.items():
+            self._child.submit(order, order_id)
+        for order_id in self._cancelled:
+            self._child.cancel(order_id)
+        self._cancelled.clear()
+
+    def make_room(self) -> bool:
+        """End the child if it has nothing to do; whether there is none."""
+        is_gone = self._child.end_idle()
+        self._has_made &= not is_gone
+        return is_gone
 
     def ended(self) -> None:
         """An order has its last answer: the memory of a form that was made is given back."""
-        if self._has_made and self._child.end_idle():
-            self._has_made = False
+        if self._has_made:
+            self.make_room()
 
     def pace(self, fraction: float, bytes_per_second: int | None) -> None:
         """See `RemoteClient.pace`."""
         self._child.pace(fraction, bytes_per_second)
 
     def cancel(self, order_id: int) -> None:
-        """See `RemoteClient.cancel`."""
-        self._child.cancel(order_id)
+        """See `RemoteClient.cancel`; an order that waits is cancelled once its child can say so."""
+        if order_id in self._held:
+            self._cancelled.add(order_id)
+        else:
+            self._child.cancel(order_id)
 
     def idle_seconds(self, order_id: int) -> float:
         """See `RemoteClient.idle_seconds`."""
@@ -71,6 +104,8 @@ class Process:
 
     def close(self) -> None:
         """End it; open orders get no answer any more."""
+        self._held.clear()
+        self._places.leave(self)
         self._child.close()
 
 

@@ -1,29 +1,33 @@
-"""What all jobs of a daemon share: uploads at once, one conversion at a time, bandwidth (P11, P12).
+"""What all jobs of a daemon share: uploads at once, one conversion at a time, bandwidth, memory (P11, P12).
 
-The limits are those of `ckptd.toml`. First come, first served; a job that does not ask again in its next
-turn loses its place. Everything here is called in the deciding thread, so nothing needs a lock.
+The limits are those of `ckptd.toml`, and what `ckptd.budget` makes of them. First come, first served; a job
+that does not ask again in its next turn loses its place. Everything here is called in the deciding thread, so
+nothing needs a lock.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 
+from ckptd.budget import Division, divide, shortage
+from ckptd.daemon.places import Places
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from ckptd.config_model import DaemonConfig
+    from ckptd.daemon.job import Job
     from ckptd.daemon.links import RemoteLink
+
+log = logging.getLogger("ckptd")
 
 CONVERSIONS = 1
 """At once in the whole daemon: it may use what the memory budget leaves."""
-DAEMON_BYTES = 96 << 20
-CHILD_BYTES = 64 << 20
-"""The daemon and a remote's child at their largest, as measured (docs/performance.md)."""
-SMALLEST_CONVERSION_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -33,10 +37,10 @@ class _Waiting:
 
 
 class Slots:
-    """At most `count` of something at once; `in_use` says how many there are now."""
+    """At most `count` of something at once, as of now; `in_use` says how many there are."""
 
-    def __init__(self, count: int, in_use: Callable[[], int]) -> None:
-        self.count = count
+    def __init__(self, count: Callable[[], int], in_use: Callable[[], int]) -> None:
+        self._count = count
         self._in_use = in_use
         self._waiting: dict[Hashable, _Waiting] = {}
 
@@ -44,7 +48,7 @@ class Slots:
         """Whether `who` may start one now; else it waits in line, and `wake` is called when it may."""
         ahead = list(self._waiting)
         place = ahead.index(who) if who in self._waiting else len(ahead)
-        if self._in_use() + place < self.count:
+        if self._in_use() + place < self._count():
             self._waiting.pop(who, None)
             return True
         self._waiting[who] = _Waiting(wake)
@@ -69,13 +73,16 @@ class Slots:
 
     def call(self) -> None:
         """Wake those whose turn it is."""
-        free = self.count - self._in_use()
+        free = self._count() - self._in_use()
         for waiting in list(self._waiting.values())[: max(free, 0)]:
             waiting.wake()
 
 
 class Totals:
-    """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert."""
+    """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert.
+
+    `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
+    """
 
     def __init__(
         self,
@@ -83,25 +90,38 @@ class Totals:
         links: Callable[[], Sequence[RemoteLink]],
         converting: Callable[[], int],
         *,
+        remotes: Callable[[], Sequence[Sequence[str]]],
         unix: Callable[[], float] = time.time,
     ) -> None:
         self._links = links
+        self._remotes = remotes
         self._unix = unix
-        self.uploads = Slots(daemon.max_uploads, lambda: sum(link.is_shipping for link in links()))
-        self.conversions = Slots(CONVERSIONS, converting)
+        self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
+        self.conversions = Slots(lambda: CONVERSIONS, converting)
+        self.places = Places(lambda: self.division.children)
+        self._told: tuple[str, str] | None = None
         self.change(daemon)
 
     def change(self, daemon: DaemonConfig) -> None:
         """Other limits, from now on."""
-        self.uploads.count = daemon.max_uploads
+        self._max_uploads = daemon.max_uploads
         self._bandwidth = daemon.bandwidth
         self.memory_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
         """Of the whole process tree."""
 
+    @property
+    def division(self) -> Division:
+        """Shares of the budget for the jobs that there are now."""
+        return divide(self.memory_bytes, self._remotes(), self._max_uploads)
+
+    @property
+    def takes_turns(self) -> bool:
+        """The budget has no room for a child of each remote: a look may cost the start of one."""
+        return self.division.children < sum(map(len, self._remotes()))
+
     def conversion_bytes(self) -> int:
         """What a conversion may use: what the daemon and the remotes' children leave of the budget."""
-        taken = DAEMON_BYTES + CHILD_BYTES * len(self._links())
-        return max(SMALLEST_CONVERSION_BYTES, self.memory_bytes - taken)
+        return self.division.conversion_bytes
 
     def begin_turn(self, mine: Sequence[Hashable]) -> None:
         """A turn of a job begins: who of it waits in line must ask again."""
@@ -121,8 +141,21 @@ class Totals:
     def settle(self) -> None:
         """After all turns: share the bandwidth among those who ship, and wake who may start."""
         self.share()
+        self.places.settle()
         self.uploads.call()
         self.conversions.call()
+
+    def tell(self, jobs: Sequence[Job]) -> None:
+        """A budget that these jobs cannot keep to is a problem of each of them, for as long as it is."""
+        found = shortage(self.division, self.memory_bytes)
+        if found is not None and found != self._told:
+            log.error("%s; %s", *found)
+        self._told = found
+        for job in jobs:
+            if found is None:
+                job.problems.clear("memory-short", "memory_budget")
+            else:
+                job.problems.put("memory-short", "memory_budget", *found)
 
     def share(self, starting: RemoteLink | None = None) -> None:
         """Tell those who ship their part; who is about to start hears it before its first byte.

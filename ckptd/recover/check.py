@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from ckptd import errors
+from ckptd.budget import MIB, divide, shortage
 from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote, url_path
@@ -30,7 +33,7 @@ from ckptd.remote.documents import IDENTITY_KEY
 from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
     from ckptd.recover.owner import Owner
@@ -61,6 +64,22 @@ def check_job(
         if ZERO not in remote.forms and not job.shared_fs:
             yield _without_zero(remote)
     yield _children()
+
+
+def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | None:
+    """Whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for want of it."""
+    budget_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
+    remotes = [[remote.url for remote in job.remotes] for job in jobs]
+    shares = divide(budget_bytes, remotes, daemon.max_uploads)
+    if (found := shortage(shares, budget_bytes)) is not None:
+        return failed("memory", ConfigError(found[0], hint=found[1]))
+    if budget_bytes >= shares.roomy_bytes:
+        return None
+    budget, roomy = (f"{-(-count // MIB)}MiB" for count in (budget_bytes, shares.roomy_bytes))
+    count = sum(map(len, remotes))
+    text = f"{budget}: at once {shares.uploads} uploads, and {shares.children} of {count} remotes"
+    hint = f'with memory_budget = "{roomy}" none waits for want of it'
+    return Finding(what="memory", verdict="note", text=text, hint=hint)
 
 
 def _shared(job: JobConfig, state_dir: Path | None) -> Finding:

@@ -156,12 +156,17 @@ class RemoteClient:
             order = self._open.get(order_id)
             return self._signs.idle_seconds(order) if order is not None else 0.0
 
-    def submit(self, order: Order) -> int:
+    def new_id(self) -> int:
+        """For an order that is submitted later."""
+        with self._lock:
+            return next(self._ids)
+
+    def submit(self, order: Order, order_id: int | None = None) -> int:
         """Queue an order; returns its id at once. Starts the child when there is none."""
         if isinstance(order, Attach):
             order = Attach(settings=self._remember(order.settings))
         with self._lock:
-            order_id = next(self._ids)
+            order_id = next(self._ids) if order_id is None else order_id
             self._signs.ordered(order, self._open.values())
             self._open[order_id] = in_short(order)
             try:

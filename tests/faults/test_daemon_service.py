@@ -57,11 +57,14 @@ class House:
             f'same_filesystem = true\nforms = ["zero"]\n{more}\n'
         )
 
-    def start(self, **environment: str) -> subprocess.Popen[bytes]:
-        """The daemon, told of the socket."""
+    def start(self, *, inside: Path | None = None, **environment: str) -> subprocess.Popen[bytes]:
+        """The daemon, told of the socket; `inside`: the `cgroup.procs` that it begins in."""
+        command = [sys.executable, "-m", "ckptd", "run", "--config-dir", str(self.config)]
+        if inside is not None:
+            command = ["sh", "-c", f'echo $$ > {inside} && exec "$@"', "sh", *command]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ckptd", "run", "--config-dir", str(self.config)],
+                command,
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"NOTIFY_SOCKET": str(self.address)} | environment,

@@ -115,9 +115,12 @@ class DirectClient:
         self._service.expect(settings)
         self._is_closed = False
 
-    def submit(self, order: m.Order) -> int:
+    def new_id(self) -> int:
+        """For the next order."""
+        return next(self._ids)
+
+    def submit(self, order: m.Order, number: int) -> int:
         """Carry it out now or after the turn."""
-        number = next(self._ids)
 
         def work() -> None:
             if isinstance(order, m.Attach):

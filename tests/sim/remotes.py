@@ -201,11 +201,13 @@ class Client:
 
     # --- what RemoteClient offers ------------------------------------------------------------------------
 
-    def submit(self, order: m.Order) -> int:
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, order: m.Order, order_id: int) -> int:
         is_attaching = isinstance(order, m.Attach)
         if isinstance(order, m.Attach):
             order = m.Attach(settings=self._remember(order.settings))
-        order_id = next(self._ids)
         self._signs.ordered(order, self._open.values())
         self._open[order_id] = order
         if self._service is None:

@@ -215,7 +215,8 @@ class World:
         """Start it when it does not run."""
         if self.job is None:
             workers = Workers(self.posts.append)
-            self.totals = Totals(DaemonConfig(), self._links, lambda: 0)
+            urls = [remote.url for remote in self.config.remotes]
+            self.totals = Totals(DaemonConfig(), self._links, lambda: 0, remotes=lambda: [urls])
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             if not self._has_journal():

@@ -287,9 +287,12 @@ class Client:
         self.open_orders: tuple[int, ...] = ()
         Client.made = (*Client.made, self)
 
-    def submit(self, order: m.Order) -> int:
-        self.open_orders = (len(Client.made),)
-        return self.open_orders[0]
+    def new_id(self) -> int:
+        return len(Client.made)
+
+    def submit(self, order: m.Order, order_id: int) -> int:
+        self.open_orders = (order_id,)
+        return order_id
 
     def pace(self, *how: object) -> None:
         self.said.append(how)

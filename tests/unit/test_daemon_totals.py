@@ -25,7 +25,7 @@ class Line:
     def __init__(self, count: int) -> None:
         self.running: set[str] = set()
         self.woken: list[str] = []
-        self.slots = Slots(count, lambda: len(self.running))
+        self.slots = Slots(lambda: count, lambda: len(self.running))
 
     def ask(self, who: str) -> bool:
         """Ask, and start when allowed."""
@@ -132,7 +132,8 @@ def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> 
     clock = [7 * hour]
     links = [Link(Timetable()), Link(parse_timetable("12:00,10B/s 13:00,off"))]
     daemon = DaemonConfig.model_validate({"bandwidth": "08:00,90B/s 20:00,off"})
-    totals = Totals(daemon, lambda: cast("list[RemoteLink]", links), lambda: 0, unix=lambda: clock[0])
+    found_links = cast("list[RemoteLink]", links)
+    totals = Totals(daemon, lambda: found_links, lambda: 0, remotes=list, unix=lambda: clock[0])
     found = []
     for now in (7, 8, 12.5, 13, 20, 12.5 - 24 * 365):
         clock[0] = now * hour
