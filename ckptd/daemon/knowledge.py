@@ -29,7 +29,7 @@ from ckptd.core.save import Order
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_orders, is_written_down, learn_forms, named_in
+from ckptd.daemon.seen import adopt_commits, is_written_down, learn_forms, named_in
 from ckptd.daemon.sharing import look_for_sharer
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
@@ -271,7 +271,7 @@ class Knowledge(Recogniser):
                     forms = self._forms[name]
                     for form in (ZERO,) if ZERO in forms else forms:
                         self._choose_generation(row, link, form)
-        adopt_orders(self._state, self._links.values())
+        adopt_commits(self._state, self._links.values())
 
     def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
         state, key = self._state, (row.id, link.name, form)
