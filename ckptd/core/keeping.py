@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.best import Best
     from ckptd.core.save import Order
-    from ckptd.core.view import JobView, SaveView
+    from ckptd.core.view import JobView, RemoteView, SaveView
 
 
 _ALONE = frozenset({UNIVERSAL})
@@ -71,7 +71,7 @@ def keep_local(view: JobView) -> LocalFates:
             top=newest(view, is_model_only=is_model_only),
             newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
-            best=best_tag(view),
+            best=frozenset({best_here(view), *(best_there(r) for r in view.remotes if r.is_required)}),
             unread=_unread(view, present),
             intact=tuple(sorted((s for s in present if s.is_intact), key=lambda s: s.order, reverse=True)),
         )
@@ -154,7 +154,7 @@ class _Ground:
     top: SaveView | None
     newest_committed: Order | None
     latest: str | None
-    best: str | None
+    best: frozenset[str | None]
     unread: frozenset[int]
     intact: tuple[SaveView, ...]
     """Newest first."""
@@ -177,7 +177,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
             "nothing proves that it is not the newest (the next save will)",
         ),
         (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
-        (save.save.tag == ground.best, "best_model_checkpoint"),
+        (save.save.tag in ground.best, "best_model_checkpoint"),
         (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
     )
     return tuple(text for holds, text in why if holds)
@@ -187,9 +187,14 @@ def _unlisted(save: SaveView) -> str:
     return f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"
 
 
-def best_tag(view: JobView) -> str | None:
+def best_here(view: JobView) -> str | None:
     """What the newest save here calls the best so far; its own folder name, whatever the path (H37)."""
     return best_named((s.order, s.save.best_checkpoint) for s in view.saves)
+
+
+def best_there(remote: RemoteView) -> str | None:
+    """What the newest COMMIT there calls the best: known to every node, though one has the trainer's word."""
+    return best_named((c.order, c.names_best) for c in remote.commits)
 
 
 def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptd.core.best import best_named
-from ckptd.core.keeping import best_tag, score_of
+from ckptd.core.keeping import best_here, best_there, score_of
 from ckptd.core.ladder import Fate
 from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import SETTLED, WEIGHTS, ZERO
@@ -112,10 +111,9 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
     result: dict[tuple[str, str], Fate] = {}
     present = [s for s in view.saves if s.is_present]
     here = {(s.save.tag, s.order) for s in present}
-    best_here = best_tag(view)
+    newest_word = best_here(view)
     for remote in view.remotes:
-        # by the COMMITs, for one node alone has the trainer's word; what it says there may be newer
-        best = (best_here, best_named((c.order, c.names_best) for c in remote.commits))
+        best = (newest_word, best_there(remote))
         generations = generations_of(remote)
         # orders may differ once the journal was lost, what a save is committed as does not
         claimed = {s.ship(remote.name, ZERO).commit_key for s in present}

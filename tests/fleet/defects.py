@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckptd.core import coverage, generation, planner, pruning
+from ckptd.core import coverage, generation, keeping, keeping_remote, planner, pruning
 from ckptd.core.generation import Use
 from ckptd.core.keeping_remote import keep_remote
 from ckptd.daemon import seen
@@ -55,13 +55,8 @@ def _orders_alone(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave
     return found.model_copy(update={"best_checkpoint": save.best_checkpoint})
 
 
-def _best_of_this_node(view: JobView) -> dict[tuple[str, str], Fate]:
-    """What the trainer calls the best, read beside this node's own shards alone."""
-    remotes = tuple(
-        replace(remote, commits=tuple(replace(c, names_best=None) for c in remote.commits))
-        for remote in view.remotes
-    )
-    return keep_remote(replace(view, remotes=remotes))
+def _unheard(_: object) -> None:
+    """What COMMITs call the best."""
 
 
 def _beside_a_save(view: JobView, fates: dict[int, Fate]) -> list[Action]:
@@ -85,12 +80,15 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
     ),
     "orders not taken from COMMITs": ([(seen, "order_by_commits", _own)], "though its policy keeps it"),
     "orders only raised by COMMITs": ([(seen, "order_by_commits", _raised)], "though its policy keeps it"),
-    "the best known to one node here": ([(node, "as_committed", _orders_alone)], "is the best"),
+    "the best known to one node here": (
+        [(node, "as_committed", _orders_alone), (keeping, "best_there", _unheard)],
+        "is the best",
+    ),
     "the best known to one node there": (
         [
             (node, "as_committed", _orders_alone),
-            (planner, "keep_remote", _best_of_this_node),
-            (retire, "best_named", lambda _: None),
+            (keeping_remote, "best_there", _unheard),
+            (retire, "best_named", _unheard),
         ],
         "is the best",
     ),
