@@ -36,7 +36,7 @@ SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client s
 PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim seeded figures docs \
+.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -171,6 +171,12 @@ faults-full: setup ## all of it: every kill point and error (MINUTES=30; goes on
 # Seeds that no default run takes; what was lived with this very code counts, so a run that was cut goes on.
 sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--workers 3"); then `make figures`
 	$(PY) -m tests.sim --seeds 600000-900000 --crashes 100000 --minutes $(MINUTES) $(ARGS)
+
+# A history of 64 nodes costs a core minutes: each part has MINUTES, and goes on where it was cut.
+fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one of 64 x 1,000 (MINUTES=30 for each, ARGS="--workers 3")
+	$(PY) -m tests.fleet --seeds 100000-110000 --minutes $(MINUTES) $(ARGS)
+	$(PY) -m tests.fleet --seeds 50000-50100 --nodes 64 --checkpoints 50 --minutes $(MINUTES) $(ARGS)
+	$(PY) -m tests.fleet --seeds 70001-70002 --nodes 64 --checkpoints 1000 --minutes $(MINUTES) $(ARGS)
 
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.figures

@@ -147,18 +147,31 @@ class Journal:
 
     # --- saves -----------------------------------------------------------------------------------------
 
-    def add_save(self, save: SealedSave, *, found_first: bool, adopted: bool, seen_at: float) -> int:
-        """A newly sealed save; an earlier save of the tag that is still `present` becomes superseded."""
+    def add_save(
+        self,
+        save: SealedSave,
+        *,
+        found_first: bool,
+        adopted: bool,
+        seen_at: float,
+        state: SaveState = "present",
+    ) -> int:
+        """A newly sealed save; an earlier one of the tag that is still `present` becomes superseded by it.
+
+        With another `state`: one that is no longer in its folder.
+        """
         now = time.time()
         with self._transaction():
-            self._db.execute(
-                "UPDATE saves SET state='superseded', ended_at=? WHERE tag=? AND state='present'",
-                (now, save.tag),
-            )
+            if state == "present":
+                self._db.execute(
+                    "UPDATE saves SET state='superseded', ended_at=? WHERE tag=? AND state='present'",
+                    (now, save.tag),
+                )
+            ended = None if state == "present" else now
             cursor = self._db.execute(
-                "INSERT INTO saves (tag, sealed, state, found_first, adopted, seen_at, sealed_at) "
-                "VALUES (?,?,'present',?,?,?,?)",
-                (save.tag, save.model_dump_json(), found_first, adopted, seen_at, now),
+                "INSERT INTO saves (tag, sealed, state, found_first, adopted, seen_at, sealed_at, ended_at) "
+                "VALUES (?,?,?,?,?,?,?,?)",
+                (save.tag, save.model_dump_json(), state, found_first, adopted, seen_at, now, ended),
             )
         return int(cursor.lastrowid or 0)
 

@@ -43,7 +43,11 @@ def register(app: typer.Typer) -> None:
         as_json: bool = typer.Option(
             False, "--json", help="The published document (docs/status.schema.json)."
         ),
-        retention: bool = typer.Option(False, "--retention", help="Why each checkpoint is kept."),
+        retention: bool = typer.Option(
+            False,
+            "--retention",
+            help="Every checkpoint, and why it is kept; without it: the 20 newest, and what is not settled.",
+        ),
         watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
         interval: float = typer.Option(2.0, "--interval", min=0.1, help="Of --watch, in seconds."),
         live: bool = typer.Option(False, "--live", help="Exit 0 while the daemon's turns go on, else 1."),

@@ -99,12 +99,17 @@ def _kept(checkpoint: dict[str, Any]) -> str:
     return f"goes: {goes}" if goes else "; ".join(checkpoint["keep"])
 
 
+def remote_shown(remote: dict[str, Any]) -> str:
+    """How a remote is called: the name of one without a name says nothing, and older daemons tell no URL."""
+    return f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
+
+
 def remote_table(remote: dict[str, Any]) -> Any:
     """What a remote holds, newest first: keep, delete or what is left, and why."""
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="dim", title=escape(f"remote {remote['name']}"))
+    table = Table(box=None, pad_edge=False, header_style="dim", title=escape(remote_shown(remote)))
     table.title_justify = "left"
     for title in ("tag", "gen", "step", "forms", "verdict", "because"):
         table.add_column(title, justify="right" if title in ("gen", "step") else "left")

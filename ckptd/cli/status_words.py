@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ckptd.cli.status_tables import ago, size_of
+from ckptd.cli.status_tables import ago, remote_shown, size_of
 from ckptd.observe.space import pid_space
 
 STALE_SECONDS = 60.0
@@ -235,8 +235,7 @@ def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
     is_usual = remote["attached"] and remote["create_only"] and remote["proof"] != "none"
     if is_usual and not remote["notes"] and not is_all:
         return ""
-    # of an older daemon there is no URL; the name of a remote without one says nothing
-    shown = f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
+    shown = remote_shown(remote)
     if not remote["attached"]:
         return f"{shown}: not attached"
     exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"

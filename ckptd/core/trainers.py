@@ -137,12 +137,17 @@ def universal_name(root: str) -> str:
     return f"{root}_universal"
 
 
+def is_in_form(path: str) -> bool:
+    """Whether a file in a trainer's folder lies where a universal form, or the pointer to it, does."""
+    head, inside, _ = path.partition("/")
+    return path == LATEST_UNIVERSAL or (bool(inside) and head.endswith(universal_name("")))
+
+
 def place_of(folder: str, path: str, fingerprint: str, size_bytes: int, *, is_taken: bool = False) -> str:
     """Key of a file of a ZeRO form: by its own name, unless something else lies, or will lie, there.
 
     Beside shards our universal form lies under the very names that a form of somebody else's has here.
     """
-    head, inside, _ = path.partition("/")
-    if is_taken or path == LATEST_UNIVERSAL or (inside and head.endswith(universal_name(""))):
+    if is_taken or is_in_form(path):
         return f"{folder}/{LATE}/{fingerprint[:12]}{size_bytes}/{path}"
     return f"{folder}/{path}"

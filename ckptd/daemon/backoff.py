@@ -19,6 +19,7 @@ PATIENCE = 6
 _LONGEST_SECONDS, _LEAST_SECONDS = 60.0, 0.5
 _SOON_SECONDS, _SELDOM_SECONDS = 2.0, 30.0
 _LEAST_SHARE = 0.75
+_CHANGED_SECONDS, _CHANGED_MOST_SECONDS = 2.0, 3600.0
 
 
 def backoff_seconds(tries: int) -> float:
@@ -30,6 +31,11 @@ def seldom_seconds(failures: int) -> float:
     """Between two probes of what is left alone: 30 s, then a minute, up to a quarter less."""
     longest = doubled(_SELDOM_SECONDS, failures - PATIENCE + 1, _LONGEST_SECONDS)
     return longest * random.uniform(_LEAST_SHARE, 1.0)  # noqa: S311 — no secret
+
+
+def changed_seconds(tries: int) -> float:
+    """Before a source that changed while it was sent is sent again, from its first byte: 2 s … an hour."""
+    return doubled(_CHANGED_SECONDS, tries, _CHANGED_MOST_SECONDS)
 
 
 def doubled(first_seconds: float, tries: int, most_seconds: float) -> float:

@@ -16,11 +16,12 @@ from ckptd.core import actions as a
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
+from ckptd.core.names import shown
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
-from ckptd.daemon.unfinished import removal, unfinished
+from ckptd.daemon.unfinished import removal, removal_of_hold, unfinished
 from ckptd.daemon.waiting import see_nodes, see_waiting
 from ckptd.observe.logs import doing
 
@@ -95,9 +96,18 @@ def _forget_vanished(job: Job, state: JobState) -> None:
             job.problems.clear(problem.code, problem.about)
 
 
+def forget_uploads(problems: Problems, state: JobState) -> None:
+    """What is neither here nor held is not tried again: `vanished-uncommitted` says that it is lost."""
+    here = {shown(row.save.tag) for row in state.rows.values() if row.state == "present" or row.held}
+    for problem in problems.all():
+        if problem.code == "upload-failed" and problem.about.rpartition(" → ")[0] not in here:
+            problems.clear(problem.code, problem.about)
+
+
 def see_problems(job: Job, state: JobState) -> None:
     """Problems that hold for as long as each turn sees them."""
     _forget_vanished(job, state)
+    forget_uploads(job.problems, state)
     see = job.problems
     see.begin_turn()
     _see_verdicts(job, state)
@@ -154,6 +164,9 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         see.see(
             "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
         )
+    for name, why in state.stray_holds.items():
+        if why:
+            see.see("incomplete-save", name, why, f"ckptd never removes it: {removal_of_hold(job, name)}")
     cut_short = unfinished(state)
     for tag, verdict in state.verdicts.items():
         reason = f"{tag}: {verdict.reason}"

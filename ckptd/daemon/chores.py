@@ -15,7 +15,7 @@ from ckptd.daemon.converting import PLACE, Signals, make_universal
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
-from ckptd.errors import CkptdError, NoSpaceError, RefusedError, SourceChanged, UsageError, from_os_error
+from ckptd.errors import CkptdError, NoSpaceError, RefusedError, UsageError, from_os_error
 from ckptd.local import fs, hold
 from ckptd.observe.logs import doing
 
@@ -208,7 +208,7 @@ class Chores:
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
         elif isinstance(error, RefusedError | UsageError):
             update["state"] = DerivedState.REFUSED
-        elif not isinstance(error, SourceChanged):
+        else:
             update["tries"] = derived.tries + 1
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 3)
         state.put_derived(save_id, derived.model_copy(update=update))

@@ -1,18 +1,21 @@
 """Holds after a restart: what the journal knows of them, and what they say themselves when it is lost (P8).
 
 Beside each hold lies the save that it is of, as it was sealed. A hold that no journal knows, of a checkpoint
-that the trainer has removed since, may be the last copy: it is shipped from there (docs/adr/0102).
+that the trainer has removed or written over since, may be the last copy: it is shipped from there
+(docs/adr/0102). One that is not whole, or of which nothing is known, stays, and status says so.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from itertools import count
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ckptd import files
+from ckptd.config_quantities import show_bytes
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import same_files
 from ckptd.core.view import ShipState
@@ -22,13 +25,14 @@ from ckptd.local import fs, hold
 from ckptd.local.scan import scan_folder
 
 if TYPE_CHECKING:
-    from ckptd.core.rows import SaveRow
+    from ckptd.core.rows import SaveRow, SaveState
     from ckptd.daemon.state import JobState
 
 log = logging.getLogger("ckptd.local")
 
-_ABOUT_LIMIT_BYTES = 64 << 20
 _END = hold.about_name("")
+_ASIDE = ".unknown"
+"""After the name of a hold that is not known to be of any save, and a number."""
 
 
 def take_up_holds(state: JobState, save_dir_fd: int) -> None:
@@ -46,6 +50,16 @@ def take_up_holds(state: JobState, save_dir_fd: int) -> None:
     state.load()
 
 
+def settle_holds(state: JobState, save_dir_fd: int) -> None:
+    """After saves were sealed: holds whose checkpoint was still here, unsealed, when the daemon started.
+
+    Before anything new is held: a new hold may bear such a one's name.
+    """
+    for name in [name for name, why in state.stray_holds.items() if not why]:
+        del state.stray_holds[name]
+        _unknown(state, save_dir_fd, name)
+
+
 def _take_up(state: JobState, save_dir_fd: int, name: str, row: SaveRow | None) -> None:
     if row is None:
         _unknown(state, save_dir_fd, name)
@@ -59,14 +73,16 @@ def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> No
     """A hold that bears the name of a save's: numbers begin anew with each journal, so what it says itself
     counts. Sent as another save's, it would be committed as that one (P4)."""
     save = _described(save_dir_fd, name)
-    if save is not None and not _is_same(save, row.save):
+    if isinstance(save, SealedSave) and not _is_same(save, row.save):
         _unknown(state, save_dir_fd, name)
     elif _was_committed(state, row):
         # let go, and back with a power cut
         hold.release(save_dir_fd, name)
-    elif save is not None:
+    elif isinstance(save, SealedSave):
         # made, and killed before that was noted; or let go for want of room, and back with a power cut
         state.journal.set_held(row.id, held=True)
+    else:
+        _keep_aside(state, save_dir_fd, name, save)
 
 
 def _was_committed(state: JobState, row: SaveRow) -> bool:
@@ -75,50 +91,78 @@ def _was_committed(state: JobState, row: SaveRow) -> bool:
 
 
 def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
-    """A hold of a journal that is lost; without a word about what it is of, it stays as it is."""
+    """A hold of a journal that is lost: it becomes a save of this one, or status says why it cannot."""
     save = _described(save_dir_fd, name)
-    if save is None:
+    if isinstance(save, str):
+        _keep_aside(state, save_dir_fd, name, save)
         return
     twins = [row for row in state.rows.values() if _is_same(row.save, save)]
     if any(row.held or row.state == "pruned" or _was_committed(state, row) for row in twins):
         hold.release(save_dir_fd, name)
         return
     folder = scan_folder(save_dir_fd, save.tag)
-    if (folder is not None and same_files(save, folder)) or state.row_of_tag(save.tag) is not None:
-        return  # it is sealed, and held, anew
-    if twins:
-        save_id = twins[-1].id
-    else:
-        alone = save.model_copy(update={"rivals": (), "beside": ()})
-        save_id = state.journal.add_save(alone, found_first=False, adopted=True, seen_at=time.time())
-        state.journal.end_save(save_id, "vanished")
-        state.load()
+    if not twins and folder is not None and same_files(save, folder):
+        state.stray_holds[name] = ""  # until it is sealed anew
+        return
+    save_id = twins[-1].id if twins else _add(state, save)
     new = hold_name(state.rows[save_id])
-    if name == new or hold.give_name(save_dir_fd, name, new):
-        state.journal.set_held(save_id, held=True)
-        state.load()
-        log.info("%s is in nothing but a hold of a journal that is lost: it is shipped from there", save.tag)
+    if name != new and not hold.give_name(save_dir_fd, name, new):
+        state.stray_holds[name] = ""  # another one of a lost journal has that name, until it is settled
+        return
+    state.journal.set_held(save_id, held=True)
+    state.load()
+    log.info("%s is in nothing but a hold of a journal that is lost: it is shipped from there", save.tag)
+
+
+def _add(state: JobState, save: SealedSave) -> int:
+    """A row for what no journal knows and no folder has; older than what its tag was written over with."""
+    update: dict[str, object] = {"rivals": (), "beside": ()}
+    here = state.row_of_tag(save.tag)
+    if here is not None and save.order >= here.save.order:
+        update["branch"] = here.save.branch - 1
+    gone: SaveState = "vanished" if here is None else "superseded"
+    alone = save.model_copy(update=update)
+    save_id = state.journal.add_save(alone, found_first=False, adopted=True, seen_at=time.time(), state=gone)
+    state.load()
+    return save_id
+
+
+def _keep_aside(state: JobState, save_dir_fd: int, name: str, why: str) -> None:
+    """Nobody can tell what it is worth, so it stays, under a name that no hold of this journal may get."""
+    held = scan_folder(save_dir_fd, f"{fs.HOLD}/{name}")
+    if held is None or not held.files:
+        hold.release(save_dir_fd, name)
+        return
+    if name.rpartition(".")[2].isdecimal():
+        names = (f"{name}{_ASIDE}{number}" for number in count(1))
+        name = next(new for new in names if hold.give_name(save_dir_fd, name, new))
+    state.stray_holds[name] = f"{show_bytes(held.total_bytes)} in {fs.HOLD}/{name} are not shipped: {why}"
+    log.warning("%s", state.stray_holds[name])
 
 
 def _is_same(one: SealedSave, other: SealedSave) -> bool:
     return one.tag == other.tag and one.fingerprints == other.fingerprints
 
 
-def _described(save_dir_fd: int, name: str) -> SealedSave | None:
-    """What lies beside a hold, if that has all its files, of their sizes."""
+def _described(save_dir_fd: int, name: str) -> SealedSave | str:
+    """What lies beside a hold, if that has all its files, of their sizes; else why it is of no use."""
     try:
         with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:
-            data = files.read_beneath(fd, hold.about_name(name), limit_bytes=_ABOUT_LIMIT_BYTES)
+            data = files.read_beneath(fd, hold.about_name(name), limit_bytes=hold.ABOUT_LIMIT_BYTES)
         save = SealedSave.model_validate_json(data)
     except (CkptdError, OSError, ValidationError):
-        return None
+        return "nothing beside it says which save it is of"
+    if not _is_name_of(save, name):
+        return f"what lies beside it is of {save.tag}"
     held = scan_folder(save_dir_fd, f"{fs.HOLD}/{name}")
     sizes = {f.path: f.identity.size_bytes for f in held.files} if held is not None else {}
-    is_whole = sizes == {f.path: f.identity.size_bytes for f in save.files}
-    return save if is_whole and _is_name_of(save, name) else None
+    lacking = [f.path for f in save.files if sizes.get(f.path) != f.identity.size_bytes]
+    if lacking:
+        return f"{lacking[0]} is missing or cut short ({len(lacking)} of {len(save.files)} files)"
+    return save if len(sizes) == len(save.files) else "it has files that its save has not"
 
 
 def _is_name_of(save: SealedSave, name: str) -> bool:
     """The name is one that a hold of this save may have: its tag and a number."""
-    tag, _, number = name.rpartition(".")
+    tag, _, number = name.partition(_ASIDE)[0].rpartition(".")
     return tag == save.tag and number.isdecimal()

@@ -22,6 +22,7 @@ from ckptd.core.sealing import (
     sealed_file,
     shards_of,
 )
+from ckptd.daemon.holds import settle_holds
 from ckptd.daemon.late import Late
 from ckptd.daemon.metrics import Metrics
 from ckptd.daemon.ordering import Ordering, written_ns
@@ -67,6 +68,8 @@ class Intake:
         self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
+        self._grids: frozenset[tuple[int, int, int]] = frozenset()
+        """(dp, mm_count, zero_stage) of what was sealed before this look."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
         self.metrics = Metrics(config, state)
         self.late = Late(config, state, workers, wake)
@@ -83,6 +86,8 @@ class Intake:
             state.verdicts.pop(gone, None)
             state.facts.pop(gone, None)
             self._compared.pop(gone, None)
+        grids = (row.save.grid for row in state.rows.values())
+        self._grids = frozenset((grid.dp, grid.mm_count, grid.zero_stage) for grid in grids)
         ready: list[tuple[FolderListing, Verdict]] = []
         for folder in listing.folders:
             verdict = self._judge(folder, now_seconds)
@@ -96,6 +101,7 @@ class Intake:
                     self._reading.flush(folder, save_dir_fd)
         self.metrics.look(save_dir_fd)
         self._seal(ready)
+        settle_holds(state, save_dir_fd)
         self.late.look(listing, save_dir_fd, now_seconds)
         state.in_flight = frozenset(
             folder.tag
@@ -148,10 +154,7 @@ class Intake:
             save_spread_seconds=self._config.save_spread_seconds,
             widest_save_seconds=self._state.widest_save_seconds,
             accepted=self.accepted,
-            known_grids=frozenset(
-                (r.save.grid.dp, r.save.grid.mm_count, r.save.grid.zero_stage)
-                for r in self._state.rows.values()
-            ),
+            known_grids=self._grids,
             spread=self.spread(folder.tag),
         )
         return judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)

@@ -31,6 +31,7 @@ from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.seen import adopt_commits, is_written_down, learn_forms, named_in
 from ckptd.daemon.sharing import look_for_sharer
+from ckptd.daemon.waiting import hear_of_parts
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 from ckptd.remote import messages as m
@@ -263,6 +264,7 @@ class Knowledge(Recogniser):
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
+            hear_of_parts(self._state, name, link.observation)
             look_for_sharer(self._state, link, self.tags_at_start)
         self._notice_lost()
         for row in list(self._state.rows.values()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.config_timetable import constant
+from ckptd.config_values import shown_remote
 from ckptd.daemon.backoff import Breaker
 from ckptd.daemon.processes import Process, error_of
 from ckptd.daemon.seen import seen_in
@@ -45,7 +46,7 @@ class RemoteLink:
         wake: Callable[[], None],
         bandwidth: Timetable | None = None,
     ) -> None:
-        self.name = settings.name
+        self.name, self._shown = settings.name, shown_remote(settings.name, settings.url)
         self.settings = settings
         self.bandwidth = bandwidth or constant(settings.bytes_per_second)
         """The remote's own limit."""
@@ -155,7 +156,7 @@ class RemoteLink:
             reason = f"no sign of life for {STALLED_SECONDS:.0f} s"
         else:
             return False
-        log.warning("remote %s: %s, its child is restarted", self.name, reason)
+        log.warning("%s: %s, its child is restarted", self._shown, reason)
         self._client.abandon(reason)
         return True
 
@@ -258,7 +259,7 @@ class RemoteLink:
         if isinstance(answer, m.Attached):
             can = answer.abilities
             if not can.create_only and (self.attached is None or self.attached.abilities != can):
-                log.warning("remote %s: only one node may write there: %s", self.name, "; ".join(can.notes))
+                log.warning("%s: only one node may write there: %s", self._shown, "; ".join(can.notes))
             self.attached = answer
             self.settings = self.settings.model_copy(
                 update={"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}
@@ -320,7 +321,7 @@ class RemoteLink:
             self.attached = None
             self.observation = None
         self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
-        log.warning("remote %s: %s", self.name, error)
+        log.warning("%s: %s", self._shown, error)
         self._wake()
 
     def forget_commit(self, key: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
-from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.backoff import backoff_seconds, changed_seconds
 from ckptd.daemon.late import Supplementing
 from ckptd.daemon.orders import committed_source, files_to_ship, making_of, pointer_to_ship, ship_order
 from ckptd.daemon.processes import error_of
@@ -41,6 +41,8 @@ log = logging.getLogger("ckptd.ship")
 
 STEP_IN_SECONDS = 60.0
 """Until a part that waits is looked at again, and replicas are sent that their owner did not send (H29)."""
+
+NEXT_STEP_CHANGED = "find out what writes there: ckptd sends it once it rests, an hour later at most"
 
 
 class Shipping:
@@ -265,39 +267,37 @@ class Shipping:
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
         key = (action.save_id, action.remote, action.form)
-        waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer)
-        # of a shared directory what takes over from a silent host is the attempt itself
         first = self._step_in_seconds
-        return first if self._config.shared_fs else waiting.retry_seconds(first)
+        waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer, first)
+        # of a shared directory what takes over from a silent host is the attempt itself
+        return first if self._config.shared_fs else waiting.retry_seconds
 
-    def _again(self, record: ShipRecord, reason: str) -> ShipRecord:
+    def _again(
+        self, record: ShipRecord, reason: str, pause_seconds: Callable[[int], float] = backoff_seconds
+    ) -> ShipRecord:
         tries = record.tries + 1
-        return record.model_copy(
-            update={
-                "state": ShipState.FAILED,
-                "tries": tries,
-                "reason": reason,
-                "retry_at_seconds": time.monotonic() + backoff_seconds(tries),
-            }
-        )
+        again_at = time.monotonic() + pause_seconds(tries)
+        update = {"tries": tries, "reason": reason, "retry_at_seconds": again_at}
+        return record.model_copy(update={"state": ShipState.FAILED, **update})
 
     def _failed(self, action: Ship, record: ShipRecord, error: CkptdError) -> None:
         state, link = self._state, self._links[action.remote]
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
         log.warning("%s (%s): %s", about, action.form, error, extra=doing("ship", tag))
+        text, next_step = f"{about}: {error.message}", error.hint
         if isinstance(error, SourceChanged):
             state.journal.forget_objects(action.save_id, action.remote, action.form)
-            record = self._again(record, error.message)
+            record, next_step = self._again(record, error.message, changed_seconds), NEXT_STEP_CHANGED
         elif isinstance(error, DamagedError) and not isinstance(error, VerifyError):
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": error.message})
-            state.problems.put("source-damaged", about, f"{about}: {error.message}", error.hint)
+            state.problems.put("source-damaged", about, text, next_step)
         else:
             record = self._again(record, error.message)
             if isinstance(error, RemoteError | StorageError | VerifyError) or error.exit_code == 77:
                 link.move_failed(error, is_answering=isinstance(error, VerifyError))
-            if record.tries >= 3:
-                state.problems.put("upload-failed", about, f"{about}: {error.message}", error.hint)
+        if record.state is ShipState.FAILED and record.tries >= 3:
+            state.problems.put("upload-failed", about, text, next_step)
         state.put_ship(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------

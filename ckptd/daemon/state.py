@@ -127,6 +127,8 @@ class JobState:
     """What was tried on this node → why it failed, until it works or for a while."""
     plan: Plan | None = None
     can_clone: bool = False
+    stray_holds: dict[str, str] = field(default_factory=dict)
+    """Name of a hold that is no known save's → why it is not shipped; "" while that is to be found out."""
     link_speeds: dict[str, float] = field(default_factory=dict)
     """Remote → bytes per second of its last upload that was committed."""
     is_first_scan: bool = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.core.lifecycle import State
+from ckptd.local import fs
+from ckptd.place import path_of
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import Job
@@ -25,3 +28,9 @@ def unfinished(state: JobState) -> dict[str, int]:
 def removal(job: Job, tag: str) -> str:
     """The command for a person who has given it up."""
     return command_for(job.config, "gc", "--incomplete", tag)
+
+
+def removal_of_hold(job: Job, name: str) -> str:
+    """For a person who wants the room of a hold that is no known save's."""
+    place = path_of(job.config.save_dir, f"{fs.HOLD}/{name}")
+    return f"rm -r {shlex.quote(str(place))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
-    from ckptd.remote.messages import ShipResult
+    from ckptd.remote.messages import Observation, ShipResult
 
 MOST_TIMES = 8
 
@@ -30,15 +30,20 @@ class Waiting:
     missing: tuple[NamedShard, ...] = ()
     attempts: int = 1
     """In a row, with that reason."""
+    first_seconds: float = 0.0
+    """After the first attempt."""
+    is_whole: bool = False
+    """All parts are listed, as the last look told: a COMMIT is due."""
 
-    def retry_seconds(self, first_seconds: float) -> float:
+    @property
+    def retry_seconds(self) -> float:
         """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
         the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
         somebody committed is heard at once, whatever this says."""
-        return doubled(first_seconds, self.attempts, first_seconds * MOST_TIMES)
+        return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
-def waiting_on(before: Waiting | None, answer: ShipResult) -> Waiting:
+def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float) -> Waiting:
     """What an attempt lacked, after what the one before it lacked."""
     reason = answer.reason or ""
     attempts = before.attempts + 1 if before is not None and before.reason == reason else 1
@@ -47,7 +52,36 @@ def waiting_on(before: Waiting | None, answer: ShipResult) -> Waiting:
         hint=answer.hint or "see the other nodes",
         missing=answer.missing,
         attempts=attempts,
+        first_seconds=first_seconds,
+        is_whole=before is not None and before.is_whole,
     )
+
+
+def told_of_parts(
+    waiting: Waiting, retry_at_seconds: float, *, is_whole: bool, now_seconds: float
+) -> tuple[Waiting, float]:
+    """What a look told of the other parts, and when to ask again now.
+
+    The node whose part was the last commits; dies it before, the others ask as after a first attempt, however
+    long they had waited. Not at once: of a thousand nodes each would read a thousand manifests beside it.
+    """
+    if is_whole and not waiting.is_whole:
+        retry_at_seconds = min(retry_at_seconds, now_seconds + waiting.first_seconds)
+    return replace(waiting, is_whole=is_whole), retry_at_seconds
+
+
+def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> None:
+    """Let who waits for other parts ask sooner, once the names of manifests tell that none is missing."""
+    for key, waiting in list(state.waiting.items()):
+        row, record = state.rows.get(key[0]), state.ship(*key)
+        if seen is None or row is None or key[1] != remote or record.state is not ShipState.WAITING:
+            continue
+        is_whole = (row.save.tag, record.generation, record.form) in seen.listed_whole
+        before = record.retry_at_seconds
+        told, again_at = told_of_parts(waiting, before, is_whole=is_whole, now_seconds=time.monotonic())
+        state.waiting[key] = told
+        if again_at != before:
+            state.put_ship(row.id, record.model_copy(update={"retry_at_seconds": again_at}))
 
 
 def see_waiting(job: Job, state: JobState) -> None:

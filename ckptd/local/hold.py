@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ckptd.core.save import SealedFile
 
 
+ABOUT_LIMIT_BYTES = 64 << 20
+
+
 def about_name(name: str) -> str:
     """Name of the file that says which save a hold is of: it outlives the journal."""
     return f"{name}.json"
@@ -93,12 +96,21 @@ def remove_temporary(save_dir_fd: int, name: str) -> None:
 
 
 def give_name(save_dir_fd: int, name: str, new: str) -> bool:
-    """Give a hold another name, durably; False when that name is taken."""
+    """Give a hold another name, durably; False when that name is taken.
+
+    Killed in between, it has what was noted of it under both names: never under none.
+    """
+    if new in fs.names_in(save_dir_fd, fs.HOLD):
+        return False
     with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:
         try:
-            files.rename_noreplace(fd, name, fd, new)
-        except FileExistsError:
-            return False
-        files.rename_noreplace(fd, about_name(name), fd, about_name(new))
+            about = files.read_beneath(fd, about_name(name), limit_bytes=ABOUT_LIMIT_BYTES)
+        except FileNotFoundError:
+            about = None
+        if about is not None:
+            files.write_atomic(fd, about_name(new), about)
+        files.rename_noreplace(fd, name, fd, new)
         files.fsync_dir(fd)
+        if about is not None:
+            files.remove_file(fd, about_name(name))
     return True

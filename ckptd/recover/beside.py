@@ -51,7 +51,7 @@ def beside(
     tag = candidate.tag
     if not is_universal:
         if candidate.local is None:
-            return tag, bring(candidate, candidate.copies[0], listing, before)
+            return tag, bring(candidate, _unreplaced(candidate), listing, before)
         return tag, _stale(candidate, put_in or {})
     root = the_root(candidate)
     if candidate.layout[0] in BY_NAME:
@@ -90,6 +90,15 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
         *place_for(candidate.tag, listing, before),
         Place(form=ZERO, copy=copy, target=candidate.tag),
     ]
+
+
+def _unreplaced(candidate: Candidate) -> Copy:
+    """The ZeRO form without objects that our universal form went over (adr/0121): of what a person had put
+    beside the shards no byte is left, and the shards are what is wanted."""
+    copy = candidate.copies[0]
+    there = (universal for universal in candidate.universals if universal.remote.name == copy.remote.name)
+    taken = {file.key for universal in there for file in universal.files}
+    return replace(copy, files=tuple(file for file in copy.files if file.key not in taken))
 
 
 def _stale(candidate: Candidate, put_in: Mapping[str, Mapping[str, str] | None]) -> list[Step]:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.afar import Attempt, attempt_folder, attempts_folder
 from ckptd.core.coverage import objects_of
-from ckptd.core.manifest import parse, side_key, stem, to_bytes
+from ckptd.core.manifest import folder_name, parse, side_key, stem, to_bytes
 from ckptd.core.shared import judge_lease, numbered
+from ckptd.core.trainers import is_in_form
+from ckptd.core.view import UNIVERSAL, ZERO
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
 from ckptd.remote.heartbeats import Heartbeats
+from ckptd.remote.look import look
 from ckptd.remote.messages import ShipResult
 from ckptd.remote.retire import listed_elsewhere
 from ckptd.remote.shared import agreed, newest_row
@@ -23,6 +26,7 @@ from ckptd.remote.shared import agreed, newest_row
 if TYPE_CHECKING:
     from ckptd.core.manifest import Commit
     from ckptd.remote.commit import Ground
+    from ckptd.remote.documents import Stem
     from ckptd.remote.messages import CommitView, Making, ShipOrder
 
 
@@ -42,6 +46,7 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     if store.get(side_key("retired", stem(*where))) is not None:
         return ShipResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
     takeover_seconds = making.zero.takeover_seconds
+    is_taken = place_is_taken(ground, where, attempt_folder(*where, making.below, 1))
 
     def wanted(found: Attempt | None) -> Attempt | None:
         if found is not None and found.refused is not None:
@@ -49,7 +54,9 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
         of_another = found is not None and found.node != ours.node
         heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
         others = (heard,) if heard is not None else ()
-        if judge_lease(found, ours.node, ours.node_id, others, takeover_seconds) != "take":
+        whose = judge_lease(found, ours.node, ours.node_id, others, takeover_seconds)
+        is_void = whose == "ours" and found is not None and found.number == 1 and is_taken
+        if whose != "take" and not is_void:
             return None
         return Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
 
@@ -59,6 +66,20 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     if attempt.node_id != ours.node_id:
         return ShipResult(outcome="waiting", reason=f"{attempt.node} makes it")
     return _as_attempt(order, making, attempt.number)
+
+
+def place_is_taken(ground: Ground, where: Stem, folder: str) -> bool:
+    """Whether a ZeRO form lists objects under the names of a universal form that is sent into `folder` (P3).
+
+    Earlier releases sent what a person had put beside a trainer's shards under its own path: ours would go
+    over committed objects (docs/adr/0121).
+    """
+    tag, generation, form = where
+    if form != UNIVERSAL or folder != folder_name(tag, generation, ZERO):
+        return False
+    seen = look(ground.store, (tag, generation, ZERO), ground.manifests, node=None)
+    keys = (file.key for known in seen.read for file in known.manifest.files)
+    return any(key.startswith(f"{folder}/") and is_in_form(key.removeprefix(f"{folder}/")) for key in keys)
 
 
 def over(ground: Ground, order: ShipOrder, result: ShipResult) -> ShipResult:

@@ -115,6 +115,9 @@ class _Shipping:
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, seen.read)
+        if attempts.place_is_taken(self._ground, self._where, self._order.manifest.folder):
+            reason = f"a ZeRO form lists objects in {self._order.manifest.folder} under this form's names"
+            return ShipResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
         self._order = take_share(self._store, self._order, lambda: self._look(is_all=True).read)
         if not self._order.files and (rest := lacking(self._whole, self._look(is_all=True).read)):

@@ -7,6 +7,7 @@ cannot be read is named and skipped; one of a higher major stops everything (`Re
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.core.coverage import KnownManifest
@@ -67,6 +68,7 @@ def stem_of(document: Commit | NodeManifest | Headstone | Lease) -> Stem:
     return document.tag, document.generation, document.form
 
 
+@lru_cache(maxsize=8192)
 def stem_of_key(key: str) -> Stem | None:
     """(tag, generation, form) that a key under `_ckptd/` speaks of; None: a supplement, a foreign name."""
     parts = key.split("/")
@@ -301,15 +303,25 @@ def read_supplements(store: Store, where: Stem) -> list[CommitView]:
     return sorted(found, key=number_of)
 
 
+def manifest_keys(store: Store) -> dict[Stem, list[str]]:
+    """Keys of all node manifests, by generation."""
+    found: dict[Stem, list[str]] = {}
+    keys: list[str] = []
+    # thousands of nodes list their files in few folders, one after the other: few names are taken apart
+    folder = "/"
+    for info in store.list(f"{ROOT}/nodes/"):
+        key = info.key
+        if not key.startswith(folder):
+            folder = key.rpartition("/")[0] + "/"
+            where = stem_of_key(folder)
+            keys = [] if where is None else found.setdefault(where, [])
+        keys.append(key)
+    return found
+
+
 def generations_with_manifests(store: Store) -> set[Stem]:
     """(tag, generation, form) of everything that has a node manifest."""
-    # thousands of nodes list their files in few folders, one after the other: few names are taken apart
-    folders, folder = set(), "/"
-    for info in store.list(f"{ROOT}/nodes/"):
-        if not info.key.startswith(folder):
-            folder = info.key.rpartition("/")[0] + "/"
-            folders.add(folder)
-    return {where for folder in folders if (where := stem_of_key(folder)) is not None}
+    return set(manifest_keys(store))
 
 
 def committed_digests(commits: Iterable[CommitView]) -> set[str]:

@@ -12,15 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
-from ckptd.core.manifest import (
-    Commit,
-    Decision,
-    Headstone,
-    NodeManifest,
-    Proof,
-    RemoteIdentity,
-    Tombstone,
-)
+from ckptd.core.manifest import Commit, Decision, Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
 from ckptd.remote.beat_messages import Beat as Beat
 from ckptd.remote.beat_messages import Beats as Beats
 from ckptd.remote.events import Alive as Alive
@@ -244,6 +236,8 @@ class Observation(Model):
     decisions: tuple[Decision, ...] = ()
     uncommitted: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) with node manifests and no COMMIT."""
+    listed_whole: tuple[tuple[str, int, str], ...] = ()
+    """Those of them whose shards may all be listed, as names of manifests tell."""
     latest: str | None = None
     latest_universal: str | None = None
     damaged: tuple[str, ...] = ()

@@ -23,12 +23,14 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
+from ckptd.core.manifest_names import may_cover, name_in
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
 from ckptd.remote.documents import (
     IDENTITY_KEY,
     DocumentCache,
     committed_digests,
     generations_with_manifests,
+    manifest_keys,
     read_commits,
     read_decisions,
     read_identity,
@@ -77,10 +79,12 @@ def observe(
     found_identity = still_ours(store, identity)
     found = read_commits(store, cache=cache, skip=skip)
     read_decisions(store, found, cache)
-    with_manifests = generations_with_manifests(store)
+    listed = manifest_keys(store)
+    with_manifests = listed.keys()
     committed = {stem_of(view.commit) for view in found.commits}
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
+    uncommitted = sorted(with_manifests - committed - found.stones.keys())
     if cache is not None:
         cache.forget_unasked()
     return Observation(
@@ -89,7 +93,8 @@ def observe(
         retired=tuple(retired),
         retired_tags=tuple(sorted({where[0] for where in found.stones})),
         decisions=tuple(found.decisions),
-        uncommitted=tuple(sorted(with_manifests - committed - found.stones.keys())),
+        uncommitted=tuple(uncommitted),
+        listed_whole=tuple(where for where in uncommitted if _is_whole(listed[where])),
         retiring=tuple(sorted(open_stones)),
         latest=_pointer(store, "latest"),
         latest_universal=_pointer(store, "latest_universal"),
@@ -97,6 +102,10 @@ def observe(
         supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
     )
+
+
+def _is_whole(keys: list[str]) -> bool:
+    return may_cover([name for key in keys if (name := name_in(key)) is not None])
 
 
 def _stones_that_matter(

@@ -6,6 +6,8 @@ Without `--nodes` and `--checkpoints` each seed draws up to 8 × 6; with them ev
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -16,9 +18,13 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.fleet.story import Shape, Told, staged, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.pool import IMapIterator
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NODES, MOST_CHECKPOINTS = 8, 6
@@ -42,7 +48,14 @@ def tell_some(work: tuple[int, int, int | None, int | None]) -> list[Told]:
             told = tell(seed, shape_of(seed, nodes, checkpoints))
             told.cpu_seconds = time.process_time() - before
             found.append(told)
+    gc.collect()
     return found
+
+
+def seldom_collecting() -> None:
+    """Of a process that tells many: code and documents outlive a history, and are no garbage to look for."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def main(arguments: list[str]) -> int:
@@ -87,8 +100,8 @@ def many(chosen: argparse.Namespace) -> int:
     ]
     before, started = known["seconds"], time.monotonic()
     place.parent.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.Pool(min(chosen.workers, max(1, len(works)))) as pool:
-        for found in pool.imap_unordered(tell_some, works):
+    with multiprocessing.Pool(min(chosen.workers, max(1, len(works))), seldom_collecting) as pool:
+        for found in _within(pool.imap_unordered(tell_some, works), started + 60 * chosen.minutes):
             for told in found:
                 _add(known, told, chosen)
             known["done"].append(found[0].seed)
@@ -96,14 +109,22 @@ def many(chosen: argparse.Namespace) -> int:
             # whoever is ended goes on from here
             place.with_suffix(".new").write_text(json.dumps(known))
             place.with_suffix(".new").rename(place)
-            if time.monotonic() - started > 60 * chosen.minutes:
-                break
+    if not known["done"]:
+        print(f"no history was told to its end in {chosen.minutes:g} minutes")
+        return 0
     line = json.dumps(figures(known, chosen, size))
     target = ROOT / ".build" / "figures" / ("fleet.json" if size == "drawn" else f"fleet-{size}.json")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(line + "\n")
     print(line)
     return 1 if known["broken"] else 0
+
+
+def _within(found: IMapIterator[list[Told]], until: float) -> Iterator[list[Told]]:
+    """What is done by then; a history that is under way is given up."""
+    with contextlib.suppress(StopIteration, multiprocessing.TimeoutError):
+        while True:
+            yield found.next(max(0.0, until - time.monotonic()))
 
 
 def _add(known: dict[str, Any], told: Told, chosen: argparse.Namespace) -> None:
@@ -125,8 +146,8 @@ def _add(known: dict[str, Any], told: Told, chosen: argparse.Namespace) -> None:
 def code_digest() -> str:
     """Other code, other histories: what was done with it counts no more."""
     found = hashlib.sha256()
-    for folder in (ROOT / "ckptd" / "core", ROOT / "ckptd" / "remote", ROOT / "tests" / "fleet"):
-        for path in sorted(folder.glob("*.py")):
+    for folder in ("ckptd/core", "ckptd/daemon", "ckptd/remote", "tests/fleet"):
+        for path in sorted((ROOT / folder).glob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()[:8]
 

@@ -97,6 +97,10 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         [(node.Daemon, "is_undisturbed", lambda *_: True)],
         "is saved",
     ),
+    "parts of others not heard of": (
+        [(node, "told_of_parts", lambda waiting, at, **_: (waiting, at))],
+        "nobody commits",
+    ),
     "other configurations not noticed here": (
         [(pruning, "is_configured_otherwise", lambda *_: False)],
         "is configured otherwise",

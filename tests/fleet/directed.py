@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.fleet.judge import Broken
 from tests.fleet.node import SPREAD_SECONDS, Job
 from tests.fleet.story import Fleet, Shape, Told, lived
 
@@ -123,13 +124,25 @@ class Directed(Fleet):
     def lose_state(self, slot: int) -> None:
         """The state directory of a node whose daemon is down is gone."""
         self.names += 1
-        self.machines[slot].rows, self.machines[slot].node_id = [], f"id{self.names:04d}"
+        self.machines[slot].lose_journal(f"id{self.names:04d}")
 
     def restore(self, number: int, step: int, slot: int) -> None:
         """A person puts an earlier save back."""
         self.say(f"save {number} is restored on n{slot}")
         del self.machines[slot].disk[f"global_step{step}"]
         self._write(slot, number, step)
+
+    def die_with_its_manifest(self, slot: int) -> None:
+        """The daemon of that node dies as soon as its part is listed: the last, and nobody commits."""
+        name, on_change = self.machines[slot].name, self.remote.on_change
+
+        def change(verb: str, key: str, before: bytes | None, after: bytes | None) -> None:
+            on_change(verb, key, before, after)
+            if "/nodes/" in key and key.rpartition("/")[2].startswith(f"{name}~"):
+                self.remote.on_change = on_change
+                self.engine.at(self.engine.now, partial(self.stop, slot))
+
+        self.remote.on_change = change
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
@@ -187,12 +200,25 @@ def _three(fleet: Directed) -> None:
         fleet.save(step)
 
 
+def _dies_before_its_commit(fleet: Directed) -> None:
+    fleet.stop(1)
+    fleet.save(10)
+    fleet.wait(1500.0)  # by now the other asks every eight minutes
+    fleet.die_with_its_manifest(1)
+    fleet.start(1)
+    fleet.wait(150.0)
+    if not fleet.committed_at:
+        raise Broken("all parts are listed for minutes, and nobody commits")
+    fleet.start(1)
+
+
 def _three_and_one_deleted(fleet: Directed) -> None:
     _three(fleet)
     fleet.delete(10)
 
 
 PLAYS = {
+    "parts of others not heard of": Play(script=_dies_before_its_commit),
     "saves not compared": Play(script=_two_halves),
     "generations skipped": Play(script=_one_tag_again),
     "retired by local view": Play(script=_one_that_is_not_here, remote_limit=2),

@@ -7,6 +7,7 @@ shipping, committing and retiring are ckptd's own; the journal is a list, a file
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from ckptd.daemon.retiring import patience_seconds, since_when
 from ckptd.daemon.seen import as_committed, commits_in, named_in, seen_in
 from ckptd.daemon.shipping import STEP_IN_SECONDS
 from ckptd.daemon.viewing import as_planned
-from ckptd.daemon.waiting import waiting_on
+from ckptd.daemon.waiting import told_of_parts, waiting_on
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.remote import commit, observe, retire
 from ckptd.remote.documents import IDENTITY_KEY, DocumentCache
@@ -145,6 +146,17 @@ class Machine:
     disk: dict[str, Written] = field(default_factory=dict)
     latest: str | None = None
     rows: list[Row] = field(default_factory=list)
+    present: list[Row] = field(default_factory=list)
+    """Those of them whose checkpoint lies on the disk: few of a thousand."""
+
+    def lose_journal(self, node_id: str) -> None:
+        """The state directory is gone."""
+        self.rows, self.present, self.node_id = [], [], node_id
+
+    def end(self, row: Row, state: str) -> None:
+        """Its checkpoint is no longer there."""
+        row.state = state
+        self.present.remove(row)
 
     def in_flight(self, now: float) -> frozenset[str]:
         """Tags whose files changed a moment ago (`daemon/intake.py`)."""
@@ -260,15 +272,21 @@ class Daemon:
         telling."""
         machine, seen, usual, now = self.machine, self.observation, self.usual, self.engine.now
         is_known = usual is not None and usual.version == self.store.remote.version
-        if not self.naps or not is_known or seen is None or seen.retiring or self.is_stale:
+        if not self.naps or not is_known or seen is None or self.is_stale:
             return 0.0
         if self.confirmations or self._young():
             return 0.0
-        due = [r.record.retry_at_seconds for r in machine.rows if r.record.state in _OPEN]
+        due = [r.record.retry_at_seconds for r in machine.present if r.record.state in _OPEN]
+        if seen.retiring:
+            ends = self._finishes_at(seen)
+            if ends <= now:
+                return 0.0
+            due.append(ends)
         # whose turn it is to retire something changes each minute, until it has been every node's
         turns = ((since, int((now - since) // TURN_SECONDS) + 1) for since in self.due_since.values())
         due += [since + turn * TURN_SECONDS for since, turn in turns if turn <= 2 * machine.job.ranks + 2]
-        return min((at for at in due if at > now), default=NEVER)
+        # the turn at that very moment is lived
+        return math.nextafter(min((at for at in due if at > now), default=NEVER), 0.0)
 
     def _young(self) -> list[Written]:
         return [w for tag, w in self.machine.disk.items() if self._row(tag, w) is None]
@@ -278,7 +296,7 @@ class Daemon:
         young = self._young()
         if young:
             return max(0.1, min(w.done_seconds for w in young) + SETTLE_SECONDS - now + 0.1)
-        is_open = any(r.record.state in _OPEN for r in machine.rows if r.state == "present")
+        is_open = any(r.record.state in _OPEN for r in machine.present)
         is_busy = is_open or self.confirmations or self.due_since or self.observation is None
         return OBSERVE_SECONDS if is_busy else AT_REST_SECONDS
 
@@ -320,15 +338,15 @@ class Daemon:
     # --- sealing (daemon/intake.py) --------------------------------------------------------------------
 
     def _row(self, tag: str, written: Written) -> Row | None:
-        rows = (r for r in self.machine.rows if r.save.tag == tag and r.state == "present")
+        rows = (r for r in self.machine.present if r.save.tag == tag)
         return next((r for r in rows if r.written == written), None)
 
     def _seal(self) -> None:
         machine, seen = self.machine, self.observation
         assert seen is not None
-        for row in machine.rows:
-            if row.state == "present" and machine.disk.get(row.save.tag) != row.written:
-                row.state = "gone"
+        for row in list(machine.present):
+            if machine.disk.get(row.save.tag) != row.written:
+                machine.end(row, "gone")
         fresh = {t: w for t, w in machine.disk.items() if self._row(t, w) is None}
         due = {t: w for t, w in fresh.items() if self.engine.now >= w.done_seconds + SETTLE_SECONDS}
         known = self._known_tags(seen)
@@ -364,6 +382,7 @@ class Daemon:
         )
         row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
         machine.rows.append(row)
+        machine.present.append(row)
 
     def _files(self, written: Written) -> tuple[SealedFile, ...]:
         machine, rows = self.machine, []
@@ -412,11 +431,9 @@ class Daemon:
         made = {(v.commit.tag, v.commit.generation) for v in seen.commits}
         disputed = {v.sha256 for v in seen.commits if v.disputed}
         held = {(v.key, v.sha256) for v in seen.commits if not v.disputed}
-        for row in self.machine.rows:
+        for row in self.machine.present:
             record = row.record
             update: dict[str, object] = {}
-            if row.state != "present":
-                continue
             is_lost = (record.commit_key, record.commit_sha256) not in held
             if record.state is ShipState.COMMITTED and (record.commit_sha256 in disputed or is_lost):
                 update = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
@@ -425,11 +442,24 @@ class Daemon:
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
+            elif record.state is ShipState.WAITING and row.waiting is not None:
+                self._hear_of_parts(row, row.waiting, seen)
+
+    def _hear_of_parts(self, row: Row, waiting: Waiting, seen: Observation) -> None:
+        record = row.record
+        row.waiting, again_at = told_of_parts(
+            waiting,
+            record.retry_at_seconds,
+            is_whole=(row.save.tag, record.generation, ZERO) in seen.listed_whole,
+            now_seconds=self.engine.now,
+        )
+        if again_at != record.retry_at_seconds:
+            row.record = record.model_copy(update={"retry_at_seconds": again_at})
 
     def _choose(self) -> None:
-        for row in self.machine.rows:
+        for row in self.machine.present:
             key = (row.id, NAS, ZERO)
-            is_open = row.state == "present" and row.record.state in _OPEN
+            is_open = row.record.state in _OPEN
             if not is_open or key in self.generations or row.save.tag not in self.tag_views:
                 continue
             view = self.tag_views[row.save.tag]
@@ -470,7 +500,7 @@ class Daemon:
     def view(self, seen: Observation) -> JobView:
         """The view of this turn."""
         machine, job = self.machine, self.machine.job
-        present = [row for row in machine.rows if row.state == "present"]
+        present = machine.present
         saves = tuple(
             SaveView(
                 id=row.id,
@@ -578,7 +608,7 @@ class Daemon:
         if permit.is_valid_at(self.engine.now) and is_there and self.is_undisturbed(row.save.tag, planned):
             self.on_prune(row)
             del machine.disk[row.save.tag]
-            row.state = "pruned"
+            machine.end(row, "pruned")
         return True
 
     def is_undisturbed(self, tag: str, planned: dict[str, Written]) -> bool:
@@ -609,9 +639,9 @@ class Daemon:
         if self.is_first_scan or not seen.retiring:
             return False
         tag, generation, form = where = seen.retiring[0]
-        since = self.retiring_since.setdefault(where, self.engine.now)
+        self.retiring_since.setdefault(where, self.engine.now)
         stone = next((t for t in seen.retired if (t.tag, t.generation, t.form) == where), None)
-        if stone is None or self.engine.now - since < patience_seconds(seen, self.machine.name):
+        if stone is None or self.engine.now < self._finishes_at(seen):
             return False
         order = Retire(
             tag=tag, generation=generation, form=form, reason=stone.reason, commit_sha256=stone.commit_sha256
@@ -619,6 +649,11 @@ class Daemon:
         self.is_stale = True
         retire.retire(self.ground, order, lambda: None)
         return True
+
+    def _finishes_at(self, seen: Observation) -> float:
+        """When this node ends the removal that is under way; 0: it has not seen it yet."""
+        since = self.retiring_since.get(seen.retiring[0])
+        return 0.0 if since is None else since + patience_seconds(seen, self.machine.name)
 
     def _ship(self, action: act.Ship) -> None:
         row = self.machine.rows[action.save_id - 1]
@@ -655,8 +690,8 @@ class Daemon:
             }
             row.record = row.record.model_copy(update=update)
         elif result.outcome == "waiting":
-            row.waiting = waiting_on(row.waiting, result)
-            again = self.engine.now + row.waiting.retry_seconds(STEP_IN_SECONDS)
+            row.waiting = waiting_on(row.waiting, result, STEP_IN_SECONDS)
+            again = self.engine.now + row.waiting.retry_seconds
             update = {"state": ShipState.WAITING, "retry_at_seconds": again}
             row.record = row.record.model_copy(update=update)
         else:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptd.core.manifest_names import may_cover, name_in
 from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64
 from ckptd.remote.store import ObjectInfo
@@ -43,6 +44,7 @@ class Remote:
     version: int = 0
     """Changes of anything that an observation tells."""
     _manifests: int = 0
+    _whole: dict[str, bool] = field(default_factory=dict)
     _listed: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     _below: dict[str, tuple[int, list[ObjectInfo]]] = field(default_factory=dict)
     _times: dict[str, int] = field(default_factory=dict)
@@ -72,7 +74,18 @@ class Remote:
             return key in _POINTERS or name in _DOCUMENTS
         pages, self._manifests = -(-self._manifests // PAGE), self._manifests + more
         is_first_or_last = (more > 0 and left == 1) or left == 0
-        return is_first_or_last or pages != -(-self._manifests // PAGE)
+        is_other = self._is_otherwise_whole(name)
+        return is_other or is_first_or_last or pages != -(-self._manifests // PAGE)
+
+    def _is_otherwise_whole(self, name: str) -> bool:
+        """Whether all parts of what is not committed are listed, and were not, or the other way round."""
+        stem = name.rpartition("/")[2]
+        if any(self.get(f"_ckptd/{kind}/{stem}.json") is not None for kind in ("commits", "retired")):
+            return False
+        names = (name_in(key) for key in self.folders.get(name, ()))
+        is_whole = may_cover([one for one in names if one is not None])
+        was_whole, self._whole[name] = self._whole.get(name, False), is_whole
+        return is_whole != was_whole
 
     def listing(self, prefix: str) -> list[ObjectInfo]:
         """Everything below a folder."""

@@ -284,7 +284,7 @@ class Fleet:
                 machine = self.machines[slot]
                 self.say(f"{machine.name}: its state directory is lost")
                 self.names += 1
-                machine.rows, machine.node_id = [], f"id{self.names:04d}"
+                machine.lose_journal(f"id{self.names:04d}")
                 self.start(slot)
             case _:
                 self._hang(slot, chance.uniform(5, 200))

@@ -405,10 +405,79 @@ def test_a_hold_of_a_lost_journal_is_not_sent_as_the_next_save_of_its_tag(strict
     strict.kill()
     assert "global_step1.1" in holds(strict)
     strict.live_on(200, rng)
+    assert strict.judge.holds(NAS, strict.trainer.saves[0]), "its only copy is sent as a save of its own"
     assert strict.judge.holds(NAS, strict.trainer.saves[1])
     saved(strict, 2)
     strict.live_on(200, rng)
     assert lying_here(strict) == [2]
+    assert holds(strict) == []
+
+
+def lost(world: World, rng: random.Random) -> bytes:
+    """A save that is held and not sent; its journal is lost. The bytes of what lies beside its hold."""
+    kernel = world.kernel
+    saved(world, 1)
+    world.live_on(60, rng)
+    world.set_mood(NAS, "down")
+    saved(world, 2)
+    world.live_on(100, rng, lambda: "global_step2.2" in holds(world))
+    world.kill()
+    kernel.actor = "trainer"
+    kernel.unlink(f"{STATE_DIR}/journal.db")
+    kernel.actor = "ckptd"
+    return kernel.content_of(f"{SAVE_DIR}/_ckptd/hold/global_step2.2.json")
+
+
+def test_a_hold_of_a_lost_journal_is_a_save_of_its_own_when_its_tag_was_saved_again(world: World) -> None:
+    """It was left where it lay for as long as the later save of its tag was here, and nothing was told."""
+    rng = random.Random(0)
+    lost(world, rng)
+    world.live_on(30, rng)
+    saved(world, 2)
+    world.set_mood(NAS, "ok")
+    world.live_on(200, rng)
+    first, second = (save for save in world.trainer.saves if save.step == 2)
+    assert world.judge.holds(NAS, first)
+    assert world.judge.holds(NAS, second)
+    assert max(orders(world).items(), key=lambda row: row[1])[0] == "global_step2"
+    assert world.is_intact(second)
+    assert holds(world) == []
+
+
+def test_a_hold_whose_folder_goes_before_it_is_sealed_anew_is_sent_without_a_restart(world: World) -> None:
+    rng = random.Random(0)
+    lost(world, rng)
+    world.live_on(30, rng)
+    saved(world, 3)
+    world.trainer.rotate(1)
+    world.set_mood(NAS, "ok")
+    world.live_on(200, rng)
+    assert [save.number for save in world.trainer.saves if world.judge.holds(NAS, save)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lacks", ["about", "shard"])
+def test_a_hold_that_nobody_can_tell_the_worth_of_stays_and_is_told(world: World, lacks: str) -> None:
+    """Its name was the next save's, whose hold went over it."""
+    rng, kernel = random.Random(0), world.kernel
+    lost(world, rng)
+    place = f"{SAVE_DIR}/_ckptd/hold/global_step2.2"
+    kernel.actor = "judge"
+    left = sorted(kernel.listdir(place))
+    if lacks == "shard":
+        kernel.unlink(f"{place}/{left.pop()}")
+    else:
+        kernel.unlink(f"{place}.json")
+    kernel.actor = "ckptd"
+    saved(world, 2)
+    world.set_mood(NAS, "ok")
+    world.live_on(200, rng)
+    (stray,) = [name for name in holds(world) if not name.endswith(".json")]
+    assert sorted(kernel.listdir(f"{SAVE_DIR}/_ckptd/hold/{stray}")) == left
+    assert world.job is not None
+    (told,) = [p for p in world.job.problems.all() if p.code == "incomplete-save"]
+    assert stray in told.text
+    assert f"rm -r {SAVE_DIR}/_ckptd/hold/{stray}" in told.next_step
+    assert world.judge.holds(NAS, world.trainer.saves[-1])
 
 
 def dropped(world: World, path: str, data: bytes, *, is_open: bool = False) -> int:

@@ -139,7 +139,7 @@ class Scene:
         return self._ship("zero", folder, tag, step, (branch, save_seq, generation), tuple(ship_files), None)
 
     def commit_universal(
-        self, tag: str, step: int, *, keep: bool = False, below: str = "", root: str = ""
+        self, tag: str, step: int, *, keep: bool = False, below: str = "", root: str = "", attempt: int = 1
     ) -> ShipResult:
         """Convert, ship the universal form, and remove it from the node unless `keep`.
 
@@ -147,7 +147,9 @@ class Scene:
         in the checkpoint the shards lie.
         """
         options = ConvertOptions()
-        return self._commit_derived(tag, step, "universal", options, keep=keep, below=below, root=root)
+        return self._commit_derived(
+            tag, step, "universal", options, keep=keep, below=below, root=root, attempt=attempt
+        )
 
     def commit_weights(self, tag: str, step: int) -> ShipResult:
         """The same with weights in fp32."""
@@ -163,13 +165,14 @@ class Scene:
         keep: bool,
         below: str = "",
         root: str = "",
+        attempt: int = 1,
     ) -> ShipResult:
         source = self.save_dir / tag / root
         derived = f"_ckptd/derived/{form}/{tag}"
         (self.save_dir / derived).parent.mkdir(parents=True, exist_ok=True)
         report = convert(source, self.save_dir / derived, options)
         marks = inspect_files(source, sorted(p.name for p in source.iterdir()))
-        folder = folder_name(tag, 1, "zero" if below else form)
+        folder = folder_name(tag, 1, "zero" if below else form, attempt)
         paths = sorted(p for p in (self.save_dir / derived).rglob("*") if p.is_file())
         ship_files = tuple(
             ShipFile(

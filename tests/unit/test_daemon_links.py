@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import pytest
+
 from ckptd.core.manifest import RemoteIdentity
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.problems import Problems
@@ -49,9 +51,9 @@ class Line:
 class Scene:
     """A link that is attached and has observed `BEFORE`."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, name: str = "nas") -> None:
         settings = m.RemoteSettings(
-            name="nas", url=str(tmp_path), job="job", save_dir="/x", node="n", node_id="i"
+            name=name, url=str(tmp_path), job="job", save_dir="/x", node="n", node_id="i"
         )
         self.wakes = 0
         self.line = Line()
@@ -77,6 +79,19 @@ class Scene:
     @property
     def asked(self) -> m.Order:
         return self.line.orders[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nas", "remote nas: it is away"), ("remote", "{url}: it is away")]
+)
+def test_the_log_calls_a_remote_by_its_name_or_its_url(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, said: str
+) -> None:
+    """One that nobody named is called "remote": the log said "remote remote:"."""
+    scene = Scene(tmp_path, name)
+    scene.link.trouble(RemoteUnreachable("it is away", hint="wait"))
+    (line,) = caplog.messages
+    assert line.startswith(said.format(url=tmp_path))
 
 
 def test_a_look_that_came_too_late_is_asked_for_in_full_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ckptd.core.actions import MakeWay, Ship
 from ckptd.core.manifest import Commit, ManifestRef
 from ckptd.core.planner import plan
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
-from ckptd.daemon.checks import see_conversions
+from ckptd.daemon.checks import forget_uploads, see_conversions
 from ckptd.daemon.orders import committed_source, making_of
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.processes import MAKING, Process
@@ -106,6 +106,31 @@ def test_another_failure_waits_and_the_remote_is_not_blamed(life: Life) -> None:
     assert life.link.is_ready
     assert not life.link.seconds_to_move
     assert not life.state.problems.all()
+
+
+def test_a_source_that_changes_whenever_it_is_sent_is_told_and_left_alone_for_longer(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it was sent again within a minute, for ever, and nobody was told."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    waits = []
+    for times in range(1, 15):
+        life.hears(m.Failed(error="SourceChanged", message="zero/rank_0.pt was written meanwhile"))
+        record = life.state.ship(*KEY)
+        assert (record.state, record.tries) == (ShipState.FAILED, times)
+        waits.append(record.retry_at_seconds - 1000.0)
+        told = [(p.code, p.about) for p in life.state.problems.all()]
+        assert told == ([("upload-failed", "s1b1 → nas")] if times >= 3 else [])
+        life.state.busy[1] += 1
+    assert waits[:4] == [2.0, 4.0, 8.0, 16.0]
+    assert waits[-1] == 3600.0
+    assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
+    forget_uploads(life.state.problems, life.state)
+    assert life.state.problems.all(), "it is here, and still not sent"
+    life.state.journal.end_save(1, "vanished")
+    life.state.reload(1)
+    forget_uploads(life.state.problems, life.state)
+    assert not life.state.problems.all(), "what is gone is not tried again"
 
 
 def test_objects_of_another_plan_are_nobodys(life: Life) -> None:

@@ -14,7 +14,7 @@ from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
-from ckptd.errors import NoSpaceError, RefusedError
+from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
 from ckptd.journal import DeletionIntent, Journal, SaveRow
 from tests.unit.core_views import job_view, save_view, sealed
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
+
+    from ckptd.errors import CkptdError
 
 
 def test_a_backoff_outlives_reading_the_journal_again(tmp_path: Path) -> None:
@@ -55,11 +57,26 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
     return [(p.code, p.about, p.text) for p in state.problems.all()]
 
 
-def _failing(state: JobState, save_id: int, error: NoSpaceError | RefusedError) -> None:
+def _failing(state: JobState, save_id: int, error: CkptdError) -> None:
     nothing = cast("Any", None)
     config = cast("Any", SimpleNamespace(trainer="auto"))
     chores = Chores(config, state, nothing, nothing, nothing, wake=lambda: None)
     chores._not_converted(save_id, error)
+
+
+def test_a_conversion_whose_source_changes_whenever_it_is_read_is_told_and_ends(tmp_path: Path) -> None:
+    """It was begun again at every turn, for ever, and nobody was told."""
+    state, (save_id,) = _state_of(tmp_path / "journal.db", 1)
+    for times in range(1, 4):
+        _failing(state, save_id, SourceChanged("rank_0.pt was written meanwhile"))
+        derived = state.rows[save_id].derived
+        assert (derived.state, derived.tries) == (DerivedState.FAILED, times)
+        assert derived.retry_at_seconds > 0
+    ended = state.rows[save_id].derived
+    view = job_view([save_view(1, sealed(1), universal=ended)], now_seconds=ended.retry_at_seconds + 1)
+    assert not [a for a in plan(view).actions if type(a).__name__ == "Convert"]
+    assert [code for code, _, _ in _conversions_seen(state)] == ["conversion-failed"]
+    state.journal.close()
 
 
 def test_a_conversion_without_room_waits_and_says_so(tmp_path: Path) -> None:

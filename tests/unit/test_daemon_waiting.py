@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.seen import is_written_down
 from ckptd.daemon.state import JobState
-from ckptd.daemon.waiting import waiting_on
+from ckptd.daemon.waiting import Waiting, waiting_on
 from ckptd.journal import Journal
 from ckptd.remote import messages as m
 from tests.model.commit_code import TWO_NODES, order_of, sealed
@@ -89,6 +90,11 @@ class Life:
         self.scene.link.observation = m.Observation(identity=IDENTITY, commits=commits)
         self.knowledge.choose_generations()
 
+    def lists(self, *whole: tuple[str, int, str]) -> None:
+        """No COMMIT yet; of these all parts are listed."""
+        self.scene.link.observation = m.Observation(identity=IDENTITY, commits=(), listed_whole=whole)
+        self.knowledge.choose_generations()
+
     def actions(self, now_seconds: float) -> list[str]:
         """What the planner wants."""
         save = save_view(ROW, sealed(TWO_NODES[0], 1), ships={("nas", ZERO): self.record})
@@ -158,9 +164,33 @@ def test_what_never_comes_is_asked_for_ever_more_seldom() -> None:
     """A save that one node of a thousand never wrote; as soon as another part comes it is a minute again."""
     waits, before = [], None
     for reason in ("a and b", *["b"] * 7, "b, of another save"):
-        before = waiting_on(before, m.ShipResult(outcome="waiting", reason=reason))
-        waits.append(before.retry_seconds(60.0))
+        before = waiting_on(before, m.ShipResult(outcome="waiting", reason=reason), 60.0)
+        waits.append(before.retry_seconds)
     assert waits == [60.0, 60.0, 120.0, 240.0, 480.0, 480.0, 480.0, 480.0, 60.0]
+
+
+def test_once_no_part_is_missing_it_is_asked_within_a_minute(waiting: Life) -> None:
+    """The node whose part was the last commits, unless it died: the others had waited for eight minutes."""
+    key = (ROW, "nas", ZERO)
+    waiting.state.waiting[key] = Waiting(reason="waiting for 1 shard", attempts=9, first_seconds=60.0)
+    waiting.lists()
+    assert waiting.record.retry_at_seconds == 1e9
+    waiting.lists((TAG, 2, ZERO), (TAG, 1, "weights"))
+    assert waiting.record.retry_at_seconds == 1e9, "another generation, another form"
+    waiting.lists((TAG, 1, ZERO))
+    soon = waiting.record.retry_at_seconds
+    assert time.monotonic() < soon <= time.monotonic() + 60.0
+    waiting.lists((TAG, 1, ZERO))
+    assert waiting.record.retry_at_seconds == soon, "once: each look would put it off, or ask again"
+    # what is asked in vain waits as before, until a part went and came again
+    answer = m.ShipResult(outcome="waiting", reason="a node replaces what it found there")
+    waiting.state.waiting[key] = waiting_on(waiting.state.waiting[key], answer, 60.0)
+    waiting.state.put_ship(ROW, waiting.record.model_copy(update={"retry_at_seconds": 1e9}))
+    waiting.lists((TAG, 1, ZERO))
+    assert waiting.record.retry_at_seconds == 1e9
+    waiting.lists()
+    waiting.lists((TAG, 1, ZERO))
+    assert waiting.record.retry_at_seconds < 1e9
 
 
 def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(

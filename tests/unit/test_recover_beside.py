@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ckptd.recover.sight import look_at_remote
 from ckptd.recover.steps import CopyBeside
 from ckptd.recover.verified import Slice
 from ckptd.recover.verify import Verifier
+from ckptd.remote import attempts
 from ckptd.remote.messages import ShipFile, ShipOrder
 from ckptd.remote.pacing import Pacer
 from ckptd.remote.supplement import supplement
@@ -231,6 +233,29 @@ def test_a_late_form_and_our_own_share_no_object(hf: HfScene, comes: str) -> Non
     assert hf.tree()[f"{TAG}/{FORM}/zero/embed.weight/fp32.pt"] == b"half of it"
 
 
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_a_commit_of_an_earlier_release_that_lists_one_keeps_its_objects(
+    hf: HfScene, ranks: int | None
+) -> None:
+    """They lie under the very names of our form, which went over them: nothing could be resumed."""
+    hf.put_stock()
+    (hf.form / "mp_rank_00_model_states.pt").unlink()
+    hf.commit(TAG, 10)
+    assert (hf.nas / TAG / FORM / "zero" / "embed.weight" / "fp32.pt").exists()
+    first = hf.commit_universal(TAG, 10, keep=True, below=f"{FORM}/", root=ROOT)
+    assert first.outcome == "conflict", first.reason
+    shutil.rmtree(hf.save_dir / "_ckptd")
+    second = hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT, attempt=2)
+    assert second.outcome == "committed", second.reason
+    verified = Verifier(look_at_remote("nas", str(hf.nas), None), read=Slice()).run()
+    assert [(row.form, row.verdict) for row in verified.commits] == [("zero", "good"), ("universal", "good")]
+    hf.lose_node()
+    hf.resume(world_size=ranks)
+    theirs = hf.tree()[f"{TAG}/{FORM}/zero/embed.weight/fp32.pt"] == b"half of it"
+    assert theirs == (ranks is None), "a form for other ranks is never somebody else's"
+    assert ranks is None or hf.made_from(hf.form)
+
+
 def test_restore_says_that_a_form_is_in_the_way(hf: HfScene) -> None:
     """DIR may be a person's: nothing in it is moved."""
     hf.commit(TAG, 10)
@@ -240,3 +265,19 @@ def test_restore_says_that_a_form_is_in_the_way(hf: HfScene) -> None:
     assert (hf.dir / TAG / FORM / "zero" / "embed.weight" / "fp32.pt").read_bytes() == b"half of it"
     with pytest.raises(TargetExists, match="was not made from"):
         hf.restore(world_size=4)
+
+
+def test_what_our_form_went_over_is_no_reason_to_give_the_shards_up(
+    hf: HfScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier releases left it: the COMMIT's own shards are whole, and were not resumed from."""
+    hf.put_stock()
+    (hf.form / "mp_rank_00_model_states.pt").unlink()
+    hf.commit(TAG, 10)
+    monkeypatch.setattr(attempts, "place_is_taken", lambda *_: False)
+    assert hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT).outcome == "committed"
+    shards = {name: data for name, data in hf.tree().items() if name.startswith(f"{TAG}/{ROOT}/")}
+    hf.lose_node()
+    hf.resume()
+    assert {name: data for name, data in hf.tree().items() if name.startswith(f"{TAG}/{ROOT}/")} == shards
+    assert not hf.form.exists()
