@@ -62,7 +62,11 @@ def test_the_best_stays_on_every_node_and_in_the_remote_until_another_is_better(
         for name in ("a", "b"):
             limit = "save_total_limit = 1"
             node: ClusterNode = here.add(
-                name, local=f"{limit}\nforms = []", remote=f'{limit}\nforms = ["zero"]', step_in_seconds=2
+                name,
+                local=f"{limit}\nforms = []",
+                remote=f'{limit}\nforms = ["zero"]',
+                step_in_seconds=10,
+                environment={"SHORT_SAVE": "2"},
             )
             node.start()
         for step in (2, 4, 6):
