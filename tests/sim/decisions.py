@@ -24,13 +24,19 @@ class Keys:
     """keep_every_steps."""
     rung: int | None = None
     """ladder: what the limit lets go is gone after so many newer ones."""
+    best: bool = False
+    """keep_best = 1."""
 
-    def why_kept(self, step: int, newer: int, *, is_committed: bool = True) -> str | None:
+    def why_kept(
+        self, step: int, newer: int, *, is_committed: bool = True, is_best: bool = False
+    ) -> str | None:
         """Why a checkpoint stays that has so many newer ones; None: these keys let it go."""
         if self.limit is None:
             return "no key limits anything"
         if self.every is not None and step % self.every == 0:
             return f"keep_every_steps {self.every}"
+        if self.best and is_best:
+            return "keep_best"
         if newer < self.limit:
             return f"save_total_limit {self.limit}, and {newer} are newer"
         if is_committed and self.rung is not None and newer < self.rung:
@@ -44,7 +50,7 @@ class Keys:
     @property
     def most(self) -> int | None:
         """As many may stay, but for those that stay beyond any count."""
-        return None if self.limit is None else max(self.limit, self.rung or 0)
+        return None if self.limit is None else max(self.limit, self.rung or 0) + self.best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +69,12 @@ def rules_of(config: JobConfig) -> Rules:
         limit=config.local.save_total_limit,
         every=config.local.keep_every_steps,
         rung=int(str(ladder[0].after)) if ladder else None,
+        best=config.local.keep_best is not None,
     )
-    remotes = {r.name: Keys(limit=r.save_total_limit, every=r.keep_every_steps) for r in config.remotes}
+    remotes = {
+        r.name: Keys(limit=r.save_total_limit, every=r.keep_every_steps, best=r.keep_best is not None)
+        for r in config.remotes
+    }
     return Rules(local=local, remotes=remotes, unuploaded=config.unuploaded)
 
 

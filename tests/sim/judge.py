@@ -74,6 +74,10 @@ class Judge:
         self._pinned_before: frozenset[str] = frozenset()
         self._looked_seconds = 0.0
         self._known_finished: set[int] = set()
+        self.without_loss: set[str] = set()
+        """Tags of which ckptd may have no value of the metric, or that of another save."""
+        self._has_losses = True
+        """No power cut took a line of the trainer's losses yet."""
         self.first_ever: dict[str, dict[str, str]] = {name: {} for name in remotes}
         self.ever: dict[str, set[int]] = {name: set() for name in remotes}
         """Saves that were committed there at some time."""
@@ -250,13 +254,22 @@ class Judge:
         newer = [s for s in lately if not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS]
         is_committed = all(self.holds(name, save) for name in self._required)
         rules = self._rules_lately(PERMIT_SECONDS)
-        why = [r.local.why_kept(save.step, len(newer), is_committed=is_committed) for r in rules]
+        is_best = self._is_best(save)
+        why = [
+            r.local.why_kept(save.step, len(newer), is_committed=is_committed, is_best=is_best) for r in rules
+        ]
         if all(why):
             self.say("P5", f"{tag} leaves the node, though the job file keeps it: {why[0]}")
         self._note_finished()
         self.belt.gone_at[save.number] = now
         if self.belt.is_torn(max(r.local.limit or 0 for r in rules), now):
             self.say("P5", f"{tag} is one too many in an hour: {sorted(self.belt.gone_at)}")
+
+    def _is_best(self, save: Save) -> bool:
+        """No save ever had a lesser loss, and nothing can have told ckptd otherwise."""
+        others = [s for s in self.trainer.saves if s is not save]
+        is_known = self._has_losses and save.tag not in self.without_loss
+        return is_known and all(s.loss > save.loss and s.step != save.step for s in others)
 
     def _note_finished(self) -> None:
         for save in self.trainer.saves:
@@ -340,7 +353,8 @@ class Judge:
             if live.tag in self.pinned and live.tag in self._pinned_before:
                 self.say("P5", f"{name}: {live.key} is gone and is pinned")
             newer = {o.key for o in (*before.values(), *found) if o.order > live.order}
-            why = [r.remotes[name].why_kept(live.order[1], len(newer)) for r in rules]
+            is_best = self._is_best(self.trainer.saves[live.save - 1])
+            why = [r.remotes[name].why_kept(live.order[1], len(newer), is_best=is_best) for r in rules]
             if all(why):
                 self.say("P5", f"{name}: {live.key} is gone, though the job file keeps it: {why[0]}")
 
@@ -363,6 +377,7 @@ class Judge:
             self.first_ever[name] = {key: digest for key, digest in known.items() if key in there}
         self.highest.clear()
         self._before = {name: {} for name in self._remotes}
+        self._has_losses = False
         self.look(claims)
 
     # --- what people decide ----------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def job_of(rng: random.Random) -> JobConfig:
         every=rng.choice((None, None, 2, 3)),
         rung=rng.choice((None, None, None, 2, 4)),
         unuploaded=rng.choice(("keep", "keep", "keep", "thin", "delete")),
+        best=rng.random() < 0.3,
     )
 
 
@@ -309,7 +310,9 @@ def _drop(world: World, rng: random.Random) -> None:
     try:
         if name in kernel.listdir(f"{SAVE_DIR}/{tag}"):
             world.written_over.add(tag)
-            world.judge.belt.completed_at.append(world.judge.clock())  # perhaps another save now
+            # perhaps another save now, of which the trainer noted nothing
+            world.judge.belt.completed_at.append(world.judge.clock())
+            world.judge.without_loss.add(tag)
         fd = kernel.open(f"{SAVE_DIR}/{tag}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         kernel.write(fd, f"note {rng.random()}".encode())
         kernel.fds[fd].inode.saved = (0, f"{tag}/{name}")
@@ -343,7 +346,8 @@ def _limits(world: World, rng: random.Random) -> None:
             world.config.backfill,
             every=rules.local.every,
             rung=rules.local.rung,
-            unuploaded=rules.unuploaded,
+            unuploaded=world.config.unuploaded,
+            best=world.config.metric is not None,
         )
     )
 

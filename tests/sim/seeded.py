@@ -109,6 +109,10 @@ def _by_limit_alone(item: Any, rank: int, policy: Any) -> list[str]:
     return ["save_total_limit"] if limit is not None and rank <= limit else []
 
 
+def _no_best(best: Any, *_: Any) -> None:
+    return None
+
+
 PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "no folder is flushed": ((files, "fsync_dir", _no_fsync_dir),),
     "a permit without a fresh read": ((service, "confirm", _always_confirmed),),
@@ -138,6 +142,10 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (retire, "is_pinned", lambda *_: False),
     ),
     "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),
+    "keep_best is not looked at": (
+        (keeping, "score_of", _no_best),
+        (keeping_remote, "score_of", _no_best),
+    ),
     "there is no seat belt": ((viewing, "_left", lambda *_: 1000),),
     "a rewind is no new branch": ((ordering, "next_order", _one_branch),),
 }

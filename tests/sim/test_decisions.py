@@ -81,6 +81,12 @@ def _multiples(world: World) -> None:
     save(world, 2, 3, 5)
 
 
+def _the_second_is_the_best(world: World) -> None:
+    save(world, 2, 3, 5)
+    losses = [s.loss for s in world.trainer.saves]
+    assert min(losses) == losses[1]
+
+
 def _a_new_limit(world: World) -> None:
     save(world, *range(1, 9))
     world.kernel.now_seconds += 3 * HOUR_SECONDS
@@ -100,6 +106,10 @@ PLAYS = {
     "multiples": (
         "keep_every_steps is not looked at",
         Play(script=_multiples, local=1, more={"every": 2}, words="keep_every_steps 2", stay={2, 5}),
+    ),
+    "the best": (
+        "keep_best is not looked at",
+        Play(script=_the_second_is_the_best, local=1, more={"best": True}, words="keep_best", stay={3, 5}),
     ),
     "a new limit": (
         "there is no seat belt",
@@ -135,6 +145,7 @@ def test_a_pin_that_was_taken_back_keeps_nothing() -> None:
         (Keys(limit=2), 1, 2, False),
         (Keys(limit=1, every=3), 6, 9, True),
         (Keys(limit=1, every=3), 7, 9, False),
+        (Keys(limit=1, best=True), 7, 9, False),
         (Keys(limit=1, rung=4), 1, 3, True),
         (Keys(limit=1, rung=4), 1, 4, False),
     ],

@@ -31,7 +31,7 @@ from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
 from tests.sim.remotes import Client, Cloud, Faults
 from tests.sim.stage import Stage
-from tests.sim.trainer import SAVE_DIR, Save, Trainer
+from tests.sim.trainer import METRICS, SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,11 +56,14 @@ def job_config(
     every: int | None = None,
     rung: int | None = None,
     unuploaded: str = "keep",
+    best: bool = False,
 ) -> JobConfig:
     """A job file's content: remotes as (name, required, limit); other keys only where there is a limit."""
     ladder = [] if rung is None or limit is None else [{"after": rung, "form": "gone"}]
+    metric = {"metric": "loss", "metrics_file": METRICS, "extra": []} if best else {}
     return JobConfig.model_validate(
         {
+            **metric,
             "save_dir": SAVE_DIR,
             "name": "run",
             "node_name": "n0",
@@ -70,6 +73,7 @@ def job_config(
                 "forms": [],
                 "save_total_limit": limit,
                 "keep_every_steps": every if limit is not None else None,
+                "keep_best": 1 if best and limit is not None else None,
                 "ladder": ladder,
                 "min_free": "0%",
             },
@@ -81,6 +85,7 @@ def job_config(
                     "required": required,
                     "save_total_limit": keep,
                     "keep_every_steps": every if keep is not None else None,
+                    "keep_best": 1 if best and keep is not None else None,
                 }
                 for name, required, keep in remotes
             ],
@@ -157,6 +162,7 @@ class World:
         self.cloud.attend(self.kernel, self.moods[S3])
         self.kernel.fate = self.moods[NAS].on_disk
         self.trainer = Trainer(self.kernel, self._on_step)
+        self.trainer.notes_losses = config.metric is not None
         required = frozenset(r.name for r in config.remotes if r.required)
         held = {NAS: self._on_nas, S3: self._in_cloud}
         self.slept_seconds = 0.0
