@@ -74,6 +74,8 @@ class Judge:
         self._pinned_before: frozenset[str] = frozenset()
         self._looked_seconds = 0.0
         self._known_finished: set[int] = set()
+        self._aside: set[int] = set()
+        """Saves that were renamed aside to be removed."""
         self.without_loss: set[str] = set()
         """Tags of which ckptd may have no value of the metric, or that of another save."""
         self._has_losses = True
@@ -261,6 +263,7 @@ class Judge:
         if all(why):
             self.say("P5", f"{tag} leaves the node, though the job file keeps it: {why[0]}")
         self._note_finished()
+        self._aside.add(save.number)
         self.belt.gone_at[save.number] = now
         if self.belt.is_torn(max(r.local.limit or 0 for r in rules), now):
             self.say("P5", f"{tag} is one too many in an hour: {sorted(self.belt.gone_at)}")
@@ -392,8 +395,9 @@ class Judge:
 
     def on_pin(self, tag: str) -> None:
         """`ckptd pin` returned 0."""
-        going = {s.number for s in self.trainer.saves if s.tag == tag and s.number in self.removed}
-        self.pinned[tag] = Pin(at_seconds=self.clock(), spared=going)
+        going = self._aside | self.removed.keys()
+        spared = {s.number for s in self.trainer.saves if s.tag == tag and s.number in going}
+        self.pinned[tag] = Pin(at_seconds=self.clock(), spared=spared)
 
     def on_rules(self, rules: Rules) -> None:
         """A person changed the job file."""
