@@ -61,6 +61,8 @@ class Pruner:
         """Deletions of the journal whose folder lies in the trash and that nobody works on."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
+        self.is_pinned: Callable[[str], bool] = lambda _tag: False
+        """Asked in a worker: as people have it at that moment."""
 
     def prune(self, action: Prune, save_dir_fd: int) -> None:
         """Remove a checkpoint under its permit."""
@@ -82,8 +84,10 @@ class Pruner:
         state.deleted_at.append(time.monotonic())
         planned = state.listing
 
-        def work(fd: int) -> None:
+        def work(fd: int) -> bool:
             # a worker may have been long in coming (conversions, flushes of every job)
+            if self.is_pinned(permit.tag):
+                return False
             if planned is not None:
                 _check_no_save_began(fd, planned, permit.tag, self._trainer)
             self._audit.write(
@@ -98,6 +102,16 @@ class Pruner:
             for folder, left in leftovers:
                 fs.remove_ours(fd, folder, left)
             fs.prune(fd, permit, name)
+            return True
+
+        def done(was_removed: object) -> None:
+            if was_removed:
+                self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
+                return
+            log.info("%s stays: it was pinned meanwhile", permit.tag, extra=doing("prune", permit.tag))
+            self._pruning.discard(action.save_id)
+            state.journal.end_deletion(deletion_id, done=False)
+            self._wake()
 
         def failed(error: CkptdError) -> None:
             log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
@@ -118,7 +132,7 @@ class Pruner:
             f"pruning {permit.tag}",
             save_dir_fd,
             work,
-            lambda _: self._pruned(deletion_id, action.save_id, permit.tag, permit.reason),
+            done,
             failed,
         )
 

@@ -78,15 +78,6 @@ def rules_of(config: JobConfig) -> Rules:
     return Rules(local=local, remotes=remotes, unuploaded=config.unuploaded)
 
 
-@dataclass(slots=True, kw_only=True)
-class Pin:
-    """A `ckptd pin` that returned 0."""
-
-    at_seconds: float
-    spared: set[int] = field(default_factory=set)
-    """Saves whose removal was under way when it came."""
-
-
 @dataclass(slots=True)
 class Belt:
     """The seat belt of one life of the daemon: removals in any hour ≤ saves completed in it + a few."""

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.decisions import Belt, Pin, Rules
+from tests.sim.decisions import Belt, Rules
 from tests.sim.trainer import SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Judge:
         """Saves that went since the daemon's last start."""
         self.protected: set[int] = set()
         """Saves that were there before ckptd first ran and are not adopted."""
-        self.pinned: dict[str, Pin] = {}
-        """By tag."""
+        self.pinned: dict[str, set[int]] = {}
+        """Tags of pins that returned 0, and saves whose removal was under way when they came."""
         self.maybe_pinned: set[str] = set()
         """Tags of pins and unpins that did not return 0 as well."""
         self.rules = rules
@@ -204,8 +204,7 @@ class Judge:
             self.say("P1", f"{path} is removed and is not what was saved")
         if save.number in self.protected and not save.is_rotated:
             self.say("P5", f"{path} was there before ckptd first ran")
-        pin = self.pinned.get(save.tag)
-        if pin is not None and save.number not in pin.spared:
+        if save.tag in self.pinned and save.number not in self.pinned[save.tag]:
             self.say("P5", f"{path} is pinned")
         # one that is being overwritten right now was there when the permit was made
         newest = [
@@ -247,11 +246,8 @@ class Judge:
         if save is None or save.is_gone or not save.is_finished:
             return  # whether it may go at all is judged file by file
         now = self.clock()
-        pin = self.pinned.get(tag)
-        if pin is not None:
-            if now - pin.at_seconds >= PERMIT_SECONDS:
-                self.say("P5", f"{tag} leaves the node and is pinned")
-            pin.spared.add(save.number)
+        if tag in self.pinned:
+            self.say("P5", f"{tag} leaves the node and is pinned")
         lately = [s for s in self._later(save) if s.number not in self.removed]
         newer = [s for s in lately if not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS]
         is_committed = all(self.holds(name, save) for name in self._required)
@@ -397,7 +393,7 @@ class Judge:
         """`ckptd pin` returned 0."""
         going = self._aside | self.removed.keys()
         spared = {s.number for s in self.trainer.saves if s.tag == tag and s.number in going}
-        self.pinned[tag] = Pin(at_seconds=self.clock(), spared=spared)
+        self.pinned[tag] = spared
 
     def on_rules(self, rules: Rules) -> None:
         """A person changed the job file."""

@@ -139,6 +139,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     ),
     "pins are not looked at": (
         (knowledge.Knowledge, "pins", frozenset()),
+        (knowledge.Knowledge, "is_pinned", lambda *_: False),
         (retire, "is_pinned", lambda *_: False),
     ),
     "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),
