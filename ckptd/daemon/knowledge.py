@@ -80,9 +80,9 @@ def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
     """Tags whose newest pin or unpin is a pin."""
     newest: dict[str, Decision] = {}
     for decision in decisions:
-        if decision.kind in ("pin", "unpin"):
-            if decision.serial >= newest.get(decision.tag, decision).serial:
-                newest[decision.tag] = decision
+        old = newest.get(decision.tag, decision)
+        if decision.kind in ("pin", "unpin") and decision.serial >= old.serial:
+            newest[decision.tag] = decision
     return frozenset(tag for tag, decision in newest.items() if decision.kind == "pin")
 
 
