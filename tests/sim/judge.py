@@ -279,6 +279,8 @@ class Judge:
     def _on_late_removal(self, inode: Inode, path: str) -> None:
         """A file that somebody put into a checkpoint: what it holds is listed under that name (P1)."""
         assert inode.saved is not None
+        if {rules.unuploaded for rules in self._rules_lately(PERMIT_SECONDS)} != {"keep"}:
+            return  # it may go with a checkpoint that no remote holds
         tag, _, name = inode.saved[1].partition("/")
         for remote in sorted(self._required):
             held = self._remotes[remote]()
