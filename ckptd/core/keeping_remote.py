@@ -86,14 +86,13 @@ def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
 def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
     """Whether this node lets a COMMIT of several go: one is drawn, the next a minute later, and so on.
 
-    Economy, never safety: each reads what it needs and finishes what another began (adr/0105). The first
-    waits a minute too: what is on another node's disk still leaves it by this COMMIT, or never (adr/0130).
+    Economy, never safety: each reads what it needs and finishes what another began (adr/0105).
     """
     if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
         return True  # of a shared directory the lease says whose turn it is
     earlier = _earlier(commit.sha256, commit.nodes, view.node)
     since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
-    return view.now_seconds - since >= (1 + earlier) * TURN_SECONDS
+    return view.now_seconds - since >= earlier * TURN_SECONDS
 
 
 @lru_cache(maxsize=1024)
