@@ -107,11 +107,8 @@ class Pruner:
         def done(was_removed: object) -> None:
             if was_removed:
                 self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
-                return
-            log.info("%s stays: it was pinned meanwhile", permit.tag, extra=doing("prune", permit.tag))
-            self._pruning.discard(action.save_id)
-            state.journal.end_deletion(deletion_id, done=False)
-            self._wake()
+            else:
+                self._pinned(deletion_id, action.save_id, permit.tag)
 
         def failed(error: CkptdError) -> None:
             log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
@@ -128,13 +125,7 @@ class Pruner:
                 "prune-blocked", permit.tag, f"{permit.tag} stays: {error.message}", error.hint
             )
 
-        self._in_worker(
-            f"pruning {permit.tag}",
-            save_dir_fd,
-            work,
-            done,
-            failed,
-        )
+        self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
 
     def _leftovers(self, tag: str) -> list[tuple[str, str]]:
         """(folder, name) of conversions that nobody goes on with: half made, or made and never noted."""
@@ -142,6 +133,13 @@ class Pruner:
         is_noted = any(row.derived.state is DerivedState.READY for row in rows)
         made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
         return [(fs.STAGING, partial_name(tag)), *made]
+
+    def _pinned(self, deletion_id: int, save_id: int, tag: str) -> None:
+        """It stays after all."""
+        log.info("%s stays: it was pinned meanwhile", tag, extra=doing("prune", tag))
+        self._pruning.discard(save_id)
+        self._state.journal.end_deletion(deletion_id, done=False)
+        self._wake()
 
     def _pruned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         state = self._state

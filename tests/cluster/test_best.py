@@ -65,9 +65,9 @@ def test_the_best_stays_on_every_node_and_in_the_remote(tmp_path: Path) -> None:
         tags = {f"checkpoint-{step}" for step in (2, 6, 8)}
         here.wait("one to go", lambda: set(here.commits()) == {f"{tag}~g1" for tag in tags})
         assert here.commits()["checkpoint-8~g1"]["best_checkpoint"] == "checkpoint-2"
+        left = {"checkpoint-2", "checkpoint-8"}
         for node in here.nodes.values():
-            lie_here = {"checkpoint-2", "checkpoint-8"}
-            here.wait(f"{node.name} to keep two", lambda n=node: n.local_tags() == lie_here)  # type: ignore[misc]
+            here.wait(f"{node.name} to keep two", lambda n=node: n.local_tags() == left)  # type: ignore[misc]
             assert BEST in node.checkpoint("checkpoint-2")["keep"], node.name
             verdict, why = held(node, "checkpoint-2")
             assert (verdict, BEST in why) == ("keep", True), node.name
