@@ -105,10 +105,8 @@ class Pruner:
             return True
 
         def done(was_removed: object) -> None:
-            if was_removed:
-                self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
-            else:
-                self._pinned(deletion_id, action.save_id, permit.tag)
+            end = self._pruned if was_removed else self._pinned
+            end(deletion_id, action.save_id, permit.tag, permit.reason)
 
         def failed(error: CkptdError) -> None:
             log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
@@ -134,9 +132,9 @@ class Pruner:
         made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
         return [(fs.STAGING, partial_name(tag)), *made]
 
-    def _pinned(self, deletion_id: int, save_id: int, tag: str) -> None:
+    def _pinned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         """It stays after all."""
-        log.info("%s stays: it was pinned meanwhile", tag, extra=doing("prune", tag))
+        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=doing("prune", tag))
         self._pruning.discard(save_id)
         self._state.journal.end_deletion(deletion_id, done=False)
         self._wake()

@@ -63,7 +63,7 @@ def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
     """
     commits = [commit for commit in told if commit is not None]
     found = {
-        **order_by_commits(save.order, [commit and order_of(commit) for commit in told])._asdict(),
+        **order_by_commits(save.order, [None if c is None else order_of(c) for c in told])._asdict(),
         "best": next((c.best for c in commits if c.best is not None), save.best),
         "best_checkpoint": next((c.names_best for c in commits if c.names_best), save.best_checkpoint),
     }
