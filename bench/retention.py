@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptd.core.best import Best
 from ckptd.core.keeping import keep_local
 from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.ladder import Rung
-from ckptd.core.manifest import Best
 from ckptd.core.retention import Ephemeral, RetentionPolicy
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.viewing import planned

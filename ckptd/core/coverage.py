@@ -159,7 +159,7 @@ def build_commit(
     leader = max(members, key=lambda m: (m.branch, m.save_seq))
     objects = objects_of(members)
     digests = {member.config_digest for member in members}
-    best = next((m.best for m in sorted(members, key=_lowest_rank) if m.best is not None), None)
+    by_rank = sorted(members, key=_lowest_rank)
     return Commit(
         job_id=leader.job_id,
         tag=leader.tag,
@@ -177,7 +177,8 @@ def build_commit(
         committed_at=committed_at,
         # nodes that disagree on what is kept let nothing go until one COMMIT finds them agreed (H12)
         config_digest=config_digest if digests <= {config_digest} else "",
-        best=best,
+        best=next((m.best for m in by_rank if m.best is not None), None),
+        best_checkpoint=next((m.best_checkpoint for m in by_rank if m.best_checkpoint), None),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from ckptd.core.best import best_named
 from ckptd.core.ladder import Fate
 from ckptd.core.optout import loose_policy, may_go_uncommitted
 from ckptd.core.permit import CommitRef
@@ -19,9 +20,9 @@ from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckptd.core.manifest import Best
+    from ckptd.core.best import Best
     from ckptd.core.save import Order
-    from ckptd.core.view import JobView, SaveView
+    from ckptd.core.view import JobView, RemoteView, SaveView
 
 
 _ALONE = frozenset({UNIVERSAL})
@@ -70,7 +71,8 @@ def keep_local(view: JobView) -> LocalFates:
             top=newest(view, is_model_only=is_model_only),
             newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
-            best=best_tag(view),
+            best=frozenset({best_here(view), *(best_there(r) for r in view.remotes if r.is_required)}),
+            unread=_unread(view, present),
             intact=tuple(sorted((s for s in present if s.is_intact), key=lambda s: s.order, reverse=True)),
         )
         for save in present:
@@ -152,7 +154,8 @@ class _Ground:
     top: SaveView | None
     newest_committed: Order | None
     latest: str | None
-    best: str | None
+    best: frozenset[str | None]
+    unread: frozenset[int]
     intact: tuple[SaveView, ...]
     """Newest first."""
 
@@ -174,7 +177,8 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
             "nothing proves that it is not the newest (the next save will)",
         ),
         (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
-        (save.save.tag == ground.best, "best_model_checkpoint"),
+        (save.save.tag in ground.best, "best_model_checkpoint"),
+        (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
     )
     return tuple(text for holds, text in why if holds)
 
@@ -183,10 +187,27 @@ def _unlisted(save: SaveView) -> str:
     return f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"
 
 
-def best_tag(view: JobView) -> str | None:
-    """What the newest save's trainer calls the best so far; its own folder name, whatever the path (H37)."""
-    known = [s for s in view.saves if s.save.best_checkpoint is not None]
-    return max(known, key=lambda s: s.order).save.best_checkpoint if known else None
+def best_here(view: JobView) -> str | None:
+    """What the newest save here calls the best so far; its own folder name, whatever the path (H37)."""
+    return best_named((s.order, s.save.best_checkpoint) for s in view.saves)
+
+
+def best_there(remote: RemoteView) -> str | None:
+    """What the newest COMMIT there calls the best: known to every node, though one has the trainer's word."""
+    return best_named((c.order, c.names_best) for c in remote.commits)
+
+
+def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
+    """Parts of saves over several nodes whose COMMITs were not read yet: these bring the trainer's word here.
+
+    Not waited for where the job file has the limit apply whatever the remote does.
+    """
+    parts = [s for s in present if s.save.is_part]
+    if not parts or view.unuploaded == "delete":
+        return frozenset()
+    read = {(r.name, c.key) for r in view.remotes if r.is_required for c in r.commits}
+    names = [r.name for r in view.remotes if r.is_required]
+    return frozenset(s.id for s in parts if not {(n, s.ship(n, ZERO).commit_key) for n in names} <= read)
 
 
 def _may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:

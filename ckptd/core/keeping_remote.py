@@ -1,7 +1,7 @@
 """Which COMMITs of each remote stay, each with its reasons: one pure function of the remote's data (§5).
 
-Facts of this node (a save still here, a pin, the trainer's best) only ever add reasons to keep, so that all
-nodes of a job let go the same set.
+Facts of this node (a save still here, what its trainer calls the best) only ever add reasons to keep, so that
+all nodes of a job let go the same set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptd.core.keeping import best_tag, score_of
+from ckptd.core.keeping import best_here, best_there, score_of
 from ckptd.core.ladder import Fate
 from ckptd.core.retention import Held, Item, fates
 from ckptd.core.view import SETTLED, WEIGHTS, ZERO
@@ -46,8 +46,9 @@ class Generation:
     def held(self, view: JobView) -> Held:
         """As the policy sees it; dated by the earliest of its COMMITs, which is the ZeRO form's."""
         times = (c.committed_at_seconds for c in self.commits.values())
-        best = next((c.best for c in self.commits.values() if c.best is not None), None)
         lead = self.leader
+        by_form = (lead, *(self.commits[form] for form in sorted(self.commits)))
+        best = next((c.best for c in by_form if c.best is not None), None)
         return Held(
             item=Item(
                 key=f"{lead.tag}~g{lead.generation}",
@@ -110,8 +111,9 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
     result: dict[tuple[str, str], Fate] = {}
     present = [s for s in view.saves if s.is_present]
     here = {(s.save.tag, s.order) for s in present}
-    best = best_tag(view)
+    newest_word = best_here(view)
     for remote in view.remotes:
+        best = (newest_word, best_there(remote))
         generations = generations_of(remote)
         # orders may differ once the journal was lost, what a save is committed as does not
         claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
@@ -132,7 +134,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
                 is_here = (lead.tag, lead.order) in here or lead.key in claimed
                 if (is_here or lead.tag in unclear) and deletes:
                     more += ("still on this node",)
-                if lead.tag == best:
+                if lead.tag in best:
                     more += ("best_model_checkpoint",)
                 for form, commit in generation.commits.items():
                     result[remote.name, commit.key] = by_policy[one.item.key][form].kept_for(*more)

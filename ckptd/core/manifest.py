@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import FailFast, Field, ValidationError
 
+from ckptd.core.best import Best
 from ckptd.core.canonical import canonical, canonical_with_rows
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid, Role, ShardKey
@@ -77,14 +78,6 @@ class Writer(Model):
     optimizer: str | None = None
 
 
-class Best(Model):
-    """The metric that a trainer recorded for this checkpoint."""
-
-    metric: str
-    value: float
-    is_best: bool = False
-
-
 class DerivedSource(Model):
     """What a derived form was made from (H15)."""
 
@@ -142,6 +135,7 @@ class NodeManifest(Document):
     writer: Writer = Writer()
     grid: Grid
     best: Best | None = None
+    best_checkpoint: str | None = None
     source: DerivedSource | None = None
     replicas: Many[tuple[str, str]] = ()
     """(path, tensor fingerprint) of files that this node has too and leaves to their owner to send: they tell
@@ -176,6 +170,12 @@ class Commit(Document):
     """RFC 3339, UTC; shown, and what keep_every and keep_within go by; never used for order (P9)."""
     config_digest: str
     best: Best | None = None
+    best_checkpoint: str | None = None
+
+    @property
+    def names_best(self) -> str | None:
+        """The tag that its trainer called the best so far; where none is written, this one if it is that."""
+        return self.best_checkpoint or (self.tag if self.best is not None and self.best.is_best else None)
 
     @property
     def committed_at_seconds(self) -> float | None:

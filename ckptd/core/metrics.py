@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from ckptd.core.best import Best
 from ckptd.core.finite import finite
-from ckptd.core.manifest import Best
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptd.core.best import Best
 from ckptd.core.identity import FileIdentity, FolderIdentity, Model
 from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import Best, SaveWindow, Writer
+from ckptd.core.manifest import SaveWindow, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptd.core.best import Best
 from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import Memory
-from ckptd.core.manifest import Best
 from ckptd.core.save import SealedFile, SealedSave
 from ckptd.core.trainers import TRAINER_STATE, is_in_roots
 

@@ -10,8 +10,8 @@ from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
+from ckptd.core.best import Best
 from ckptd.core.identity import Model
-from ckptd.core.manifest import Best
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order, SealedFile, SealedSave
 
@@ -186,6 +186,8 @@ class RemoteCommit:
     committed_at_seconds: float | None = None
     """Unix time that the COMMIT carries; None: it carries none that can be read."""
     best: Best | None = None
+    names_best: str | None = None
+    """The tag that its trainer called the best so far."""
     stands_alone: bool = True
     """It can be used when the other forms of its generation are gone."""
     config_digest: str = ""

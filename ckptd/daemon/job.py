@@ -173,6 +173,7 @@ class Job:
         self.chores = Chores(
             self.config, state, self.workers, self.audit, self._totals.conversion_bytes, self.wake
         )
+        self.chores.pruner.is_pinned = self.knowledge.is_pinned
         scrubber = Scrubber(self.config, state, self.links)
         self.nodes = nodes_of(self, state, node_id)
         self.intake.spread = self.nodes.spread

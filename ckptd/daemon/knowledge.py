@@ -29,7 +29,7 @@ from ckptd.core.save import Order
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_orders, is_written_down, learn_forms, named_in
+from ckptd.daemon.seen import adopt_commits, is_written_down, learn_forms, named_in
 from ckptd.daemon.sharing import look_for_sharer
 from ckptd.daemon.waiting import hear_of_parts
 from ckptd.errors import CkptdError
@@ -80,10 +80,9 @@ def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
     """Tags whose newest pin or unpin is a pin."""
     newest: dict[str, Decision] = {}
     for decision in decisions:
-        if decision.kind in ("pin", "unpin"):
-            old = newest.get(decision.tag)
-            if old is None or decision.serial >= old.serial:
-                newest[decision.tag] = decision
+        old = newest.get(decision.tag, decision)
+        if decision.kind in ("pin", "unpin") and decision.serial >= old.serial:
+            newest[decision.tag] = decision
     return frozenset(tag for tag, decision in newest.items() if decision.kind == "pin")
 
 
@@ -127,9 +126,8 @@ class Knowledge(Recogniser):
     def refresh(self) -> bool:
         """Read decisions again: own files, and what the last observations showed; whether any is new."""
         before = self.decisions
-        local = self._local_decisions()
         seen = [d for link in self._links.values() if link.observation for d in link.observation.decisions]
-        known = {(d.kind, d.tag, d.serial): d for d in [*seen, *local]}
+        known = {(d.kind, d.tag, d.serial): d for d in [*seen, *self._local_decisions()]}
         self.decisions = tuple(sorted(known.values(), key=lambda d: d.serial))
         return self.decisions != before
 
@@ -149,6 +147,10 @@ class Knowledge(Recogniser):
     def pins(self) -> frozenset[str]:
         """Pinned tags."""
         return pinned_tags(self.decisions)
+
+    def is_pinned(self, tag: str) -> bool:
+        """Whether it is now: a pin may have come since the last turn (any thread)."""
+        return tag in pinned_tags([*self.decisions, *read_decisions(self._state_dir)])
 
     @property
     def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:
@@ -253,8 +255,7 @@ class Knowledge(Recogniser):
             held = {(view.key, view.sha256) for view in seen.commits if not view.disputed}
             for row in list(state.rows.values()):
                 record = state.ship(row.id, name, ZERO)
-                is_here = row.state == "present" or row.held
-                is_claimed = is_here and record.state is ShipState.COMMITTED
+                is_claimed = (row.state == "present" or row.held) and record.state is ShipState.COMMITTED
                 if is_claimed and (record.commit_key, record.commit_sha256) not in held:
                     log.error("%s: %s no longer holds its COMMIT; it is looked for again", row.save.tag, name)
                     state.lose_commit(row.id, name, "its COMMIT is gone")
@@ -273,7 +274,7 @@ class Knowledge(Recogniser):
                     forms = self._forms[name]
                     for form in (ZERO,) if ZERO in forms else forms:
                         self._choose_generation(row, link, form)
-        adopt_orders(self._state, self._links.values())
+        adopt_commits(self._state, self._links.values())
 
     def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
         state, key = self._state, (row.id, link.name, form)

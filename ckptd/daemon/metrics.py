@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.config_model import JobConfig
+    from ckptd.core.best import Best
     from ckptd.core.facts import FileFacts
     from ckptd.core.identity import FileIdentity
-    from ckptd.core.manifest import Best
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
 

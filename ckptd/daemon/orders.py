@@ -205,6 +205,7 @@ def ship_order(
         save_window=save.window,
         writer=save.writer,
         best=save.best,
+        best_checkpoint=save.best_checkpoint,
         grid=save.grid,
         source=_source_of(row, action),
         files=(),

@@ -62,6 +62,8 @@ class Pruner:
         """Deletions of the journal whose folder lies in the trash and that nobody works on."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
+        self.is_pinned: Callable[[str], bool] = lambda _tag: False
+        """Asked in a worker: as people have it at that moment."""
 
     def prune(self, action: Prune, save_dir_fd: int) -> None:
         """Remove a checkpoint under its permit."""
@@ -83,8 +85,10 @@ class Pruner:
         state.deleted_at.append(begun_at := time.monotonic())
         planned = state.listing
 
-        def work(fd: int) -> None:
+        def work(fd: int) -> bool:
             # a worker may have been long in coming (conversions, flushes of every job)
+            if self.is_pinned(permit.tag):
+                return False
             if planned is not None:
                 _check_no_save_began(fd, planned, permit.tag, self._trainer)
             self._audit.write(
@@ -99,6 +103,11 @@ class Pruner:
             for folder, left in leftovers:
                 fs.remove_ours(fd, folder, left)
             fs.prune(fd, permit, name)
+            return True
+
+        def done(was_removed: object) -> None:
+            end = self._pruned if was_removed else self._pinned
+            end(deletion_id, action.save_id, permit.tag, permit.reason)
 
         def failed(error: CkptdError) -> None:
             log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
@@ -116,13 +125,7 @@ class Pruner:
                     state.deleted_at.remove(begun_at)
             state.not_pruned(action.save_id, error)
 
-        self._in_worker(
-            f"pruning {permit.tag}",
-            save_dir_fd,
-            work,
-            lambda _: self._pruned(deletion_id, action.save_id, permit.tag, permit.reason),
-            failed,
-        )
+        self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
 
     def _leftovers(self, tag: str) -> list[tuple[str, str]]:
         """(folder, name) of conversions that nobody goes on with: half made, or made and never noted."""
@@ -130,6 +133,13 @@ class Pruner:
         is_noted = any(row.derived.state is DerivedState.READY for row in rows)
         made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
         return [(fs.STAGING, partial_name(tag)), *made]
+
+    def _pinned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
+        """It stays after all."""
+        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=doing("prune", tag))
+        self._pruning.discard(save_id)
+        self._state.journal.end_deletion(deletion_id, done=False)
+        self._wake()
 
     def _pruned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         state = self._state

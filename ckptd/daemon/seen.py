@@ -14,8 +14,9 @@ from ckptd.remote.documents import stem_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckptd.core.manifest import Commit
     from ckptd.core.manifest_names import ManifestName
-    from ckptd.core.save import Order
+    from ckptd.core.save import Order, SealedSave
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.remote.messages import CommitView, Observation, TagView
@@ -36,9 +37,9 @@ def is_written_down(state: JobState, links: Iterable[RemoteLink], highest: Order
     return highest is None or any(row.save.order >= highest for row in state.rows.values())
 
 
-def committed_orders(seen: Observation | None) -> dict[tuple[str | None, str | None], Order]:
-    """(key, digest) of each COMMIT → its order."""
-    return {} if seen is None else {(v.key, v.sha256): order_of(v.commit) for v in seen.commits}
+def commits_in(seen: Observation | None) -> dict[tuple[str | None, str | None], Commit]:
+    """(key, digest) → COMMIT."""
+    return {} if seen is None else {(v.key, v.sha256): v.commit for v in seen.commits}
 
 
 def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
@@ -56,19 +57,34 @@ def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
     return max(known if known and len(known) == len(told) else [*known, own])
 
 
-def adopt_orders(state: JobState, links: Iterable[RemoteLink]) -> None:
+def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
+    """A save as its COMMITs have it: its order, the value of its metric, what its trainer calls the best.
+
+    One node has trainer_state.json; by its COMMIT the others know what it says (docs/adr/0130).
+    """
+    commits = [commit for commit in told if commit is not None]
+    found = {
+        **order_by_commits(save.order, [None if c is None else order_of(c) for c in told])._asdict(),
+        "best": next((c.best for c in commits if c.best is not None), save.best),
+        "best_checkpoint": next((c.names_best for c in commits if c.names_best), save.best_checkpoint),
+    }
+    is_other = any(getattr(save, name) != value for name, value in found.items())
+    return save.model_copy(update=found) if is_other else save
+
+
+def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:
     """Let each save here count as its COMMITs say."""
-    orders = {link.name: committed_orders(link.observation) for link in links}
+    commits = {link.name: commits_in(link.observation) for link in links}
     for row in list(state.rows.values()):
-        records = (state.ship(row.id, remote, ZERO) for remote in orders)
+        records = (state.ship(row.id, remote, ZERO) for remote in commits)
         told = [
-            orders[record.remote].get((record.commit_key, record.commit_sha256))
+            commits[record.remote].get((record.commit_key, record.commit_sha256))
             for record in records
             if record.state is ShipState.COMMITTED
         ]
-        order = order_by_commits(row.save.order, told)
-        if order != row.save.order:
-            state.journal.replace_sealed(row.id, row.save.model_copy(update=order._asdict()))
+        save = as_committed(row.save, told) if told else row.save
+        if save is not row.save:
+            state.journal.replace_sealed(row.id, save)
             state.reload(row.id)
 
 

@@ -252,6 +252,7 @@ def _planned(view: CommitView) -> RemoteCommit:
         is_model_only=commit.grid.is_model_only,
         committed_at_seconds=commit.committed_at_seconds,
         best=commit.best,
+        names_best=commit.names_best,
         stands_alone=commit.stands_alone,
         config_digest=commit.config_digest,
         nodes=frozenset(node_in(ref.key) for ref in commit.manifests),

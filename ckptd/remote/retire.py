@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.best import best_named
 from ckptd.core.coverage import fingerprints_of, objects_of, order_of
 from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
@@ -48,8 +49,8 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
 
     Raises:
         CommitConflict: the COMMIT is another one than the order names.
-        RefusedError: it is pinned in the remote, the newest there (P5), a manifest is unreadable, or the
-            form that is to be left instead is not whole.
+        RefusedError: it is pinned in the remote, the newest or the best there (P5), a manifest is unreadable,
+            or the form that is to be left instead is not whole.
         NotFoundError: no such COMMIT and no tombstone.
     """
     store = ground.store
@@ -123,13 +124,19 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
     """Refuse what retention may never touch, judged by the remote alone (P5); which COMMITs there are is
     listed afresh."""
     store = ground.store
+    if order.instead is not None:
+        _whole(store, order, *order.instead)
+    if not commit.disputed:
+        _spared(ground, order, commit)
+    # last, for another node's pin may come while all that is read
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
         raise RefusedError(msg, hint="`ckptd unpin` first")
-    if order.instead is not None:
-        _whole(store, order, *order.instead)
-    if commit.disputed:
-        return
+
+
+def _spared(ground: Ground, order: Retire, commit: CommitView) -> None:
+    """Refuse what is the newest or the best there, and what would go for a COMMIT that does not count."""
+    store = ground.store
     found = read_commits(store, cache=ground.documents)
     # a COMMIT may be disputed while manifests are read, which takes minutes of many nodes
     lost = next((v for v in found.commits if v.disputed and v.sha256 in order.counted), None)
@@ -137,6 +144,9 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
         msg = f"{order.tag} stays for now: {lost.key}, which was counted as newer or kept, is disputed"
         raise CommitConflict(msg, hint="look again; nothing was removed")
     live = [view.commit for view in found.live()]
+    if best_named((order_of(one), one.names_best) for one in live) == order.tag:
+        msg = f"{order.tag} is the best checkpoint, as the newest commit of {store.url} has it"
+        raise RefusedError(msg, hint="it stays until a later one is the best")
     if order.form == "zero":
         rivals = [other for other in live if other.form == "zero"]
     elif any(other.form == "zero" and stem_of(other)[:2] == stem_of(commit.commit)[:2] for other in live):

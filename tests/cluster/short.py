@@ -1,14 +1,22 @@
-"""`ckptd` with less patience: `short.py SECONDS ARGUMENTS…` leaves replicas to their owner for so long."""
+"""`ckptd` with less patience: `short.py SECONDS ARGUMENTS…`.
+
+Replicas are left to their owner for so long, and what goes from a remote to each node in turn. A folder is in
+flight for `SHORT_SAVE` seconds after its last change.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ckptd.cli.main import main
-from ckptd.core import missing
-from ckptd.daemon import shipping
+from ckptd.core import keeping_remote, missing
+from ckptd.daemon import intake, shipping
 
 if __name__ == "__main__":
-    shipping.STEP_IN_SECONDS = missing.INCOMPLETE_SECONDS = float(sys.argv.pop(1))
-    missing.SLOW_SECONDS = 3 * missing.INCOMPLETE_SECONDS
+    seconds = float(sys.argv.pop(1))
+    shipping.STEP_IN_SECONDS = missing.INCOMPLETE_SECONDS = keeping_remote.TURN_SECONDS = seconds
+    missing.SLOW_SECONDS = 3 * seconds
+    if "SHORT_SAVE" in os.environ:
+        intake.IN_FLIGHT_SECONDS = float(os.environ["SHORT_SAVE"])
     main()

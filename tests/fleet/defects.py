@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckptd.core import coverage, generation, planner, pruning
+from ckptd.core import coverage, generation, keeping, keeping_remote, planner, pruning
 from ckptd.core.generation import Use
 from ckptd.core.keeping_remote import keep_remote
+from ckptd.daemon import seen
 from ckptd.remote import commit, retire
 from tests.fleet import node
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from ckptd.core.actions import Action
     from ckptd.core.ladder import Fate
-    from ckptd.core.save import Order
+    from ckptd.core.manifest import Commit
+    from ckptd.core.save import Order, SealedSave
     from ckptd.core.view import JobView, RemoteCommit
 
 
@@ -48,6 +50,15 @@ def _raised(own: Order, told: Sequence[Order | None]) -> Order:
     return max([own, *(order for order in told if order is not None)])
 
 
+def _orders_alone(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
+    found = seen.as_committed(save, told)
+    return found.model_copy(update={"best_checkpoint": save.best_checkpoint})
+
+
+def _unheard(_: object) -> None:
+    """What COMMITs call the best."""
+
+
 def _beside_a_save(view: JobView, fates: dict[int, Fate]) -> list[Action]:
     return pruning.prune(replace(view, is_save_in_flight=False), fates)
 
@@ -67,8 +78,20 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         [(planner, "keep_remote", _by_local_view), (retire, "_protected", lambda *_: None)],
         "though the policy keeps it",
     ),
-    "orders not taken from COMMITs": ([(node, "order_by_commits", _own)], "though its policy keeps it"),
-    "orders only raised by COMMITs": ([(node, "order_by_commits", _raised)], "though its policy keeps it"),
+    "orders not taken from COMMITs": ([(seen, "order_by_commits", _own)], "though its policy keeps it"),
+    "orders only raised by COMMITs": ([(seen, "order_by_commits", _raised)], "though its policy keeps it"),
+    "the best known to one node here": (
+        [(node, "as_committed", _orders_alone), (keeping, "best_there", _unheard)],
+        "is the best",
+    ),
+    "the best known to one node there": (
+        [
+            (node, "as_committed", _orders_alone),
+            (keeping_remote, "best_there", _unheard),
+            (retire, "best_named", _unheard),
+        ],
+        "is the best",
+    ),
     "prunes beside a save": ([(planner, "prune", _beside_a_save)], "is saved"),
     "late prunes not looked at again": (
         [(node.Daemon, "is_undisturbed", lambda *_: True)],

@@ -32,6 +32,8 @@ class Play:
     script: Callable[[Directed], None]
     local_limit: int | None = None
     remote_limit: int | None = None
+    best_step: int | None = None
+    """What the trainer calls the best, throughout."""
     odd_limits: tuple[int, int] | None = None
     """Of the second node, where it is configured otherwise: here, there."""
     late_prunes: float = 0.0
@@ -48,6 +50,7 @@ class Directed(Fleet):
         self.waited: set[str] = set()
         """Nodes whose first prune was begun late."""
         super().__init__(0, Shape(nodes=NODES, checkpoints=0, faults=False), is_loud=is_loud)
+        self.judge.best_seconds = QUIET_SECONDS / 2
 
     def _drawn_job(self) -> Job:
         return Job(
@@ -104,6 +107,8 @@ class Directed(Fleet):
         self.number += 1
         self.told.saves += 1
         self.say(f"save {self.number} of step {step}")
+        best = self.play.best_step
+        self.words[self.number] = None if best is None else f"global_step{best}"
         for slot in slots:
             self._write(slot, self.number, step)
 
@@ -219,6 +224,8 @@ PLAYS = {
     "retired by local view": Play(script=_one_that_is_not_here, remote_limit=2),
     "orders not taken from COMMITs": Play(script=_rewound_behind_its_back, local_limit=1),
     "orders only raised by COMMITs": Play(script=_restored_and_not_known, local_limit=2),
+    "the best known to one node here": Play(script=_three, local_limit=1, best_step=10),
+    "the best known to one node there": Play(script=_three_and_one_deleted, remote_limit=1, best_step=10),
     "prunes beside a save": Play(script=_always_in_flight, local_limit=1),
     "late prunes not looked at again": Play(
         script=_three, local_limit=1, late_prunes=1.0, is_saved_while_busy=True

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.fleet.remote import Remote
 
 PERMIT_SECONDS = 60.0
+BEST_SECONDS = 600.0
+"""What has been the best for so long every node has heard of."""
 _COMMIT = re.compile(r"_ckptd/commits/(.+)~g(\d+)~zero\.json$")
 
 
@@ -55,6 +57,11 @@ class Judge:
     let_go: dict[str, tuple[Committed, float]] = field(default_factory=dict)
     """COMMITs that went under a tombstone, and when that was made."""
     clock: Callable[[], float] = lambda: 0.0
+    words: dict[int, str | None] = field(default_factory=dict)
+    """Save → the tag that the trainer called the best when it was made."""
+    came: dict[str, float] = field(default_factory=dict)
+    """When each COMMIT came."""
+    best_seconds: float = BEST_SECONDS
     now: Daemon | None = None
     deletions: int = 0
 
@@ -90,6 +97,7 @@ class Judge:
             raise Broken(f"{key} was replaced")
         commit = self._read(key, json.loads(after))
         self.live[key] = commit
+        self.came[key] = self.clock()
         keys = self.made.setdefault(commit.number, [])
         keys.append(key)
         counted = [k for k in keys if k not in self.disputed]
@@ -131,8 +139,21 @@ class Judge:
         newer = [c for c in counted if c.order > commit.order]
         if name not in self.disputed and (limit is None or len(newer) < limit):
             raise Broken(f"{name} is let go, though the policy keeps it: {document['reason']}")
+        if name not in self.disputed and document["tag"] == self._best():
+            raise Broken(f"{name} is let go, and is the best")
         self.entombed.add(name)
         self.let_go[name] = (commit, self.clock())
+
+    def _best(self) -> str | None:
+        """What the trainer called the best in the newest COMMIT, and in the newest of a while ago."""
+        counted = [c for c in self.live.values() if c.key not in self.entombed | self.disputed.keys()]
+        old = [c for c in counted if self.clock() - self.came[c.key] >= self.best_seconds]
+        words = {self._word(counted), self._word(old)}
+        return words.pop() if len(words) == 1 else None
+
+    def _word(self, commits: list[Committed]) -> str | None:
+        named = [c for c in commits if self.words[c.number] is not None]
+        return self.words[max(named, key=lambda c: c.order).number] if named else None
 
     def _dispute(self, document: dict[str, Any]) -> None:
         key = next((k for k in self.live if _names(k, document)), None)
@@ -152,6 +173,8 @@ class Judge:
             raise Broken(f"{name} is configured otherwise and lets {row.save.tag} go")
         if under_way := machine.in_flight(self.clock()):
             raise Broken(f"{name} lets save {number} go while {', '.join(under_way)} is saved")
+        if row.save.tag == self._best():
+            raise Broken(f"{name} lets save {number} ({row.save.tag}) go, which is the best")
         live = [c for c in self.live.values() if c.key not in self.disputed]
         # what was confirmed a moment ago another node may let go meanwhile, as both policies have it
         lately = [c for c, at in self.let_go.values() if self.clock() - at <= PERMIT_SECONDS]

@@ -39,7 +39,7 @@ from ckptd.core.view import (
 )
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.retiring import patience_seconds, since_when
-from ckptd.daemon.seen import committed_orders, named_in, order_by_commits, seen_in
+from ckptd.daemon.seen import as_committed, commits_in, named_in, seen_in
 from ckptd.daemon.shipping import STEP_IN_SECONDS
 from ckptd.daemon.viewing import as_planned
 from ckptd.daemon.waiting import told_of_parts, waiting_on
@@ -132,6 +132,8 @@ class Written:
     """By the story's."""
     by: str = ""
     """Whose pickles they are."""
+    best: str | None = None
+    """The tag that the trainer calls the best, as it notes beside rank 0's shards."""
 
 
 @dataclass
@@ -320,7 +322,7 @@ class Daemon:
         self._seal()
         self._hear_of_commits(self.observation)
         self._choose()
-        self._adopt_orders(self.observation)
+        self._adopt_commits(self.observation)
         view = self.view(self.observation)
         planned = plan(view)
         self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
@@ -390,6 +392,7 @@ class Daemon:
             save_seq=order.save_seq,
             window=SaveWindow(first=at_ns, last=at_ns),
             is_part=machine.job.ranks > len(machine.ranks),
+            best_checkpoint=written.best if 0 in machine.ranks else None,
             writer=Writer(),
         )
         row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
@@ -500,15 +503,12 @@ class Daemon:
                 case Retired(generation=g):
                     row.record = row.record.model_copy(update={"state": ShipState.RETIRED, "generation": g})
 
-    def _adopt_orders(self, seen: Observation) -> None:
-        orders = committed_orders(seen)
+    def _adopt_commits(self, seen: Observation) -> None:
+        commits = commits_in(seen)
         for row in self.machine.rows:
             record = row.record
             if record.state is ShipState.COMMITTED:
-                told = orders.get((record.commit_key, record.commit_sha256))
-                own = row.save.order
-                if told != own and (order := order_by_commits(own, [told])) != own:
-                    row.save = row.save.model_copy(update=order._asdict())
+                row.save = as_committed(row.save, [commits.get((record.commit_key, record.commit_sha256))])
 
     # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
 
@@ -742,6 +742,7 @@ class Daemon:
             step=save.step,
             save_seq=save.save_seq,
             save_window=save.window,
+            best_checkpoint=save.best_checkpoint,
             grid=save.grid,
             files=(),
         )

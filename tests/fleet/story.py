@@ -112,6 +112,8 @@ class Fleet:
         self.daemons: list[Daemon | None] = [None] * shape.nodes
         self.version = self.remote.version
         self.step, self.number = 0, 0
+        self.words: dict[int, str | None] = self.judge.words
+        self.best: str | None = None
         self.sealed_at: dict[int, float] = {}
         self.committed_at: dict[int, float] = {}
 
@@ -236,6 +238,9 @@ class Fleet:
         self.number += 1
         torn = chance.randrange(self.shape.nodes) if self._may(0.1) else None
         number, step, at = self.number, self.step, self.engine.now
+        if chance.random() < 0.3:
+            self.best = f"global_step{step}"
+        self.words[number] = self.best
         self.say(f"save {number} of step {step}{' is torn' if torn is not None else ''}")
         self.told.saves += 1
         for slot in range(self.shape.nodes):
@@ -249,7 +254,8 @@ class Fleet:
         if there is not None and there.number > number:
             return
         self.sealed_at[number] = self.engine.now + 5.0
-        machine.disk[tag] = Written(number, step, START + self.engine.now, self.engine.now, machine.name)
+        now, word = self.engine.now, self.words[number]
+        machine.disk[tag] = Written(number, step, START + now, now, machine.name, word)
         if slot == 0:
             machine.latest = tag
         daemon = self.daemons[slot]
@@ -307,6 +313,7 @@ class Fleet:
         live = [c for c in judge.live.values() if c.key not in judge.entombed and c.key not in judge.disputed]
         best = max(live, key=lambda c: c.order, default=None)
         self.step = best.order[1] if best is not None else 0
+        self.best = self.words[best.number] if best is not None else None
         if best is not None:
             tag = f"global_step{best.order[1]}"
             fresh.latest = tag
@@ -314,7 +321,9 @@ class Fleet:
                 there = machine.disk.get(tag)
                 if there is None or there.number != best.number:
                     at = self.engine.now
-                    machine.disk[tag] = Written(best.number, best.order[1], START + at, at, best.by)
+                    machine.disk[tag] = Written(
+                        best.number, best.order[1], START + at, at, best.by, self.best
+                    )
             for daemon in self.daemons:
                 if daemon is not None:
                     daemon.program.stir()

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.sim.decisions import Belt, Rules
 from tests.sim.trainer import SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Judge:
         remotes: Mapping[str, Callable[[], dict[str, tuple[object, bytes]]]],
         required: frozenset[str],
         history: list[str],
+        rules: Rules,
+        clock: Callable[[], float],
     ) -> None:
         self.trainer = trainer
         self.removed: dict[int, int] = {}
@@ -56,7 +59,27 @@ class Judge:
         """Saves that went since the daemon's last start."""
         self.protected: set[int] = set()
         """Saves that were there before ckptd first ran and are not adopted."""
-        self.pinned: set[str] = set()
+        self.pinned: dict[str, set[int]] = {}
+        """Tags of pins that returned 0, and saves whose removal was under way when they came."""
+        self.maybe_pinned: set[str] = set()
+        """Tags of pins and unpins that did not return 0 as well."""
+        self.rules = rules
+        self.clock = clock
+        """Seconds of this life, which no crash sets back."""
+        self.belt = Belt()
+        self._rules_until: list[tuple[float, Rules]] = []
+        """Earlier rules, and when they ended."""
+        self._before: dict[str, dict[str, Live]] = {name: {} for name in remotes}
+        """COMMITs at the last look."""
+        self._pinned_before: frozenset[str] = frozenset()
+        self._looked_seconds = 0.0
+        self._known_finished: set[int] = set()
+        self._aside: set[int] = set()
+        """Saves that were renamed aside to be removed."""
+        self.without_loss: set[str] = set()
+        """Tags of which ckptd may have no value of the metric, or that of another save."""
+        self._has_losses = True
+        """No power cut took a line of the trainer's losses yet."""
         self.first_ever: dict[str, dict[str, str]] = {name: {} for name in remotes}
         self.ever: dict[str, set[int]] = {name: set() for name in remotes}
         """Saves that were committed there at some time."""
@@ -181,7 +204,7 @@ class Judge:
             self.say("P1", f"{path} is removed and is not what was saved")
         if save.number in self.protected and not save.is_rotated:
             self.say("P5", f"{path} was there before ckptd first ran")
-        if save.tag in self.pinned:
+        if save.tag in self.pinned and save.number not in self.pinned[save.tag]:
             self.say("P5", f"{path} is pinned")
         # one that is being overwritten right now was there when the permit was made
         newest = [
@@ -194,17 +217,70 @@ class Judge:
         if not self._required:
             self.say("P1", f"{path} is removed though no remote is required")
         if save.number not in self.removed:
-            for name in sorted(self._required):
-                vouched_seconds = self.vouched.get((name, save.number), -PERMIT_SECONDS)
-                is_permitted = now_seconds - vouched_seconds < PERMIT_SECONDS
-                if not self.holds(name, save) and not (is_permitted and name in self.spoiled):
+            modes = {rules.unuploaded for rules in self._rules_lately(PERMIT_SECONDS)}
+            for name in sorted(self._required) if "delete" not in modes else ():
+                enough = [save, *(self._later(save) if "thin" in modes else ())]
+                if not any(self._may_rest_on(name, one, now_seconds) for one in enough):
                     self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
             self.removed_since_start += 1
         self.removed[save.number] = self.removed.get(save.number, 0) + 1
 
+    def _may_rest_on(self, name: str, save: Save, now_seconds: float) -> bool:
+        vouched_seconds = self.vouched.get((name, save.number), -PERMIT_SECONDS)
+        is_permitted = now_seconds - vouched_seconds < PERMIT_SECONDS
+        return self.holds(name, save) or (is_permitted and name in self.spoiled)
+
+    def _later(self, save: Save) -> list[Save]:
+        """Saves that count as newer, or may."""
+        others = [s for s in self.trainer.saves if s is not save and s.is_finished]
+        return [s for s in others if s.number > save.number or s.step > save.step]
+
+    def _rules_lately(self, seconds: float) -> list[Rules]:
+        """What the job file said in that time."""
+        since = self.clock() - seconds
+        return [self.rules, *(rules for until, rules in self._rules_until if until >= since)]
+
+    def _leaves(self, tag: str, now_seconds: float) -> None:
+        """A checkpoint is renamed aside, to be removed: nothing that people decided keeps it (P5)."""
+        save = self.trainer.current(tag)
+        if save is None or save.is_gone or not save.is_finished:
+            return  # whether it may go at all is judged file by file
+        now = self.clock()
+        if tag in self.pinned:
+            self.say("P5", f"{tag} leaves the node and is pinned")
+        lately = [s for s in self._later(save) if s.number not in self.removed]
+        newer = [s for s in lately if not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS]
+        is_committed = all(self.holds(name, save) for name in self._required)
+        rules = self._rules_lately(PERMIT_SECONDS)
+        is_best = self._is_best(save)
+        why = [
+            r.local.why_kept(save.step, len(newer), is_committed=is_committed, is_best=is_best) for r in rules
+        ]
+        if all(why):
+            self.say("P5", f"{tag} leaves the node, though the job file keeps it: {why[0]}")
+        self._note_finished()
+        self._aside.add(save.number)
+        self.belt.gone_at[save.number] = now
+        if self.belt.is_torn(max(r.local.limit or 0 for r in rules), now):
+            self.say("P5", f"{tag} is one too many in an hour: {sorted(self.belt.gone_at)}")
+
+    def _is_best(self, save: Save) -> bool:
+        """No save ever had a lesser loss, and nothing can have told ckptd otherwise."""
+        others = [s for s in self.trainer.saves if s is not save]
+        is_known = self._has_losses and save.tag not in self.without_loss
+        return is_known and all(s.loss > save.loss and s.step != save.step for s in others)
+
+    def _note_finished(self) -> None:
+        for save in self.trainer.saves:
+            if save.is_finished and save.number not in self._known_finished:
+                self._known_finished.add(save.number)
+                self.belt.completed_at.append(self.clock())
+
     def _on_late_removal(self, inode: Inode, path: str) -> None:
         """A file that somebody put into a checkpoint: what it holds is listed under that name (P1)."""
         assert inode.saved is not None
+        if {rules.unuploaded for rules in self._rules_lately(PERMIT_SECONDS)} != {"keep"}:
+            return  # it may go with a checkpoint that no remote holds
         tag, _, name = inode.saved[1].partition("/")
         for remote in sorted(self._required):
             held = self._remotes[remote]()
@@ -220,8 +296,10 @@ class Judge:
             if bytes(inode.data) not in contents and remote not in self.spoiled:
                 self.say("P1", f"{path} is removed, and {remote} does not hold what it says")
 
-    def on_move(self, inode: Inode, path: str, target: str) -> None:
+    def on_move(self, inode: Inode, path: str, target: str, now_seconds: float) -> None:
         """ckptd renames: a checkpoint's folder goes to the trash or comes back, nothing else (P5, P15)."""
+        if path.rpartition("/")[0] == SAVE_DIR and target.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
+            self._leaves(path.rpartition("/")[2], now_seconds)
         if _is_trainers(path) and not target.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
             self.say("P5", f"{path} is renamed to {target}")
         if _is_trainers(target) and not path.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
@@ -243,9 +321,11 @@ class Judge:
 
     def look(self, claims: Mapping[str, list[tuple[str, str]]]) -> None:
         """Every remote as it is; `claims`: (key, digest) of what ckptd believes to be committed there."""
+        self._note_finished()
         for name in self._remotes:
             found = self.live(name)
             self._same_as_ever(name, found)
+            self._rightly_let_go(name, found)
             if name in self.spoiled:
                 continue
             there = {(live.key, live.sha256) for live in found}
@@ -257,6 +337,27 @@ class Judge:
             latest = held.get("latest")
             if latest is not None and latest[1].decode() not in {live.folder for live in found}:
                 self.say("P6", f"latest of {name} names {latest[1].decode()}, which is not committed")
+        self._pinned_before = frozenset(self.pinned)
+        self._looked_seconds = self.clock()
+
+    def _rightly_let_go(self, name: str, found: list[Live]) -> None:
+        """What a remote held at the last look and holds no more was pinned by nobody, and no key kept it."""
+        before, self._before[name] = self._before[name], {live.key: live for live in found}
+        if name in self.spoiled:
+            return
+        held = self._remotes[name]()
+        rules = self._rules_lately(self.clock() - self._looked_seconds)
+        for live in before.values():
+            stem = live.key.rsplit("/", 1)[1]
+            if live.key in self._before[name] or f"{OURS}/disputes/{stem}" in held:
+                continue
+            if live.tag in self.pinned and live.tag in self._pinned_before:
+                self.say("P5", f"{name}: {live.key} is gone and is pinned")
+            newer = {o.key for o in (*before.values(), *found) if o.order > live.order}
+            is_best = self._is_best(self.trainer.saves[live.save - 1])
+            why = [r.remotes[name].why_kept(live.order[1], len(newer), is_best=is_best) for r in rules]
+            if all(why):
+                self.say("P5", f"{name}: {live.key} is gone, though the job file keeps it: {why[0]}")
 
     def _same_as_ever(self, name: str, found: list[Live]) -> None:
         known = self.first_ever[name]
@@ -276,7 +377,30 @@ class Judge:
             there = {live.key for live in self.live(name)}
             self.first_ever[name] = {key: digest for key, digest in known.items() if key in there}
         self.highest.clear()
+        self._before = {name: {} for name in self._remotes}
+        self._has_losses = False
         self.look(claims)
+
+    # --- what people decide ----------------------------------------------------------------------------
+
+    def on_start(self, *, seals_anew: bool) -> None:
+        """The daemon starts; `seals_anew`: what lies here is completed for it once more."""
+        self.removed_since_start = 0
+        self.belt.gone_at.clear()
+        if seals_anew:
+            alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone]
+            self.belt.completed_at += [self.clock()] * len(alive)
+
+    def on_pin(self, tag: str) -> None:
+        """`ckptd pin` returned 0."""
+        going = self._aside | self.removed.keys()
+        spared = {s.number for s in self.trainer.saves if s.tag == tag and s.number in going}
+        self.pinned[tag] = spared
+
+    def on_rules(self, rules: Rules) -> None:
+        """A person changed the job file."""
+        self._rules_until.append((self.clock(), self.rules))
+        self.rules = rules
 
     def lost_journal(self) -> None:
         """What no remote holds is known by its step alone from here on."""

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.sim.decisions import HOUR_SECONDS
 from tests.sim.judge import Broken
 from tests.sim.remotes import MOODS
 from tests.sim.trainer import SAVE_DIR
@@ -28,7 +29,7 @@ ALWAYS = ("save", "settle", "settle", "kill", "power")
 SOMETIMES = (
     "save", "begin", "write", "abort", "resave", "rewind", "rotate", "moves", "wait", "mood", "mood", "heal",
     "kill", "power", "twice", "meanwhile", "journal-lost", "journal-garbage", "clock", "forget", "child",
-    "deaf", "kill-late", "vanish", "drop", "drop",
+    "deaf", "kill-late", "vanish", "drop", "drop", "pin", "pin", "unpin", "adopt", "limits", "hours",
 )  # fmt: skip
 SETTLED_SECONDS = 20.0
 HEALED_SECONDS = 900.0
@@ -80,7 +81,15 @@ def job_of(rng: random.Random) -> JobConfig:
     remotes = tuple(
         (name, i == 0 or rng.random() < 0.5, rng.choice((None, None, 1, 2))) for i, name in enumerate(which)
     )
-    return job_config(remotes, rng.choice((None, 1, 1, 2, 3)), rng.choice(("newest", "all", "none")))
+    return job_config(
+        remotes,
+        rng.choice((None, 1, 1, 2, 3)),
+        rng.choice(("newest", "all", "none")),
+        every=rng.choice((None, None, 2, 3)),
+        rung=rng.choice((None, None, None, 2, 4)),
+        unuploaded=rng.choice(("keep", "keep", "keep", "thin", "delete")),
+        best=rng.random() < 0.3,
+    )
 
 
 def live(life: Life) -> Outcome:
@@ -301,6 +310,9 @@ def _drop(world: World, rng: random.Random) -> None:
     try:
         if name in kernel.listdir(f"{SAVE_DIR}/{tag}"):
             world.written_over.add(tag)
+            # perhaps another save now, of which the trainer noted nothing
+            world.judge.belt.completed_at.append(world.judge.clock())
+            world.judge.without_loss.add(tag)
         fd = kernel.open(f"{SAVE_DIR}/{tag}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         kernel.write(fd, f"note {rng.random()}".encode())
         kernel.fds[fd].inode.saved = (0, f"{tag}/{name}")
@@ -309,6 +321,42 @@ def _drop(world: World, rng: random.Random) -> None:
         pass  # the folder is gone
     finally:
         kernel.actor = "ckptd"
+
+
+def _pin(world: World, rng: random.Random) -> None:
+    """Of what lies here, or in a remote."""
+    here = {s.tag for s in world.trainer.saves if s.is_finished and not s.is_gone and world.is_intact(s)}
+    there = {live.tag for remote in world.config.remotes for live in world.judge.live(remote.name)}
+    if tags := sorted(here | there):
+        world.decide("pin", rng.choice(tags))
+
+
+def _unpin(world: World, rng: random.Random) -> None:
+    if tags := sorted(world.judge.maybe_pinned):
+        world.decide("unpin", rng.choice(tags))
+
+
+def _limits(world: World, rng: random.Random) -> None:
+    """A person changes limits in the job file."""
+    rules = world.judge.rules
+    world.configure(
+        job_config(
+            tuple((r.name, r.required, rng.choice((None, 1, 2, 3))) for r in world.config.remotes),
+            rng.choice((None, 1, 2, 3)),
+            world.config.backfill,
+            every=rules.local.every,
+            rung=rules.local.rung,
+            unuploaded=world.config.unuploaded,
+            best=world.config.metric is not None,
+        )
+    )
+
+
+def _hours(world: World, rng: random.Random) -> None:
+    """Nothing happens for hours: what was completed long ago allows no removal any more."""
+    if world.is_at_rest():
+        world.kernel.now_seconds += 3 * HOUR_SECONDS
+    world.live_on(rng.uniform(1.0, 15.0), rng)
 
 
 def _vanish(world: World, rng: random.Random) -> None:
@@ -365,6 +413,11 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "forget": _forget,
     "vanish": _vanish,
     "drop": _drop,
+    "pin": _pin,
+    "unpin": _unpin,
+    "adopt": lambda world, _: world.decide("adopt", "*"),
+    "limits": _limits,
+    "hours": _hours,
     "child": _child,
     "deaf": _deaf,
 }

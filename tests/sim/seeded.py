@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckptd import files
-from ckptd.core import keeping, keeping_remote, planner
+from ckptd.core import keeping, keeping_remote, planner, retention
 from ckptd.core.actions import Hold
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, ShipState
-from ckptd.daemon import ordering, recovery
+from ckptd.daemon import knowledge, ordering, recovery, viewing
 from ckptd.local import fs
 from ckptd.remote import commit, messages, observe, retire, service, transfer
 from ckptd.remote.documents import read_generation
@@ -104,6 +104,15 @@ def _keep_remote(view: Any) -> Any:
     return keeping_remote.keep_remote(replace(view, unsealed_tags=frozenset()))
 
 
+def _by_limit_alone(item: Any, rank: int, policy: Any) -> list[str]:
+    limit = policy.save_total_limit
+    return ["save_total_limit"] if limit is not None and rank <= limit else []
+
+
+def _no_best(best: Any, *_: Any) -> None:
+    return None
+
+
 PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "no folder is flushed": ((files, "fsync_dir", _no_fsync_dir),),
     "a permit without a fresh read": ((service, "confirm", _always_confirmed),),
@@ -128,6 +137,17 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (observe, "settled", lambda *_: None),
         (transfer, "settled", lambda *_: None),
     ),
+    "pins are not looked at": (
+        (knowledge.Knowledge, "pins", frozenset()),
+        (knowledge.Knowledge, "is_pinned", lambda *_: False),
+        (retire, "is_pinned", lambda *_: False),
+    ),
+    "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),
+    "keep_best is not looked at": (
+        (keeping, "score_of", _no_best),
+        (keeping_remote, "score_of", _no_best),
+    ),
+    "there is no seat belt": ((viewing, "_left", lambda *_: 1000),),
     "a rewind is no new branch": ((ordering, "next_order", _one_branch),),
 }
 

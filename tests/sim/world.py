@@ -13,21 +13,25 @@ import random
 from collections import deque
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptd.config_model import DaemonConfig, JobConfig
+from ckptd.core.manifest import Decision
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
+from ckptd.daemon.knowledge import write_decision
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError
+from ckptd.remote import observe
 from ckptd.remote.open import open_store
+from tests.sim.decisions import rules_of
 from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
 from tests.sim.remotes import Client, Cloud, Faults
 from tests.sim.stage import Stage
-from tests.sim.trainer import SAVE_DIR, Save, Trainer
+from tests.sim.trainer import METRICS, SAVE_DIR, Save, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,16 +49,34 @@ MOST_MOVES = 4000
 
 @cache
 def job_config(
-    remotes: tuple[tuple[str, bool, int | None], ...], limit: int | None, backfill: str
+    remotes: tuple[tuple[str, bool, int | None], ...],
+    limit: int | None,
+    backfill: str,
+    *,
+    every: int | None = None,
+    rung: int | None = None,
+    unuploaded: str = "keep",
+    best: bool = False,
 ) -> JobConfig:
-    """A job file's content: remotes as (name, required, limit)."""
+    """A job file's content: remotes as (name, required, limit); other keys only where there is a limit."""
+    ladder = [] if rung is None or limit is None else [{"after": rung, "form": "gone"}]
+    metric = {"metric": "loss", "metrics_file": METRICS, "extra": []} if best else {}
     return JobConfig.model_validate(
         {
+            **metric,
             "save_dir": SAVE_DIR,
             "name": "run",
             "node_name": "n0",
             "backfill": backfill,
-            "local": {"forms": [], "save_total_limit": limit, "min_free": "0%"},
+            "unuploaded": unuploaded if limit is not None else "keep",
+            "local": {
+                "forms": [],
+                "save_total_limit": limit,
+                "keep_every_steps": every if limit is not None else None,
+                "keep_best": 1 if best and limit is not None else None,
+                "ladder": ladder,
+                "min_free": "0%",
+            },
             "remote": [
                 {
                     "name": name,
@@ -62,6 +84,8 @@ def job_config(
                     "forms": ["zero"],
                     "required": required,
                     "save_total_limit": keep,
+                    "keep_every_steps": every if keep is not None else None,
+                    "keep_best": 1 if best and keep is not None else None,
                 }
                 for name, required, keep in remotes
             ],
@@ -113,6 +137,7 @@ class World:
         self.kernel.can_clone = can_clone
         self.crashes = self.starts = 0
         self._rests_since: float | None = None
+        self._was_cut = False
         self.is_power_cut = False
         self.is_deaf = False
         self.was_stale = self.was_set_back = False
@@ -137,15 +162,26 @@ class World:
         self.cloud.attend(self.kernel, self.moods[S3])
         self.kernel.fate = self.moods[NAS].on_disk
         self.trainer = Trainer(self.kernel, self._on_step)
+        self.trainer.notes_losses = config.metric is not None
         required = frozenset(r.name for r in config.remotes if r.required)
         held = {NAS: self._on_nas, S3: self._in_cloud}
+        self.slept_seconds = 0.0
+        """What power cuts took from the kernel's clock."""
+        self.had_limits = {r.name for r in config.remotes if r.save_total_limit is not None}
         self.judge = Judge(
-            self.trainer, {r.name: held[r.name] for r in config.remotes}, required, self.kernel.history
+            self.trainer,
+            {r.name: held[r.name] for r in config.remotes},
+            required,
+            self.kernel.history,
+            rules_of(config),
+            lambda: self.kernel.now_seconds + self.slept_seconds,
         )
         self.kernel.on_removal = lambda inode, path: self.judge.on_removal(
             inode, path, self.kernel.now_seconds
         )
-        self.kernel.on_move = self.judge.on_move
+        self.kernel.on_move = lambda inode, path, target: self.judge.on_move(
+            inode, path, target, self.kernel.now_seconds
+        )
         self.kernel.on_write = self._on_write
         self.cloud.on_upload = lambda key: self.judge.on_upload(S3, key)
         self.stage = Stage(
@@ -219,10 +255,12 @@ class World:
             self.totals = Totals(DaemonConfig(), self._links, lambda: 0, remotes=lambda: [urls])
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
-            if not self._has_journal():
+            has_journal = self._has_journal()
+            if not has_journal:
                 self.judge.lost_journal()
             self.starts += 1
-            self.judge.removed_since_start = 0
+            self.judge.on_start(seals_anew=not has_journal or self._was_cut)
+            self._was_cut = False
             self.kernel.history.append("daemon starts")
             self.job = Job(
                 self.config,
@@ -345,9 +383,11 @@ class World:
             self.trainer.abort()
             for disk in self._mounted.values():
                 disk.lose_power(self._rng)
-            wall = kernel.wall()
+            wall, before = kernel.wall(), kernel.now_seconds
+            self._was_cut = True
             kernel.now_seconds = self._rng.uniform(1.0, 400.0)
             kernel.wall_offset_seconds = wall + self._rng.choice((20.0, 300.0)) - kernel.now_seconds
+            self.slept_seconds += before - kernel.now_seconds
         self.stage.databases.roll_back()
         kernel.forget_processes()
         kernel.history.append("power cut" if self.is_power_cut else "kill -9")
@@ -415,6 +455,42 @@ class World:
                 inode = self.kernel.inode_of(f"{SAVE_DIR}/{tag}/{path}")
                 inode.saved = whole[-1].number, path
                 whole[-1].inodes[path] = inode
+
+    # --- what people decide ----------------------------------------------------------------------------
+
+    def decide(self, kind: Literal["pin", "unpin", "adopt"], tag: str) -> None:
+        """What `ckptd pin`, `unpin` and `adopt` do: in every remote, then in the state directory (P8)."""
+        if not self.kernel.exists(STATE_DIR) or any(f.mood == "stale" for f in self.moods.values()):
+            return  # a store whose listings lie tells no serial
+        judge = self.judge
+        if kind == "adopt":
+            judge.protected.clear()
+        else:
+            judge.pinned.pop(tag, None)
+            judge.maybe_pinned.add(tag)
+        serial = int(self.kernel.wall() * 1e9)
+        decision = Decision(kind=kind, tag=tag, by="a person", serial=serial)
+        self.kernel.history.append(f"{kind} {tag}")
+        try:
+            for remote in self.config.remotes:
+                store = self._open_store(remote.url)
+                decision = observe.record(store, decision, observe.still_ours(store, None))
+            write_decision(STATE_DIR, decision)
+        except (CkptdError, OSError) as error:
+            self.kernel.history.append(f"it failed: {error}")
+        else:
+            if kind == "pin":
+                judge.on_pin(tag)
+            elif kind == "unpin":
+                judge.maybe_pinned.discard(tag)
+
+    def configure(self, config: JobConfig) -> None:
+        """A person changes the limits of the job file: the job ends and starts with it."""
+        self.kill()
+        self.kernel.history.append(f"the job file says {rules_of(config)}")
+        self.config = config
+        self.had_limits |= {r.name for r in config.remotes if r.save_total_limit is not None}
+        self.judge.on_rules(rules_of(config))
 
     def trainer_has(self, tag: str) -> bool:
         """The folder is in save_dir."""
@@ -527,14 +603,14 @@ class World:
             say("liveness", f"the daemon does not come to rest: {self._words()}")
         here = self._shipped_here()
         required = [remote.name for remote in self.config.remotes if remote.required]
-        limits = {remote.name: remote.save_total_limit for remote in self.config.remotes}
-        for save in here:
+        # what may go uncommitted is not sent while the seat belt or a doubt holds it here
+        for save in here if self.config.unuploaded == "keep" else here[-1:]:
             for name in required:
-                is_retired = limits[name] is not None and save.number in self.judge.ever[name]
+                is_retired = name in self.had_limits and save.number in self.judge.ever[name]
                 if not self.judge.holds(name, save) and not is_retired:
                     say("liveness", f"save {save.number} ({save.tag}) never got to {name}: {self._words()}")
         if extra := self._above_limit(here):
-            limit = self.config.local.save_total_limit
+            limit = self.judge.rules.local.most
             say("P5", f"{limit} may stay, {', '.join(extra)} do as well: {self._words()}")
 
     def is_in_doubt(self) -> bool:
@@ -552,11 +628,15 @@ class World:
 
     def _above_limit(self, here: list[Save]) -> list[str]:
         """What stays beyond the limit, but for what a rewind left ahead and what the seat belt holds up."""
-        limit = self.config.local.save_total_limit
-        if self.was_stale or limit is None or not here or self.judge.removed_since_start >= max(3, 2 * limit):
+        keys = self.judge.rules.local
+        if keys.limit is None or keys.most is None or self.was_stale or not here:
             return []
-        behind = [s for s in here if s.step < here[-1].step and s.tag not in self.written_over]
-        return [save.tag for save in behind] if len(behind) + 1 > limit else []
+        if self.judge.removed_since_start >= max(3, 2 * keys.limit):
+            return []
+        spared = self.written_over | self.judge.maybe_pinned
+        behind = [s for s in here if s.step < here[-1].step and s.tag not in spared]
+        beyond = [save.tag for save in behind if not keys.may_stay(save.step)]
+        return beyond if len(beyond) + 1 > keys.most else []
 
     def _found_first(self) -> frozenset[str]:
         """Tags that ckptd noted as older than itself: not shipped without being asked."""

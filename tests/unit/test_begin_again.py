@@ -247,6 +247,21 @@ def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
         assert scene.state.prune_blocked == {}
 
 
+def test_what_is_pinned_while_its_removal_waits_for_a_worker_stays(save_dir: Path) -> None:
+    with files.opened_dir(save_dir) as fd:
+        scene = Scene(save_dir, fd, is_busy=True)
+        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.pruner.is_pinned = lambda tag: tag == TAG
+        scene.go_on()
+        assert all((save_dir / TAG / name).exists() for name in NAMES)
+        assert scene.state.journal.open_deletions() == []
+        assert scene.state.problems.all() == ()
+        scene.pruner.is_pinned = lambda tag: tag != TAG
+        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.go_on()
+        assert not (save_dir / TAG).exists()
+
+
 def test_a_restart_does_not_move_half_a_checkpoint_back(
     save_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

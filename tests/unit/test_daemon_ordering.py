@@ -15,7 +15,7 @@ from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.ordering import Ordering
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_orders
+from ckptd.daemon.seen import adopt_commits
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
 from ckptd.remote.messages import CommitView, Observation
@@ -104,7 +104,7 @@ def test_a_committed_save_has_the_order_of_its_commit(
         )
         state.put_ship(save_id, record)
         links.append(Link(record.remote, observed(order, record) if order is not None else None))
-    adopt_orders(state, cast("Any", links))
+    adopt_commits(state, cast("Any", links))
     assert state.rows[save_id].save.order == wanted
     state.load()
     assert state.rows[save_id].save.order == wanted

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core import coverage
+from ckptd.core.best import Best
 from ckptd.core.coverage import KnownManifest, Pointers
 from ckptd.core.generation import (
     Already,
@@ -20,7 +21,6 @@ from ckptd.core.generation import (
 )
 from ckptd.core.layouts import Grid, Role, ShardKey
 from ckptd.core.manifest import (
-    Best,
     Checksums,
     DerivedSource,
     ManifestFile,
@@ -289,11 +289,12 @@ class TestCoverage:
         best = Best(metric="loss", value=1.0)
         wrong = Best(metric="loss", value=9.0)
         members = (
-            known(first.model_copy(update={"best": best})),
+            known(first.model_copy(update={"best": best, "best_checkpoint": "step1"})),
             known(second.model_copy(update={"branch": 2, "save_seq": 7, "best": wrong})),
         )
         document = coverage.build_commit(members, committed_by="n1", committed_at="now", config_digest="c")
         assert (document.branch, document.save_seq, document.best) == (2, 7, best)
+        assert document.best_checkpoint == "step1"
         assert (document.files, len(document.manifests)) == (4, 2)
         assert document.bytes == sum(f.identity.size_bytes for f in save.files)
 

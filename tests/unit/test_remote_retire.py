@@ -34,7 +34,10 @@ from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckptd.remote.messages import CommitView
+    from ckptd.remote.store import ObjectInfo
 
 
 class Killed(BaseException):
@@ -71,14 +74,18 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def commit_three(tmp_path: Path, store: MemoryStore) -> tuple[Ground, list[CommitView]]:
+def commit_three(
+    tmp_path: Path, store: MemoryStore, best: str | None = None
+) -> tuple[Ground, list[CommitView]]:
     node = Node(tmp_path / "save")
     views = []
     ground = node.attached(store)
     for step in (10, 20, 30):
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
-        result = node.ship(ground, node.order(node.sealed(step=step)))
+        order = node.order(node.sealed(step=step))
+        named = order.manifest.model_copy(update={"best_checkpoint": best})
+        result = node.ship(ground, order.model_copy(update={"manifest": named}))
         assert result.commit is not None
         views.append(result.commit)
     return ground, views
@@ -173,6 +180,35 @@ def test_what_may_not_go_stays(tmp_path: Path, store: MemoryStore) -> None:
         retire(ground, order_for(views[0]), lambda: None)
     observe.record(store, Decision(kind="unpin", tag="global_step10"))
     retire(ground, order_for(views[0]), lambda: None)
+
+
+def test_the_best_stays_as_the_newest_commit_has_it(tmp_path: Path, store: MemoryStore) -> None:
+    """Whatever was planned from an older look: the word may have come since."""
+    ground, views = commit_three(tmp_path, store, best="global_step10")
+    with pytest.raises(RefusedError, match="best"):
+        retire(ground, order_for(views[0]), lambda: None)
+    retire(ground, order_for(views[1]), lambda: None)
+
+
+class Pinning(MemoryStore):
+    """Another node pins a checkpoint while COMMITs are read for its removal."""
+
+    is_awaited = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self.is_awaited and prefix.startswith("_ckptd/commits"):
+            self.is_awaited = False
+            observe.record(self, Decision(kind="pin", tag="global_step10"))
+        return super().list(prefix)
+
+
+def test_a_pin_that_comes_while_commits_are_read_counts(tmp_path: Path) -> None:
+    store = Pinning()
+    ground, views = commit_three(tmp_path, store)
+    store.is_awaited = True
+    with pytest.raises(RefusedError, match="pinned"):
+        retire(ground, order_for(views[0]), lambda: None)
+    assert not store.is_awaited
 
 
 def test_a_damaged_manifest_stops_retention(tmp_path: Path, store: MemoryStore) -> None:

@@ -1,0 +1,154 @@
+"""What people decide, judged: each rule fails where ckptd does not heed it, in a life that asks for it."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.sim.decisions import HOUR_SECONDS, Keys
+from tests.sim.judge import Broken
+from tests.sim.life import HEALED_SECONDS
+from tests.sim.seeded import seeded
+from tests.sim.world import NAS, NAS_URL, World, job_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """What happens in a job of these limits; `stay`: steps whose checkpoints lie here at the end."""
+
+    script: Callable[[World], None]
+    local: int | None = None
+    remote: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    words: str
+    stay: set[int]
+
+
+@contextmanager
+def living(play: Play) -> Iterator[World]:
+    remotes = ((NAS, True, play.remote),)
+    world = World(1, job_config(remotes, play.local, "all", **play.more))
+    world.enter()
+    try:
+        world.kernel.mkdir(NAS_URL)
+        fd = world.kernel.open("/sim/nas", os.O_RDONLY)
+        world.kernel.fsync(fd)
+        world.kernel.close(fd)
+        yield world
+    finally:
+        world.leave()
+
+
+def save(world: World, *steps: int) -> None:
+    """One after the other, each committed before the next begins."""
+    for step in steps:
+        world.kernel.now_seconds += 90
+        world.trainer.begin(step, random.Random(step))
+        world.trainer.end()
+        rest(world)
+
+
+def rest(world: World) -> None:
+    world.live_on(10.0, random.Random(3))
+    world.live_on(HEALED_SECONDS, random.Random(4), world.has_rested)
+    world.look()
+
+
+def _pinned_here(world: World) -> None:
+    save(world, 1)
+    world.decide("pin", "global_step1")
+    save(world, 2, 3)
+
+
+def _pinned_there(world: World) -> None:
+    save(world, 1)
+    world.decide("pin", "global_step1")
+    save(world, 2, 3)
+    world.trainer.rotate(1)
+    rest(world)
+    assert len(world.judge.live(NAS)) == 2
+
+
+def _multiples(world: World) -> None:
+    save(world, 2, 3, 5)
+
+
+def _the_second_is_the_best(world: World) -> None:
+    save(world, 2, 3, 5)
+    losses = [s.loss for s in world.trainer.saves]
+    assert min(losses) == losses[1]
+
+
+def _a_new_limit(world: World) -> None:
+    save(world, *range(1, 9))
+    world.kernel.now_seconds += 3 * HOUR_SECONDS
+    world.configure(job_config(((NAS, True, None),), 1, "all"))
+    rest(world)
+
+
+PLAYS = {
+    "pinned here": (
+        "pins are not looked at",
+        Play(script=_pinned_here, local=1, words="pinned", stay={1, 3}),
+    ),
+    "pinned there": (
+        "pins are not looked at",
+        Play(script=_pinned_there, remote=1, words="pinned", stay={3}),
+    ),
+    "multiples": (
+        "keep_every_steps is not looked at",
+        Play(script=_multiples, local=1, more={"every": 2}, words="keep_every_steps 2", stay={2, 5}),
+    ),
+    "the best": (
+        "keep_best is not looked at",
+        Play(script=_the_second_is_the_best, local=1, more={"best": True}, words="keep_best", stay={3, 5}),
+    ),
+    "a new limit": (
+        "there is no seat belt",
+        Play(script=_a_new_limit, words="one too many", stay={4, 5, 6, 7, 8}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_what_was_decided_holds_and_the_judge_sees_it(name: str) -> None:
+    defect, play = PLAYS[name]
+    with living(play) as world:
+        play.script(world)
+        assert {s.step for s in world.trainer.saves if world.is_intact(s)} == play.stay
+    with living(play) as world, seeded(defect), pytest.raises(Broken, match=f"P5.*{play.words}"):
+        play.script(world)
+
+
+def test_a_pin_that_was_taken_back_keeps_nothing() -> None:
+    play = Play(script=_pinned_here, local=1, words="", stay={4})
+    with living(play) as world:
+        play.script(world)
+        world.decide("unpin", "global_step1")
+        save(world, 4)
+        assert {s.step for s in world.trainer.saves if world.is_intact(s)} == play.stay
+
+
+@pytest.mark.parametrize(
+    ("keys", "step", "newer", "stays"),
+    [
+        (Keys(limit=None), 1, 9, True),
+        (Keys(limit=2), 1, 1, True),
+        (Keys(limit=2), 1, 2, False),
+        (Keys(limit=1, every=3), 6, 9, True),
+        (Keys(limit=1, every=3), 7, 9, False),
+        (Keys(limit=1, best=True), 7, 9, False),
+        (Keys(limit=1, rung=4), 1, 3, True),
+        (Keys(limit=1, rung=4), 1, 4, False),
+    ],
+)
+def test_what_keys_keep_as_a_person_counts(*, keys: Keys, step: int, newer: int, stays: bool) -> None:
+    assert (keys.why_kept(step, newer) is not None) == stays
