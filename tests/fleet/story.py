@@ -143,6 +143,7 @@ class Fleet:
             jitter=jitter,
             lost=chance.choice([0.0, 0.0, 0.01, 0.05]),
             refused=chance.choice([0.0, 0.0, 0.02]),
+            twice=chance.choice([0.0, 0.03]),
         )
 
     def _drawn_odd(self) -> int | None:
@@ -320,7 +321,7 @@ class Fleet:
         self.say("all heals")
         self._settle()
         if self.shape.faults:
-            self.network.lost = self.network.refused = 0.0
+            self.network.lost = self.network.refused = self.network.twice = 0.0
             self.network.latency_seconds, self.network.jitter = 0.02, 1.0
         for slot in range(self.shape.nodes):
             self.start(slot)
