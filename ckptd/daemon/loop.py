@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import this_node
+from ckptd.daemon.beating import say_ended
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.control import is_drained, missing_after, refused_here
 from ckptd.daemon.exporter import Exporter
@@ -91,6 +92,7 @@ class Daemon:
         self._service.ready()
         try:
             self._loop()
+            say_ended(self.jobs, self._queue, self._call)
         finally:
             self._service.stopping()
             code = self._exit_code()

@@ -143,7 +143,7 @@ class Fleet:
             jitter=jitter,
             lost=chance.choice([0.0, 0.0, 0.01, 0.05]),
             refused=chance.choice([0.0, 0.0, 0.02]),
-            twice=chance.choice([0.0, 0.03]),
+            twice=chance.choice([0.0, 0.05, 0.2]),
         )
 
     def _drawn_odd(self) -> int | None:
