@@ -1,4 +1,4 @@
-"""`--cluster slurm` and a directory remote: dask-jobqueue's jobs, submitted to stand-ins for sbatch and scancel.
+"""`--cluster slurm`, and SRC in a directory remote: jobs of dask-jobqueue, by stand-ins for sbatch and scancel.
 
 The example in config/ is what is submitted, and the worker reads its own disk: SRC is a path in a remote.
 """
