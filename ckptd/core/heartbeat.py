@@ -24,6 +24,9 @@ class NewestSave(Model):
     step: int
     written_seconds_ago: float
     """Since its last shard was written here."""
+    last_seconds: int | None = None
+    """The end of its save window, as that node's manifest of it says: compared with nothing else. None: an
+    older release."""
 
 
 class SafeSave(Model):
@@ -51,6 +54,8 @@ class Heartbeat(Document):
     """ok, behind, attention, waiting or paused."""
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks whose shards it holds of its newest save."""
+    shards: tuple[tuple[int, int], ...] | None = None
+    """(data-parallel rank, model-parallel rank) of each of them; None: an older release."""
     newest: NewestSave | None = None
     safe: SafeSave | None = None
     ended: bool = False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.identity import Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.names import decode_name
+from ckptd.core.topology import cells_of, topology_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ class ManifestName(Model):
 
     node: str
     low: int
-    """Its lowest data-parallel rank."""
+    """The lowest rank whose shard it lists: of several model-parallel ranks, as the run numbers them."""
     have: int
     """Optimizer shards that it lists."""
     want: int
@@ -50,13 +51,22 @@ def hint_of(manifest: NodeManifest) -> str:
     """What stands between node and digest in the name of a ZeRO form's manifest; "" for derived forms."""
     if manifest.form != "zero":
         return ""
-    ranks = [file.shard.d or 0 for file in manifest.files if file.role is Role.OPTIM]
+    have = sum(file.role is Role.OPTIM for file in manifest.files)
     want = manifest.grid.dp * manifest.grid.mm_count
     first, last = (at // 10**9 for at in (manifest.save_window.first, manifest.save_window.last))
-    low = min(ranks, default=want)
-    grid = manifest.grid
+    grid, low = manifest.grid, _lowest(manifest, want)
     mark = _mark(manifest.step, (grid.dp, grid.mm_count, grid.zero_stage), manifest.writer.ds_version)
-    return f"d{low}.n{len(ranks)}of{want}.m{mark}.t{first}_{last}~"
+    return f"d{low}.n{have}of{want}.m{mark}.t{first}_{last}~"
+
+
+def _lowest(manifest: NodeManifest, want: int) -> int:
+    """Older releases wrote the lowest data-parallel rank, which several nodes of a pipeline have: names look
+    as they did, and tell of one model-parallel rank the same (docs/adr/0133)."""
+    cells, topology = cells_of(manifest.files), topology_of(manifest.grid)
+    if topology is None or manifest.grid.mm_count == 1:
+        return min((cell.d for cell in cells), default=want)
+    first = topology.first_of_run(cells)
+    return want if first is None else first
 
 
 def _mark(step: int, grid: tuple[int, int, int], ds_version: str | None) -> str:
@@ -115,15 +125,23 @@ def named_conflict(
     return None
 
 
-def absent_by_names(names: Iterable[ManifestName], ours: NodeManifest) -> tuple[NamedShard, ...]:
-    """Optimizer shards that no manifest lists, as far as names tell: a node's ranks follow each other."""
-    grid = ours.grid
-    held = {file.shard.d for file in ours.files if file.role is Role.OPTIM}
+def absent_by_names(names: Iterable[ManifestName], read: Iterable[NodeManifest]) -> tuple[NamedShard, ...]:
+    """Optimizer shards that no manifest lists, as far as names tell: a node's ranks follow each other.
+
+    `read`: manifests that were read, at least one. None where a name does not tell: words about the wrong
+    node are worse than no words.
+    """
+    read = tuple(read)
+    grid, topology = read[0].grid, topology_of(read[0].grid)
+    held = {cell for manifest in read for cell in cells_of(manifest.files)}
     for name in names:
-        held |= set(range(name.low, min(grid.dp, name.low + name.have // max(1, grid.mm_count))))
+        until = name.low + name.have
+        if topology is None or (name.have and until > grid.dp * grid.mm_count):
+            return ()
+        held |= {topology.cell_of(rank) for rank in range(name.low, until)}
     return tuple(
         NamedShard(role=Role.OPTIM, shard=ShardKey(d=d, mm=mm))
         for mm in range(grid.mm_count)
         for d in range(grid.dp)
-        if d not in held
+        if (d, mm) not in held
     )

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Grid, NamedShard, Role, parse_shard_name
+from ckptd.core.topology import cells_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ckptd.core.facts import FileFacts
-    from ckptd.core.save import SealedFile, SealedSave
+    from ckptd.core.save import SealedSave
+    from ckptd.core.topology import Cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,8 @@ class Told:
 class Spread:
     """A job over several nodes, as one of them sees it: what is not here may be on another's disk."""
 
-    usual: frozenset[int] = frozenset()
-    """Data-parallel ranks whose shards this node held of its last save."""
+    usual: frozenset[Cell] = frozenset()
+    """Whose shards this node held of its last save."""
     told: Told | None = None
 
 
@@ -44,10 +46,10 @@ def may_be_elsewhere(
     A rank that saved here before is waited for while the save is in flight; which ranks live here is known
     from the second save on, so a first part may grow (H27).
     """
-    here = {named.shard.d for named in present if named.role is Role.OPTIM}
+    here = cells_of(present)
     if spread is None or not here:
         return False
-    expected = {d for d in spread.usual if d < grid.dp}
+    expected = {cell for cell in spread.usual if cell.d < grid.dp and cell.mm < grid.mm_count}
     return not (is_in_flight and expected - here)
 
 
@@ -58,11 +60,6 @@ def told_grid(spread: Spread | None, shards: Mapping[str, FileFacts]) -> Grid | 
     if told is None or counts != {told.grid.dp}:
         return None
     return told.grid.model_copy(update={"proof": f"{told.node}: {told.grid.proof}"})
-
-
-def ranks_of(files: Iterable[SealedFile]) -> frozenset[int]:
-    """Data-parallel ranks whose optimizer shards are among the files."""
-    return frozenset(f.shard.d for f in files if f.role is Role.OPTIM and f.shard.d is not None)
 
 
 def replicas(save: SealedSave) -> frozenset[str]:

@@ -11,7 +11,7 @@ from ckptd import __version__
 from ckptd.config import config_digest
 from ckptd.core.heartbeat import Heartbeat, NewestSave, SafeSave
 from ckptd.core.keeping import newest as newest_save
-from ckptd.core.parts import ranks_of
+from ckptd.core.topology import cells_of
 from ckptd.daemon.nodes import Nodes
 from ckptd.daemon.report import job_status
 from ckptd.daemon.tenancy import Tenancy
@@ -51,6 +51,7 @@ def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
     """As of now; `job_id` is the remote's and filled in by whoever sends it."""
     status = job_status(job)
     newest = newest_save(job.view) if job.view is not None else None
+    cells = sorted(cells_of(newest.save.files)) if newest is not None else []
     safe = status.safe
     return Heartbeat(
         job_id=job.job_id or "",
@@ -61,7 +62,8 @@ def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
         ckptd_version=__version__,
         as_of=rfc3339(time.time()),
         state=status.state,
-        ranks=tuple(sorted(ranks_of(newest.save.files))) if newest is not None else (),
+        ranks=tuple(sorted({cell.d for cell in cells})),
+        shards=tuple(cells),
         newest=_newest(newest.save) if newest is not None else None,
         safe=None
         if safe is None
@@ -98,4 +100,5 @@ def _newest(save: SealedSave) -> NewestSave:
         branch=save.branch,
         step=save.step,
         written_seconds_ago=round(max(0.0, time.time() - save.window.last / 1e9), 1),
+        last_seconds=save.window.last // 10**9,
     )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.heartbeat import BEAT_SECONDS, SeenNode
 from ckptd.core.layouts import Role
-from ckptd.core.parts import Spread, Told, ranks_of, role_of
+from ckptd.core.parts import Spread, Told, role_of
 from ckptd.core.shared import living
+from ckptd.core.topology import cells_of
 from ckptd.core.view import ZERO
 from ckptd.remote import messages as m
 
@@ -179,7 +180,7 @@ class Nodes:
             return None
         parts = [row for row in self._state.rows.values() if row.save.is_part]
         newest = max(parts, key=lambda row: row.save.order, default=None)
-        spread = Spread(usual=ranks_of(newest.save.files) if newest is not None else frozenset())
+        spread = Spread(usual=cells_of(newest.save.files) if newest is not None else frozenset())
         return replace(spread, told=self._told(tag)) if tag in self._without_model() else spread
 
     def _without_model(self) -> frozenset[str]:

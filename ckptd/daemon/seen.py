@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.coverage import order_of
 from ckptd.core.generation import SeenCommit, SeenManifest
 from ckptd.core.lifecycle import State
+from ckptd.core.missing import Part
 from ckptd.core.view import ZERO, ShipState
 from ckptd.remote.documents import stem_of
 
@@ -97,6 +98,22 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
 def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
     """(generation, name) of manifests of the ZeRO form that were not read."""
     return [(one.generation, one.name) for one in view.named if one.form == ZERO]
+
+
+def parts_in(view: TagView) -> tuple[Part, ...]:
+    """Parts of the ZeRO form in generations that have no COMMIT, read or by their names."""
+    taken = {v.commit.generation for v in view.commits if v.commit.form == ZERO and not v.disputed}
+    read = [
+        (m.generation, m.node, m.save_window.last // 10**9)
+        for m in (v.manifest for v in view.manifests)
+        if m.form == ZERO
+    ]
+    read += [(generation, name.node, name.last_seconds) for generation, name in named_in(view)]
+    return tuple(
+        Part(node=node, generation=generation, last_seconds=last)
+        for generation, node, last in sorted(set(read))
+        if generation not in taken
+    )
 
 
 def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:

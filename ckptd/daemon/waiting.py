@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
-from ckptd.core.missing import late
+from ckptd.core.missing import OpenSave, late
 from ckptd.core.view import ShipState
 from ckptd.daemon.backoff import doubled
+from ckptd.daemon.seen import parts_in
 
 if TYPE_CHECKING:
     from ckptd.core.layouts import NamedShard
+    from ckptd.core.missing import Lost, Part
     from ckptd.core.rows import SaveRow
+    from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
     from ckptd.remote.messages import Observation, ShipResult
@@ -28,6 +31,8 @@ class Waiting:
     reason: str
     hint: str = "see the other nodes"
     missing: tuple[NamedShard, ...] = ()
+    parts: tuple[Part, ...] = ()
+    """Of the tag, of other nodes: as the last look told."""
     attempts: int = 1
     """In a row, with that reason."""
     first_seconds: float = 0.0
@@ -51,6 +56,7 @@ def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float)
         reason=reason,
         hint=answer.hint or "see the other nodes",
         missing=answer.missing,
+        parts=before.parts if before is not None else (),
         attempts=attempts,
         first_seconds=first_seconds,
         is_whole=before is not None and before.is_whole,
@@ -86,44 +92,47 @@ def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> Non
 
 def see_waiting(job: Job, state: JobState) -> None:
     """Raise `commit-waiting`, or `commit-incomplete` once the other nodes had their time."""
-    for key, waiting in list(state.waiting.items()):
+    for key, before in list(state.waiting.items()):
         row = state.rows.get(key[0])
         record = state.ship(*key)
         if row is None or record.state not in (ShipState.WAITING, ShipState.SHIPPING):
             del state.waiting[key]
-        if row is None or record.state is not ShipState.WAITING:
+            continue
+        # also while the next attempt is under way: what it asked of the tag is forgotten when it ends
+        waiting = state.waiting[key] = _told(job, row, key[1], before)
+        if record.state is not ShipState.WAITING:
             continue
         about = f"{row.save.tag} → {key[1]}"
-        age = time.time() - row.sealed_at
-        lost = late(waiting.missing, job.nodes.others, row.save.step, age)
+        lost = late(_open_save(row, record, waiting), job.nodes.others)
         if lost is None:
             job.problems.see("commit-waiting", about, f"{about}: {waiting.reason}", waiting.hint)
         else:
-            text = f"{about}: {lost}{_other_save(job, row, key[1])}"
-            job.problems.see("commit-incomplete", about, text, _cure(job))
+            job.problems.see("commit-incomplete", about, f"{about}: {lost.text}", _cure(job, lost))
 
 
-def _other_save(job: Job, row: SaveRow, remote: str) -> str:
-    """Others that shipped their parts of the tag as another generation: of another save than ours."""
+def _told(job: Job, row: SaveRow, remote: str, waiting: Waiting) -> Waiting:
+    """With what the last look at the tag told; it is asked anew after each attempt."""
     view = job.links[remote].tag_views.get(row.save.tag) if remote in job.links else None
-    ours = job.state.ship(row.id, remote, "zero").generation if job.state else None
-    found = sorted(
-        {
-            (v.manifest.generation, v.manifest.node)
-            for v in (view.manifests if view else ())
-            if v.manifest.form == "zero"
-            and v.manifest.generation != ours
-            and not v.committed
-            and v.manifest.node != job.node
-        }
-    )
-    return "".join(
-        f"; node {node} shipped another save of this tag, as generation {g}" for g, node in found[-2:]
+    if view is None:
+        return waiting
+    return replace(waiting, parts=tuple(part for part in parts_in(view) if part.node != job.node))
+
+
+def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> OpenSave:
+    return OpenSave(
+        missing=waiting.missing,
+        step=row.save.step,
+        generation=record.generation or 0,
+        mm_count=row.save.grid.mm_count,
+        age_seconds=time.time() - row.sealed_at,
+        parts=waiting.parts,
     )
 
 
-def _cure(job: Job) -> str:
+def _cure(job: Job, lost: Lost) -> str:
     back = "bring that node's daemon back, or train on: the next save is not concerned"
+    if lost.apart:
+        back = f"save again: what {', '.join(lost.apart[:3])} shipped is of another save of this tag"
     return f"{back}; what is committed: {command_for(job.config, 'list')}"
 
 

@@ -124,14 +124,16 @@ class Nodes:
             msg = f"--node-rank {self.rank} is not one of --nnodes {self.count}"
             raise UsageError(msg, hint="ranks count from 0")
 
-    def ranks_of(self, dp: int, mm_count: int) -> frozenset[int] | None:
-        """Data-parallel ranks that run on this node; None: all files are wanted (another world size wants the
-        universal form), or which does not follow from the grid."""
-        is_same = self.world_size in (None, dp * mm_count)
-        if self.count == 1 or not is_same or mm_count != 1 or dp % self.count:
+    def is_share(self, saved_ranks: int) -> bool:
+        """Whether one node of several resumes with as many ranks as saved: another number wants all files."""
+        return self.count > 1 and self.world_size in (None, saved_ranks)
+
+    def ranks(self, saved_ranks: int) -> range | None:
+        """The ranks that run on this node; None: not as many on each, or all files are wanted."""
+        if not self.is_share(saved_ranks) or saved_ranks % self.count:
             return None
-        each = dp // self.count
-        return frozenset(range(self.rank * each, (self.rank + 1) * each))
+        each = saved_ranks // self.count
+        return range(self.rank * each, (self.rank + 1) * each)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import ManifestFile
+from ckptd.core.topology import cells_of, proven_topology
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
-    from ckptd.core.manifest import NodeManifest
+    from ckptd.core.topology import Cell
     from ckptd.recover.choose import Copy, Nodes
     from ckptd.recover.sight import LocalSight
 
@@ -41,13 +42,37 @@ def is_held(here: LocalSight, copy: Copy) -> bool:
     What lies beside them tells no saves apart: a note that somebody wrote over or took away would make the
     folder one that was saved again, and an older checkpoint the newest.
     """
-    late = {file.path for file in copy.late}
-    own = [file for file in copy.files if file.path not in late]
+    left_out = {file.path for file in copy.late} | _of_other_stages(copy)
+    own = [file for file in copy.files if file.path not in left_out]
     roots = layout_of(copy.view.commit.tag, (file.path for file in own))[1]
     shards = [f for f in own if f.role is not Role.SIDE and is_in_roots(f.path, roots)] or own
     beside = (file.path for file in own if file.role is Role.SIDE)
     is_all_there = here.is_complete or all(path in here.facts for path in beside)
     return bool(shards) and is_all_there and all(_is_here(here, file) for file in shards)
+
+
+def _of_other_stages(copy: Copy) -> set[str]:
+    """What of a copy pipeline stages alone read whose ranks are on other nodes; a folder without it loads.
+
+    Tensor-parallel ranks read one file of model states each too, by its place among all that are there.
+    """
+    grid = copy.view.commit.grid
+    mms = {cell.mm for cell in cells_of(copy.files)}
+    is_pipeline = (grid.pp or 1) > 1 or bool(grid.layers)
+    if not is_pipeline or len(mms) != 1:
+        return set()
+    of_stage = {
+        file.path
+        for manifest in copy.manifests
+        if mms & {cell.mm for cell in cells_of(manifest.files)}
+        for file in manifest.files
+    }
+    return {
+        file.path
+        for file in copy.files
+        if (file.role is Role.MODEL and file.shard.d is None and file.shard.mm not in mms)
+        or (file.role is Role.LAYER and file.path not in of_stage)
+    }
 
 
 def _is_here(here: LocalSight, file: ManifestFile) -> bool:
@@ -89,20 +114,29 @@ def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
 def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
     """All files; where as many ranks resume as saved, those of this node's, and what every rank reads (H58).
 
-    By ranks, not by who shipped what: a node that was replaced shipped under two names.
+    By ranks, not by who shipped what: a node that was replaced shipped under two names, and the stages of a
+    pipeline have the same data-parallel ranks. Where ranks do not tell, all: what is too much costs time.
     """
     manifests, grid = copy.manifests, copy.view.commit.grid
-    ranks = nodes.ranks_of(grid.dp, grid.mm_count) if copy.view.commit.form == ZERO else None
-    if ranks is not None:
-        return [tuple(f for f in m.files if f.shard.d is None or f.shard.d in ranks) for m in manifests]
-    is_same = nodes.world_size in (None, grid.dp * grid.mm_count)
-    if nodes.count == 1 or not is_same or len(manifests) != nodes.count:
-        return [manifest.files for manifest in manifests]
-    ordered = sorted(manifests, key=lowest_rank)
-    shared = [tuple(f for f in m.files if f.shard.d is None) for m in ordered]
-    return [ordered[nodes.rank].files, *shared]
+    every = [manifest.files for manifest in manifests]
+    saved_ranks = grid.dp * grid.mm_count
+    if copy.view.commit.form != ZERO or not nodes.is_share(saved_ranks):
+        return every
+    here, topology = nodes.ranks(saved_ranks), proven_topology(grid, manifests)
+    if here is not None and topology is not None:
+        cells = {topology.cell_of(rank) for rank in here}
+        return [tuple(f for f in files if _is_read(f, cells)) for files in every]
+    # unlike numbers of ranks on the nodes: as those that saved had them
+    parts = sorted((sorted(cells_of(files)) for files in every), key=lambda cells: cells[:1])
+    is_told = len(parts) == nodes.count and sum(map(len, parts)) == saved_ranks and all(parts)
+    if grid.mm_count != 1 or not is_told:
+        return every
+    return [tuple(f for f in files if _is_read(f, parts[nodes.rank])) for files in every]
 
 
-def lowest_rank(manifest: NodeManifest) -> int:
-    """The lowest data-parallel rank among a node's shards."""
-    return min((f.shard.d for f in manifest.files if f.shard.d is not None), default=1 << 30)
+def _is_read(file: ManifestFile, cells: Collection[Cell]) -> bool:
+    """Whether ranks with these cells read it: optimizer shards each its own, model states of stage 3 beside
+    those of the other model-parallel ranks, which DeepSpeed counts."""
+    if file.role is Role.OPTIM:
+        return (file.shard.d, file.shard.mm) in cells
+    return file.shard.d is None or file.shard.d in {cell.d for cell in cells}

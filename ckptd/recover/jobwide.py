@@ -10,11 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckptd.core import coverage
 from ckptd.core.coverage import order_of
 from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.manifest import decode_name
-from ckptd.core.missing import late
 from ckptd.core.view import ZERO
 from ckptd.recover.jobwide_verdict import (
     ended_seconds_ago,
@@ -25,7 +23,7 @@ from ckptd.recover.jobwide_verdict import (
     newest_step,
     seconds_at_risk,
 )
-from ckptd.recover.uncommitted import lead_of, newest_uncommitted
+from ckptd.recover.opened import opened
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.words import ago, ranks_in_words
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.manifest import Commit
+    from ckptd.recover.opened import OpenRow
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.messages import CommitView
     from ckptd.remote.store import Store
@@ -78,19 +77,6 @@ class NodeRow:
     config_digest: str | None
     is_in_safe: bool
     """The safe COMMIT rests on a manifest of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRow:
-    """A save that some nodes shipped their parts of and that is not committed."""
-
-    tag: str
-    generation: int
-    branch: int
-    step: int
-    nodes: tuple[str, ...]
-    missing: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +133,20 @@ class Jobwide:
         ]
         safe = commits[-1] if commits else None
         age = self._age_of(safe) if safe is not None else None
-        opened = self._open(safe, seen)
+        beyond = order_of(safe.commit) if safe is not None else None
+        uncommitted = self._sight.observation.uncommitted
+        found = opened(self._store, uncommitted, beyond, seen, self._now_seconds)
+        self._problems += found.problems
         rows = self._rows(seen, safe)
-        newest = newest_step(rows, seen, opened)
+        newest = newest_step(rows, seen, found.rows)
         ended = ended_seconds_ago(rows)
         self._see_nodes(rows)
         identity = self._sight.observation.identity
         shown = _safe(safe, age or 0.0) if safe is not None else None
         verdict: Verdict = "not-safe" if shown is None else "safe"
-        if shown is not None and (opened or any(is_ahead(one, (shown.branch, shown.step)) for one in seen)):
+        if shown is not None and (
+            found.rows or any(is_ahead(one, (shown.branch, shown.step)) for one in seen)
+        ):
             verdict = "behind"
         alive = sum(map(is_alive, rows))
         risk = seconds_at_risk(shown, seen, ended)
@@ -174,7 +165,7 @@ class Jobwide:
             newest_step=newest,
             ended_seconds_ago=ended,
             nodes=rows,
-            uncommitted=opened,
+            uncommitted=found.rows,
             problems=tuple(self._problems),
             clock=self._clock,
         )
@@ -239,37 +230,6 @@ class Jobwide:
         self._clock = "nodes"
         at = view.commit.committed_at_seconds
         return max(0.0, self._now_seconds - at) if at is not None else 0.0
-
-    def _open(self, safe: CommitView | None, seen: Sequence[SeenNode]) -> tuple[OpenRow, ...]:
-        """Uncommitted saves beyond the safe one that no rewind left behind, and what each lacks."""
-        beyond = order_of(safe.commit) if safe is not None else None
-        rows = []
-        for members in newest_uncommitted(self._store, self._sight.observation.uncommitted, beyond):
-            lead = lead_of(members)
-            missing = coverage.absent(members)
-            age = self._age_of_manifests(tuple(known.key for known in members))
-            lost = late(missing, seen, lead.step, age)
-            nodes = tuple(sorted({known.manifest.node for known in members}))
-            text = lost or f"{len(missing)} shards are on their way"
-            if lost is not None:
-                self._problems.append(f"{lead.tag} is not committed: {lost}")
-            rows.append(
-                OpenRow(
-                    tag=lead.tag,
-                    generation=lead.generation,
-                    branch=lead.branch,
-                    step=lead.step,
-                    nodes=nodes,
-                    missing=len(missing),
-                    text=text,
-                )
-            )
-        return tuple(rows)
-
-    def _age_of_manifests(self, keys: tuple[str, ...]) -> float:
-        """Since the first part was shipped."""
-        infos = [info for info in map(self._store.stat, keys) if info is not None and info.mtime_ns]
-        return max((self._now_seconds - info.mtime_ns / 1e9 for info in infos), default=0.0)
 
 
 def _nodes_of(commit: Commit) -> set[str]:

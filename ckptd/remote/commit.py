@@ -267,7 +267,8 @@ class _Shipping:
             commit = read_commit(self._store, self._where)
             if commit is not None:
                 return self._ended(commit, ours, carried)
-            return waiting((seen.words, ""), ours, carried, absent_by_names(seen.named, ours.manifest))
+            read = (ours.manifest, *(known.manifest for known in seen.read))
+            return waiting((seen.words, ""), ours, carried, absent_by_names(seen.named, read))
         listed = seen.read
         members = self._members(ours, listed)
         reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)

@@ -10,4 +10,5 @@ from ckptd.daemon import shipping
 
 if __name__ == "__main__":
     shipping.STEP_IN_SECONDS = missing.INCOMPLETE_SECONDS = float(sys.argv.pop(1))
+    missing.SLOW_SECONDS = 3 * missing.INCOMPLETE_SECONDS
     main()

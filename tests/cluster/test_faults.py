@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import runs
-from tests.cluster.harness import Cluster, cluster
+from tests.cluster.harness import SHORT, Cluster, cluster
 from tests.real import REPOSITORY
 from tests.stores import servers
 
@@ -85,15 +85,30 @@ def sent(here: Cluster, tag: str, node: str, generation: int = 1) -> set[str]:
 
 
 def test_two_attempts_at_one_tag_never_mix(tmp_path: Path) -> None:
-    """Node a has the first save of a tag, node b the second: no COMMIT over both; when a saves again, one of
-    the second."""
+    """Node a has the first save of a tag, node b the second: no COMMIT over both, and both say so; when a
+    saves again, one of the second."""
     with cluster(tmp_path) as here:
         # by Slurm's word: node b has nothing to say yet
-        pair(here, environment={"SLURM_JOB_NUM_NODES": "2"})
+        pair(here, step_in_seconds=2, environment={"SLURM_JOB_NUM_NODES": "2"})
         here.nodes["a"].write(RUN, 0, 2)
         here.wait("a shipped", lambda: "a" in here.manifests(TAG))
         here.nodes["b"].write(runs.OTHER_2, 1, 2)
         here.wait("b shipped", lambda: "b" in here.manifests(TAG, 2))
+        for name, other, generation in (("a", "b", 2), ("b", "a", 1)):
+            said = f"node {other} shipped another save of this tag, as generation {generation}"
+            here.wait(
+                f"{name} to say so", lambda n=name, w=said: w in problem(here, n, "commit-incomplete"), 240
+            )  # type: ignore[misc]
+        done = subprocess.run(
+            [sys.executable, str(SHORT), "2", "status", here.url],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        assert done.returncode == 1
+        assert f"{TAG} (generation 2) is not committed: missing ranks 0-1" in done.stdout
+        assert done.stdout.count("; save again") == 2
         assert not here.commits()
         here.nodes["a"].write(runs.OTHER_2, 0, 2)
         here.wait_committed(f"{TAG}~g2")

@@ -1,4 +1,4 @@
-"""`--cluster slurm`, and SRC in a directory remote: jobs of dask-jobqueue, by stand-ins for sbatch and scancel.
+"""`--cluster slurm`, and a SRC in a directory remote; sbatch and scancel are stand-ins of a few lines.
 
 The example in config/ is what is submitted, and the worker reads its own disk: SRC is a path in a remote.
 """

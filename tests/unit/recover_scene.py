@@ -38,6 +38,8 @@ class Scene:
     said: list[str] = field(default_factory=list)
     dp: int = 2
     node: str = "n0"
+    grid: Grid | None = None
+    """Else: of `dp` ranks."""
 
     def __post_init__(self) -> None:
         for path in (self.save_dir, self.nas.parent):
@@ -240,7 +242,7 @@ class Scene:
             step=step,
             save_seq=place[1],
             save_window=SaveWindow(first=min(times), last=max(times)),
-            grid=Grid(dp=self.dp, mm_count=1, zero_stage=2),
+            grid=self.grid or Grid(dp=self.dp, mm_count=1, zero_stage=2),
             source=source,
             files=(),
         )

@@ -21,7 +21,7 @@ from ckptd.core.manifest import (
     commit_key,
     manifest_key,
 )
-from ckptd.core.manifest_names import may_cover, name_in, named_conflict, node_in
+from ckptd.core.manifest_names import absent_by_names, may_cover, name_in, named_conflict, node_in
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import SealedSave, mark_of_manifest
@@ -118,6 +118,56 @@ def test_a_name_vetoes_another_save(changes: dict[str, Any], words: str | None) 
     assert name is not None
     found = named_conflict(mark_of_manifest(manifest("a", (0,))), [name], save_spread_seconds=60)
     assert (found is None) if words is None else (found is not None and words in found)
+
+
+PIPELINE = Grid(dp=10, mm_count=2, tp=1, pp=2, zero_stage=1)
+
+
+def stage_part(node: str, cells: tuple[tuple[int, int], ...], grid: Grid = PIPELINE) -> NodeManifest:
+    """A node of a pipeline of two stages of ten ranks."""
+    made = manifest(node, tuple(d for d, _ in cells), grid=grid)
+    rows = zip(made.files, cells, strict=True)
+    files = tuple(f.model_copy(update={"shard": ShardKey(d=d, mm=mm)}) for f, (d, mm) in rows)
+    return made.model_copy(update={"files": files})
+
+
+def of_pipeline(grid: Grid = PIPELINE) -> list[NodeManifest]:
+    """Ten nodes of two ranks each."""
+    return [
+        stage_part(f"s{stage}n{n}", ((2 * n, stage), (2 * n + 1, stage)), grid)
+        for stage in (0, 1)
+        for n in range(5)
+    ]
+
+
+def absent(ours: NodeManifest, others: list[NodeManifest]) -> list[tuple[int | None, int | None]]:
+    """What lacks as the names of others tell."""
+    names = [name for m in others if (name := name_in(manifest_key(m, SHA))) is not None]
+    assert len(names) == len(others), "a name that tells nothing is never counted (may_cover)"
+    return [(s.shard.d, s.shard.mm) for s in absent_by_names(names, [ours])]
+
+
+def test_names_tell_which_stage_of_a_pipeline_is_missing() -> None:
+    """They count ranks of the run: several nodes have the same data-parallel ranks."""
+    first, *rest = of_pipeline()
+    assert absent(first, rest[:-1]) == [(8, 1), (9, 1)]
+    assert absent(first, rest) == []
+    assert absent(rest[-1], rest[:-1]) == [(0, 0), (1, 0)]
+    # as what it leaves to its owner is: most likely with rank 0
+    names = [name_in(manifest_key(m, SHA)) for m in (first, *rest)]
+    assert [name.low for name in names if name] == list(range(0, 20, 2))
+
+
+def test_names_that_do_not_tell_name_nobody() -> None:
+    """Of a grid whose degrees are not known, and of ranks that do not follow each other."""
+    unknown = of_pipeline(PIPELINE.model_copy(update={"tp": None, "pp": None}))
+    assert absent(unknown[0], unknown[1:-1]) == []
+    first, *rest = of_pipeline()
+    assert absent(first, [*rest[:-2], stage_part("odd", ((6, 1), (8, 1)))]) == []
+    # whatever somebody puts there
+    huge = "_ckptd/nodes/s~g1~zero/n~d999999999999.n999999999999of20.m00000000.t1_2~abcdefabcdef.json"
+    name = name_in(huge)
+    assert name is not None and absent_by_names([name], [first]) == ()
 
 
 # --- replicas with another pickle --------------------------------------------------------------------------

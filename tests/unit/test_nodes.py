@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,8 +15,9 @@ from ckptd.core.heartbeat import Heartbeat, NewestSave, SeenNode, heartbeat_key
 from ckptd.core.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_name
 from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
 from ckptd.core.manifest import sha256_of, to_bytes
-from ckptd.core.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, late
+from ckptd.core.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, Lost, OpenSave, Part, late
 from ckptd.core.parts import Spread, Told, replicas
+from ckptd.core.topology import Cell
 from ckptd.errors import ConfigError
 from ckptd.recover.choose import Nodes
 from ckptd.remote.directory import DirectoryStore
@@ -62,7 +63,7 @@ class TestParts:
         assert judged((MODEL, *OURS), replace(QUIET, spread=None)).state is State.INCOMPLETE
 
     def test_a_rank_that_saved_here_before_is_waited_for_while_the_save_is_in_flight(self) -> None:
-        spread = Spread(usual=frozenset({2, 3}))
+        spread = Spread(usual=frozenset({Cell(2, 0), Cell(3, 0)}))
         context = replace(QUIET, spread=spread, is_in_flight=True)
         assert judged((MODEL, OURS[0]), context).state is State.SAVING
         assert judged((MODEL, *OURS), context).state is State.COMPLETE
@@ -153,47 +154,148 @@ def manifest_paths(nas: Path) -> list[str]:
     return [file["path"] for path in found for file in json.loads(path.read_bytes())["files"]]
 
 
-def beat(node: str, *ranks: int, step: int = 5, digest: str = "c") -> Heartbeat:
-    newest = NewestSave(tag=f"global_step{step}", branch=1, step=step, written_seconds_ago=3)
+def beat(
+    node: str, *held: int | tuple[int, int], step: int = 5, digest: str = "c", last: int | None = None
+) -> Heartbeat:
+    """Of ranks alone, as older releases say it, or with the model-parallel rank of each."""
+    newest = NewestSave(
+        tag=f"global_step{step}", branch=1, step=step, written_seconds_ago=3, last_seconds=last
+    )
+    cells = tuple(cell for cell in held if isinstance(cell, tuple))
+    ranks = tuple(sorted({d for d, _ in cells} | {rank for rank in held if isinstance(rank, int)}))
     return Heartbeat(
         job_id="j", job="job", node=node, node_id=f"id-{node}", config_digest=digest, ckptd_version="1",
-        as_of="2026-01-01T00:00:00Z", state="ok", ranks=ranks, newest=newest,
+        as_of="2026-01-01T00:00:00Z", state="ok", ranks=ranks, shards=cells or None, newest=newest,
     )  # fmt: skip
 
 
+def shards(*cells: tuple[int, int]) -> tuple[NamedShard, ...]:
+    return tuple(NamedShard(role=Role.OPTIM, shard=ShardKey(d=d, mm=mm)) for d, mm in cells)
+
+
+def lost(
+    missing: tuple[NamedShard, ...],
+    seen: list[SeenNode],
+    age_seconds: float,
+    *,
+    parts: tuple[Part, ...] = (),
+    mm_count: int = 1,
+) -> Lost | None:
+    """Of generation 1 of a save at step 9."""
+    save = OpenSave(
+        missing=missing, step=9, generation=1, mm_count=mm_count, age_seconds=age_seconds, parts=parts
+    )
+    return late(save, seen)
+
+
+def words(*arguments: Any, **named: Any) -> str | None:
+    found = lost(*arguments, **named)
+    return found.text if found is not None else None
+
+
 class TestWords:
-    missing = tuple(NamedShard(role=Role.OPTIM, shard=ShardKey(d=d, mm=0)) for d in range(8, 16))
+    missing = shards(*((d, 0) for d in range(8, 16)))
 
     def test_the_node_and_its_age_are_named(self) -> None:
         seen = SeenNode(node="gpu-3", seconds_ago=14 * 60, heartbeat=beat("gpu-3", *range(8, 16)))
-        assert late(self.missing, [seen], 9, INCOMPLETE_SECONDS) == (
+        assert words(self.missing, [seen], INCOMPLETE_SECONDS) == (
             "missing ranks 8-15 (last seen on gpu-3, 14 min ago)"
         )
 
     def test_a_node_that_is_alive_and_has_the_save_is_waited_for(self) -> None:
         alive = SeenNode(node="gpu-3", seconds_ago=20, heartbeat=beat("gpu-3", *range(8, 16), step=9))
-        assert late(self.missing, [alive], 9, 10 * SLOW_SECONDS) is None
+        assert words(self.missing, [alive], 10 * SLOW_SECONDS) is None
 
     def test_one_that_is_alive_without_it_is_given_time(self) -> None:
         alive = SeenNode(node="gpu-3", seconds_ago=20, heartbeat=beat("gpu-3", *range(8, 16), step=5))
-        assert late(self.missing, [alive], 9, INCOMPLETE_SECONDS) is None
-        assert "last seen on gpu-3" in (late(self.missing, [alive], 9, SLOW_SECONDS) or "")
+        assert words(self.missing, [alive], INCOMPLETE_SECONDS) is None
+        assert "last seen on gpu-3" in (words(self.missing, [alive], SLOW_SECONDS) or "")
 
     def test_several_nodes_and_clocks_that_are_not_the_stores(self) -> None:
         seen = [
             SeenNode(node="a", seconds_ago=900, heartbeat=beat("a", 8, 9)),
             SeenNode(node="b", seconds_ago=7200, heartbeat=beat("b", 10), is_store_time=False),
         ]
-        words = late(self.missing, seen, 9, INCOMPLETE_SECONDS) or ""
-        assert "ranks 8-9 last seen on a, 15 min ago" in words
-        assert "rank 10 last seen on b, 2 h ago by the nodes' own clocks" in words
-        assert "ranks 11-15: no node is known to hold them; not heard of: a, 15 min ago" in words
+        text = words(self.missing, seen, INCOMPLETE_SECONDS) or ""
+        assert "ranks 8-9 last seen on a, 15 min ago" in text
+        assert "rank 10 last seen on b, 2 h ago by the nodes' own clocks" in text
+        assert "ranks 11-15: no node is known to hold them; not heard of: a, 15 min ago" in text
 
     def test_nothing_is_said_too_early(self) -> None:
-        assert late(self.missing, [], 9, INCOMPLETE_SECONDS - 1) is None
+        assert words(self.missing, [], INCOMPLETE_SECONDS - 1) is None
 
-    def test_ranks(self) -> None:
-        assert ranks_in_words([3, 1, 2, 9, 2]) == "1-3, 9"
+    def test_a_dead_pipeline_node_is_named_though_others_have_its_ranks(self) -> None:
+        """Two stages of four ranks: the node of ranks 2-3 of stage 1 died, that of stage 0 lives."""
+        alive = SeenNode(node="a", seconds_ago=20, heartbeat=beat("a", (2, 0), (3, 0), step=9))
+        dead = SeenNode(node="b", seconds_ago=840, heartbeat=beat("b", (2, 1), (3, 1), step=5))
+        assert words(shards((2, 1), (3, 1)), [alive, dead], INCOMPLETE_SECONDS, mm_count=2) == (
+            "missing ranks 2-3 of mp_rank 1 (last seen on b, 14 min ago)"
+        )
+
+    def test_of_an_older_release_only_ranks_are_known(self) -> None:
+        """It may hold any stage's; once its part is there, those that are missing are not its own."""
+        old = SeenNode(node="a", seconds_ago=20, heartbeat=beat("a", 2, 3, step=9))
+        missing = shards((2, 1), (3, 1))
+        assert words(missing, [old], 10 * SLOW_SECONDS, mm_count=2) is None
+        sent = (Part(node="a", generation=1, last_seconds=100),)
+        text = words(missing, [old], 10 * SLOW_SECONDS, mm_count=2, parts=sent) or ""
+        assert text.startswith("missing ranks 2-3 of mp_rank 1 (")
+
+    def test_model_states_that_no_node_has_are_named_however_many(self) -> None:
+        """Tensor parallel ranks 1-3 of a node that writes those of its local rank 0 alone."""
+        holes = tuple(NamedShard(role=Role.MODEL, shard=ShardKey(mm=mm)) for mm in (1, 2, 3))
+        alive = SeenNode(node="a", seconds_ago=20, heartbeat=beat("a", (0, 0), step=9))
+        for missing in (holes, holes[:1]):
+            text = words(missing, [alive], INCOMPLETE_SECONDS, mm_count=4) or ""
+            names = [f"mp_rank_{s.shard.mm:02d}_model_states.pt" for s in missing if s.shard.mm]
+            assert text == f"no node has sent {', '.join(names)}"
+        # with shards of ranks they may be on their way together
+        elsewhere = SeenNode(node="b", seconds_ago=20, heartbeat=beat("b", (0, 1), step=9))
+        assert words((*holes, *shards((0, 1))), [elsewhere], 10 * SLOW_SECONDS, mm_count=4) is None
+
+
+class TestTwoAttempts:
+    """Nodes that live and have the step, and another save of it."""
+
+    missing = shards((2, 0), (3, 0))
+
+    def seen(self, *, last_seconds: int | None) -> list[SeenNode]:
+        """Node b, with a save that ended then."""
+        return [
+            SeenNode(node="b", seconds_ago=9, heartbeat=beat("b", (2, 0), (3, 0), step=9, last=last_seconds))
+        ]
+
+    def test_who_sent_its_save_as_another_sends_nothing_into_this_one(self) -> None:
+        parts = (Part(node="b", generation=2, last_seconds=100),)
+        found = lost(self.missing, self.seen(last_seconds=100), SLOW_SECONDS, parts=parts)
+        assert found is not None and found.apart == ("b",)
+        assert found.text == (
+            "missing ranks 2-3 (last seen on b, 9 s ago);"
+            " node b shipped another save of this tag, as generation 2"
+        )
+        assert lost(self.missing, self.seen(last_seconds=100), SLOW_SECONDS - 1, parts=parts) is None
+
+    @pytest.mark.parametrize("generation", [1, 2])
+    def test_who_saved_again_since_is_waited_for(self, generation: int) -> None:
+        """Its newest save ended later than what it sent: of this tag again, or with a rank that came late."""
+        parts = (Part(node="b", generation=generation, last_seconds=100),)
+        assert lost(self.missing, self.seen(last_seconds=160), 10 * SLOW_SECONDS, parts=parts) is None
+
+    def test_who_has_sent_all_of_it_is_not_sending(self) -> None:
+        parts = (Part(node="b", generation=1, last_seconds=100),)
+        found = lost(self.missing, self.seen(last_seconds=100), SLOW_SECONDS, parts=parts)
+        assert found is not None and found.apart == ()
+
+    def test_of_many_nodes_some_are_named(self) -> None:
+        parts = tuple(Part(node=f"n{n}", generation=3, last_seconds=1) for n in range(9))
+        text = words(self.missing, [], SLOW_SECONDS, parts=parts) or ""
+        assert text.endswith(
+            "; nodes n0, n1, n2 and 6 more shipped another save of this tag, as generation 3"
+        )
+
+
+def test_runs_of_ranks() -> None:
+    assert ranks_in_words([3, 1, 2, 9, 2]) == "1-3, 9"
 
 
 class TestHeartbeats:
@@ -250,16 +352,15 @@ class TestResumeRanks:
     @pytest.mark.parametrize(
         ("nodes", "wanted"),
         [
-            (Nodes(count=2, rank=1, world_size=4), frozenset({2, 3})),
-            (Nodes(count=4, rank=0), frozenset({0})),
+            (Nodes(count=2, rank=1, world_size=4), range(2, 4)),
+            (Nodes(count=4, rank=0), range(1)),
             (Nodes(count=2, rank=1, world_size=8), None),
             (Nodes(count=3, rank=1, world_size=4), None),
             (Nodes(), None),
         ],
     )
-    def test_which_ranks_run_on_a_node(self, nodes: Nodes, wanted: frozenset[int] | None) -> None:
-        assert nodes.ranks_of(4, 1) == wanted
-        assert Nodes(count=2).ranks_of(4, 2) is None
+    def test_which_ranks_run_on_a_node(self, nodes: Nodes, wanted: range | None) -> None:
+        assert nodes.ranks(4) == wanted
 
 
 class TestOneJobFile:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptd.core.layouts import Grid
 from ckptd.core.listing import OURS
 from ckptd.errors import (
     ConfigError,
@@ -20,6 +22,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.choose import Nodes
 from tests.unit.recover_scene import EXTRA, Scene, scene
+from tests.unit.synthetic import write_stage12
 
 __all__ = ["scene"]
 
@@ -338,6 +341,38 @@ def test_several_nodes_choose_what_is_committed(scene: Scene) -> None:
     scene.lose_node()
     assert scene.resume().path.name == "global_step5"
     assert scene.shards("global_step5") == shards
+
+
+def test_nodes_of_a_pipeline_keep_their_own_folders_or_get_their_own_shards(tmp_path: Path) -> None:
+    """Two stages, a node each: both have data-parallel ranks 0 and 1, and gpu-10 sorts before gpu-9."""
+    grid = Grid(dp=2, mm_count=2, tp=1, pp=2, zero_stage=2)
+
+    def of_stage(model: dict[str, Any]) -> None:
+        model["mp_world_size"] = 2
+        model["checkpoint_parallel_dimensions"] = {"pp_degree": 2, "tp_degree": 1}
+
+    machines = [Scene(tmp_path / name, node=name, grid=grid) for name in ("gpu-9", "gpu-10")]
+    (tmp_path / "gpu-10" / "nas").rmdir()
+    (tmp_path / "gpu-10" / "nas").symlink_to(tmp_path / "gpu-9" / "nas")
+    held = []
+    for stage, machine in enumerate(machines):
+        folder = machine.save_dir / "global_step5"
+        write_stage12(folder, [{f"s{stage}.weight": (8, 4)}], 2, step=5, change_model=of_stage)
+        for path in list(folder.iterdir()):
+            path.rename(folder / path.name.replace("mp_rank_00", f"mp_rank_{stage:02d}"))
+        (machine.save_dir / EXTRA).write_text("{}")
+        held.append(machine.shards("global_step5"))
+        outcome = machine.commit("global_step5", 5).outcome
+    assert outcome == "committed"
+    for rank, machine in enumerate(machines):
+        wish: dict[str, Any] = {"nodes": Nodes(count=2, rank=rank), "world_size": 4}
+        assert machine.resume(**wish).path.name == "global_step5"
+        assert (machine.aside(), machine.shards("global_step5")) == ([], held[rank])
+        machine.lose_node()
+        machine.resume(**wish)
+        models = {n: d for part in held for n, d in part.items() if "optim" not in n}
+        assert machine.shards("global_step5") == held[rank] | models
+        assert machine.resume(**wish).plan.steps == ()
 
 
 def test_of_several_nodes_none_takes_what_no_commit_holds(scene: Scene) -> None:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.core.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
+from ckptd.core.layouts import Grid
 from ckptd.core.manifest import to_bytes
 from ckptd.recover.jobwide import Jobwide, JobwideStatus
 from ckptd.recover.sight import look_at_remote
 from ckptd.remote.directory import DirectoryStore
-from tests.stores.scene import Node
+from tests.stores.scene import Node, archive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -237,6 +238,68 @@ def test_one_node_that_ended_or_died_is_not_the_job(nas: Path) -> None:
         put(nas, beat(3) if number == 3 else ended(number), seconds_ago=DAYS)
     found = looked(nas)
     assert (found.exit_code, found.problems) == (1, ("node n3 has not been heard of for 3 d",))
+
+
+def cells_beat(name: str, *cells: tuple[int, int], step: int, last: int = 0) -> Heartbeat:
+    """As nodes say it today."""
+    newest = NewestSave(
+        tag=f"global_step{step}", branch=0, step=step, written_seconds_ago=1, last_seconds=last
+    )
+    ranks = tuple(sorted({d for d, _ in cells}))
+    update = {"node": name, "node_id": f"id-{name}", "ranks": ranks, "shards": cells, "newest": newest}
+    return beat(0).model_copy(update=update)
+
+
+def ship_cells(
+    nas: Path, tmp_path: Path, name: str, *cells: tuple[int, int], generation: int = 1, last: int = 0
+) -> None:
+    """A node's part of global_step9, of two stages of two ranks; by the store's time ten minutes ago."""
+    store = DirectoryStore(str(nas), owner="t")
+    node = Node(tmp_path / f"{name}-{generation}", name=name, dp=2, tag="global_step9")
+    names = [f"bf16_zero_pp_rank_{d}_mp_rank_{mm:02d}_optim_states.pt" for d, mm in cells]
+    names += [f"mp_rank_{mm:02d}_model_states.pt" for d, mm in cells if d == 0]
+    node.write({n: archive(f"{n} {generation}".encode() * 50) for n in names})
+    grid = Grid(dp=2, mm_count=2, tp=1, pp=2, zero_stage=1)
+    save = node.sealed(step=9, seconds=last).model_copy(update={"grid": grid})
+    assert node.ship(node.attached(store), node.order(save, generation=generation)).outcome == "waiting"
+    for path in (nas / "_ckptd" / "nodes").rglob("*.json"):
+        os.utime(path, (time.time() - 600, time.time() - 600))
+
+
+def test_a_dead_pipeline_node_is_named(nas: Path, tmp_path: Path) -> None:
+    """A live node of the other stage has the same data-parallel ranks."""
+    ship_cells(nas, tmp_path, "n0", (0, 0), (1, 0))
+    put(nas, cells_beat("n0", (0, 0), (1, 0), step=9))
+    put(nas, cells_beat("n1", (0, 1), (1, 1), step=5), seconds_ago=14 * 60)
+    done = status(nas)
+    assert done.returncode == 1
+    assert "missing ranks 0-1 of mp_rank 1 (last seen on n1, 14 min ago)" in done.stdout
+
+
+def test_two_attempts_at_one_tag_are_named_until_the_second_is_on_its_way(nas: Path, tmp_path: Path) -> None:
+    """Both nodes live; none sends anything more, until n0 saves again as n1 did."""
+    ship_cells(nas, tmp_path, "n0", (0, 0), (1, 0), last=1000)
+    ship_cells(nas, tmp_path, "n1", (0, 1), (1, 1), generation=2, last=5000)
+    put(nas, cells_beat("n0", (0, 0), (1, 0), step=9, last=1000))
+    put(nas, cells_beat("n1", (0, 1), (1, 1), step=9, last=5000))
+    done = status(nas)
+    assert done.returncode == 1
+    said = "global_step9 (generation {}) is not committed: missing ranks 0-1 of mp_rank {} (last seen on {}, "
+    again = "node {} shipped another save of this tag, as generation {}; save again"
+    for words in (
+        said.format(1, 1, "n1"),
+        said.format(2, 0, "n0"),
+        again.format("n1", 2),
+        again.format("n0", 1),
+    ):
+        assert words in " ".join(done.stdout.split())
+    put(nas, cells_beat("n0", (0, 0), (1, 0), step=9, last=5001))
+    found = document(nas)
+    assert found["verdict"] == "behind" and not any("save again" in text for text in found["problems"])
+    assert [row["text"] for row in found["uncommitted"]] == [
+        "3 shards are on their way",
+        "saved again, as generation 2",
+    ]
 
 
 def test_a_node_that_was_replaced_is_missed_until_the_next_commit(nas: Path) -> None:

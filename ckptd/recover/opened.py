@@ -1,0 +1,168 @@
+"""Saves that some nodes shipped their parts of and that are not committed, and what each lacks (P17).
+
+Part of `ckptd status URL`: from node manifests and heartbeats, by the store's times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core import coverage
+from ckptd.core.manifest import ROOT
+from ckptd.core.manifest_names import name_in
+from ckptd.core.missing import OpenSave, Part, late
+from ckptd.core.save import Order
+from ckptd.core.view import ZERO
+from ckptd.remote.documents import read_generation, stem_of_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.coverage import KnownManifest
+    from ckptd.core.heartbeat import SeenNode
+    from ckptd.core.manifest import NodeManifest
+    from ckptd.core.missing import Lost
+    from ckptd.remote.documents import Stem
+    from ckptd.remote.store import Store
+
+    Members = tuple[KnownManifest, ...]
+
+MOST_OPEN = 3
+"""Uncommitted saves that are looked into, the last that were saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRow:
+    """A save that some nodes shipped their parts of and that is not committed."""
+
+    tag: str
+    generation: int
+    branch: int
+    step: int
+    nodes: tuple[str, ...]
+    missing: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """All of them, newest first, and what a person needs to know of them."""
+
+    rows: tuple[OpenRow, ...]
+    problems: tuple[str, ...]
+
+
+def opened(
+    store: Store,
+    uncommitted: Sequence[Stem],
+    safe: Order | None,
+    seen: Sequence[SeenNode],
+    now_seconds: float,
+) -> Opened:
+    """Those beyond the safe one that no rewind left behind.
+
+    Raises:
+        RemoteError: the remote stopped answering.
+    """
+    read = _newest(store, uncommitted, safe)
+    rows: list[OpenRow] = []
+    problems: list[str] = []
+    on_their_way: dict[str, int] = {}
+    for members in read:
+        lead = _lead(members)
+        of_tag = [known for parts in read for known in parts if known.manifest.tag == lead.tag]
+        save = _open_save(store, members, of_tag, lead, now_seconds)
+        newer = on_their_way.get(lead.tag)
+        lost = late(save, seen) if newer is None else None
+        if lost is not None:
+            of = {known.manifest.generation for known in of_tag}
+            problems.append(_problem(lead, lost, is_one_of_several=len(of) > 1))
+        else:
+            on_their_way.setdefault(lead.tag, lead.generation)
+        text = lost.text if lost is not None else f"{len(save.missing)} shards are on their way"
+        rows.append(
+            OpenRow(
+                tag=lead.tag,
+                generation=lead.generation,
+                branch=lead.branch,
+                step=lead.step,
+                nodes=tuple(sorted({known.manifest.node for known in members})),
+                missing=len(save.missing),
+                text=text if newer is None else f"saved again, as generation {newer}",
+            )
+        )
+    return Opened(rows=tuple(rows), problems=tuple(problems))
+
+
+def _open_save(
+    store: Store,
+    members: Sequence[KnownManifest],
+    of_tag: Sequence[KnownManifest],
+    lead: NodeManifest,
+    now_seconds: float,
+) -> OpenSave:
+    infos = [info for info in (store.stat(known.key) for known in members) if info is not None]
+    return OpenSave(
+        missing=coverage.absent(members),
+        step=lead.step,
+        generation=lead.generation,
+        mm_count=lead.grid.mm_count,
+        # since the first part was shipped
+        age_seconds=max((now_seconds - i.mtime_ns / 1e9 for i in infos if i.mtime_ns), default=0.0),
+        parts=tuple(
+            Part(node=m.node, generation=m.generation, last_seconds=m.save_window.last // 10**9)
+            for m in (known.manifest for known in of_tag)
+        ),
+    )
+
+
+def _problem(lead: NodeManifest, lost: Lost, *, is_one_of_several: bool) -> str:
+    which = f" (generation {lead.generation})" if is_one_of_several else ""
+    again = "; save again" if lost.apart else ""
+    return f"{lead.tag}{which} is not committed: {lost.text}{again}"
+
+
+# --- which are looked into -------------------------------------------------------------------------------
+
+
+def _newest(store: Store, uncommitted: Sequence[Stem], safe: Order | None) -> list[Members]:
+    """What was shipped of each save beyond `safe` on the newest branch, newest save first.
+
+    Each manifest of a thousand nodes is a request, and after a rewind a larger step is no newer save (P9).
+    So the last that were saved are read; (branch, step, save_seq) tells which of them the run still wants.
+    """
+    saved = _saved_at(store, {where for where in uncommitted if where[2] == ZERO})
+    last = sorted(saved, key=lambda where: (saved[where], where), reverse=True)[:MOST_OPEN]
+    read = [
+        members for where in last if (members := coverage.newest_revisions(read_generation(store, where)))
+    ]
+    read.sort(key=lambda members: _order(_lead(members)), reverse=True)
+    orders = [_order(_lead(members)) for members in read]
+    return [
+        members
+        for order, members in zip(orders, read, strict=True)
+        if order.branch == orders[0].branch and (safe is None or order > safe)
+    ]
+
+
+def _lead(members: Members) -> NodeManifest:
+    """The one that tells the order of their save: a node that was replaced may not know of a rewind."""
+    return max((known.manifest for known in members), key=_order)
+
+
+def _order(manifest: NodeManifest) -> Order:
+    return Order(manifest.branch, manifest.step, manifest.save_seq)
+
+
+def _saved_at(store: Store, wanted: set[Stem]) -> dict[Stem, tuple[int, int]]:
+    """When each was saved, unix seconds as names of manifests tell (0: an early release's), and when its last
+    part came, by the store's time in ns."""
+    found: dict[Stem, tuple[int, int]] = {}
+    for info in store.list(f"{ROOT}/nodes/"):
+        where = stem_of_key(info.key.rpartition("/")[0])
+        if where is not None and where in wanted:
+            name = name_in(info.key)
+            saved, came = found.get(where, (0, 0))
+            found[where] = max(saved, name.last_seconds if name else 0), max(came, info.mtime_ns)
+    return found
