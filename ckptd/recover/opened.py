@@ -105,6 +105,7 @@ def _open_save(
     infos = [info for info in (store.stat(known.key) for known in members) if info is not None]
     return OpenSave(
         missing=coverage.absent(members),
+        branch=lead.branch,
         step=lead.step,
         generation=lead.generation,
         mm_count=lead.grid.mm_count,
