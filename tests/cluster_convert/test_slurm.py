@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.cluster.conversion import Clustered
+from ckptd.cluster.crew import Address
 from ckptd.convert.supervise import convert
+from ckptd.errors import RefusedError
 from ckptd.remote.directory import DirectoryStore
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import OPTIONS, cli, content, until
@@ -125,7 +128,6 @@ def test_a_path_in_a_directory_remote_is_of_that_remote(node: Node, tmp_path: Pa
         (remote / TAG, remote / "made", "lies in the remote of ckptd"),
         (node.save_dir / TAG, remote / "made", "lies in the remote of ckptd"),
     ):
-        done = cli(source, target, "--cluster", "local:1")
-        assert done.returncode == 65, done.stdout + done.stderr
-        assert words in done.stderr.replace("\n", " ")
+        with pytest.raises(RefusedError, match=words):
+            Clustered(source, target, OPTIONS, os.environ, address=Address(kind="local")).run()
         assert not target.exists()

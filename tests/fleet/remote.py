@@ -43,6 +43,8 @@ class Remote:
     folders: dict[str, dict[str, bytes]] = field(default_factory=dict)
     on_change: Callable[[str, str, bytes | None, bytes | None], None] = lambda *_: None
     changes: int = 0
+    is_late: bool = False
+    """What changes now was asked for a while ago, by somebody who may have done other things since."""
     version: int = 0
     """Changes of anything that an observation tells."""
     _manifests: int = 0
@@ -180,7 +182,13 @@ class FleetStore:
     def _deliver_later(self, deed: Callable[[], None]) -> None:
         assert self.program is not None
         engine = self.program.engine
-        engine.at(engine.now + self._chance.random() * LATE_SECONDS, deed)
+
+        def deliver() -> None:
+            self.remote.is_late = True
+            deed()
+            self.remote.is_late = False
+
+        engine.at(engine.now + self._chance.random() * LATE_SECONDS, deliver)
 
     def get(self, key: str) -> bytes | None:
         if self.ahead:

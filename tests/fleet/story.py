@@ -200,7 +200,7 @@ class Fleet:
             for daemon in self.daemons:
                 if daemon is not None:
                     daemon.program.stir()
-        if after is not None and key.startswith("_ckptd/commits/"):
+        if after is not None and key in self.judge.live:
             self.committed_at.setdefault(self.judge.live[key].number, self.engine.now)
 
     # --- what happens ----------------------------------------------------------------------------------
