@@ -1,11 +1,12 @@
 """What training feels of ckptd: step and save times of a real training, with and without it in turns.
 
-    make bench-interference            (python -m bench.interference --pairs 20 --steps 12 --minutes 10)
+    make bench-interference            (python -m bench.interference --minutes 30)
 
-One DeepSpeed training on CPU (two ranks, ZeRO 2) runs through all segments, each with two saves; the second
-falls into the shipping and converting of the first. In every A/B pair one segment runs beside a daemon that
-uploads to a null S3 server and converts at full speed, in every A/A pair none does. Trainer on the first half
-of the cores, daemon and server on the other. The daemon lives in a memory cgroup as large as its budget.
+One DeepSpeed training on CPU (two ranks, ZeRO 2) runs through all segments: short steps, and a save every few
+of them. In every A/B pair one segment runs beside a daemon that uploads to a null S3 server and converts at
+full speed from before its first step to after its last, in every A/A pair none does. Segments are short and
+follow each other at once, in the order ABBA. Trainer on the first half of the cores, daemon and server on
+the other. The daemon lives in a memory cgroup as large as its budget.
 """
 
 from __future__ import annotations
@@ -15,31 +16,43 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
-from bench import native
-from bench.interference_report import Memory, render, write
+from bench import native, saves
+from bench.interference_daemon import BUDGET_BYTES, Beside, pinned
+from bench.interference_report import render, write
 from bench.interference_stats import Pair, Segment
 from bench.measure import make_warm, resident_share
-from bench.transfer_runs import BUCKET, ENVIRONMENT
-from tests import cgroup
 from tests.real import REPOSITORY, Recipe
 
 ROOT = REPOSITORY / ".build" / "bench-interference"
-LARGE = Recipe(stage=2, world_size=2, hidden=512, layers=8, heads=8, vocab=8192)
+RECORD = ROOT.with_suffix(".json")
+SHORT = Recipe(stage=2, world_size=2, hidden=192, layers=6, heads=6, vocab=4096)
+"""4 million parameters: a step of a tenth of a second on two cores, 57 MB a save."""
+LUGGAGE_BYTES = 400 << 20
+"""So that a save takes as long as one of a model whose steps would take a second."""
 TINY = Recipe(stage=2, world_size=2, hidden=64, layers=2)
-BUDGET_BYTES = 256 << 20
-IDLE_SECONDS = 120.0
+WAITING_LAYERS = 8
+"""Of the checkpoints that wait beside the training: 1.5 GB each."""
 DATA_BYTES = 256 << 20
 """A file that the trainer would read its samples from: it must stay in the page cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long a segment is, and how many pairs there are at most; none is begun after `minutes`."""
+
+    pairs: int
+    steps: int
+    saves: int
+    minutes: float
+    luggage_bytes: int
+    """What the trainer puts into each save besides its small model, as client state."""
 
 
 def halves() -> tuple[list[int], list[int]]:
@@ -55,8 +68,6 @@ class Trainer:
     process: subprocess.Popen[bytes]
     orders: Path
     answers: Path
-    number: int = 0
-    save_dir: Path = field(default_factory=lambda: ROOT / "save")
 
     def open(self) -> None:
         """Wait until it listens: a FIFO cannot be opened for writing before.
@@ -73,9 +84,10 @@ class Trainer:
             time.sleep(0.2)
         self._answers = self.answers.open()
 
-    def segment(self, steps: int) -> Segment:
+    def segment(self, plan: Plan) -> Segment:
         """Order one and wait for it."""
-        self._orders.write(json.dumps({"save_dir": str(self.save_dir), "steps": steps}) + "\n")
+        order: dict[str, str | int] = {"save_dir": str(ROOT / "save"), "luggage_bytes": plan.luggage_bytes}
+        self._orders.write(json.dumps(order | {"steps": plan.steps, "saves": plan.saves}) + "\n")
         told = json.loads(self._answers.readline())
         return Segment(tuple(told["steps"]), tuple(told["saves"]))
 
@@ -103,7 +115,7 @@ def trainer(recipe: Recipe, cores: list[int]) -> Iterator[Trainer]:
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with (ROOT / "trainer.log").open("wb") as log:
-        process = subprocess.Popen(_pinned(command, cores), stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(pinned(command, cores), stdout=log, stderr=log, env=environment)
     running = Trainer(process, orders, answers)
     try:
         running.open()
@@ -112,144 +124,81 @@ def trainer(recipe: Recipe, cores: list[int]) -> Iterator[Trainer]:
         running.end()
 
 
-def _pinned(command: list[str], cores: list[int]) -> list[str]:
-    return ["taskset", "-c", ",".join(map(str, cores)), *command]
-
-
-@dataclass
-class Beside:
-    """A daemon for one segment after another, in a cgroup of its budget where the machine has them."""
-
-    server: native.NullServer
-    cores: list[int]
-    memory: Memory = field(default_factory=Memory)
-    busy_seconds: list[float] = field(default_factory=list)
-    """Of each segment: until everything was committed and converted."""
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The daemon, from before the segment until it has committed both saves."""
-        self.server.reset()
-        config = ROOT / "etc"
-        (config / "jobs.d").mkdir(parents=True, exist_ok=True)
-        (config / "ckptd.toml").write_text(
-            f'state_dir = "{ROOT}/state"\nmemory_budget = "{BUDGET_BYTES >> 20}MiB"\n'
-        )
-        (config / "jobs.d" / "job.toml").write_text(
-            f'save_dir = "{ROOT}/save"\nsettle = "1s"\n[local]\nforms = ["universal"]\n[[remote]]\n'
-            f'name = "remote"\nurl = "s3://{BUCKET}/interference"\nendpoint_url = "{self.server.endpoint}"\n'
-            'forms = ["zero", "universal"]\n'
-        )
-        with contextlib.ExitStack() as stack:
-            inside = _pinned([sys.executable, "-m", "ckptd", "run", "--config-dir", str(config)], self.cores)
-            group = None if cgroup.why_not() else stack.enter_context(cgroup.group(BUDGET_BYTES))
-            watcher = None
-            if group:
-                inside = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *inside]
-                watcher = cgroup.Watcher(group)
-                stack.callback(watcher.stop)
-            with (ROOT / "daemon.log").open("ab") as log:
-                daemon = subprocess.Popen(inside, stdout=log, stderr=log, env=ENVIRONMENT)
-            stack.callback(_end, daemon)
-            self._until_up(daemon)
-            began = time.monotonic()
-            yield
-            self._until_idle(daemon)
-            self.busy_seconds.append(time.monotonic() - began)
-            if group and watcher:
-                self.memory = self.memory.joined(watcher.peak_bytes, watcher.peak_dirty_bytes, _killed(group))
-
-    def _until_up(self, daemon: subprocess.Popen[bytes]) -> None:
-        _until(daemon, lambda: any(ROOT.glob("state/**/status.json")))
-
-    def _until_idle(self, daemon: subprocess.Popen[bytes]) -> None:
-        """Both saves' ZeRO forms and the newest one's universal form are there."""
-        _until(daemon, lambda: self.server.counted().commits >= 3)
-
-
-def _until(daemon: subprocess.Popen[bytes], is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + IDLE_SECONDS
-    while not is_so():
-        if daemon.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"the daemon did not get there: {(ROOT / 'daemon.log').read_text()[-3000:]}")
-        time.sleep(0.1)
-
-
-def _end(daemon: subprocess.Popen[bytes]) -> None:
-    below = psutil.Process(daemon.pid).children(recursive=True) if daemon.poll() is None else []
-    daemon.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        daemon.wait(20)
-    daemon.kill()
-    daemon.wait()
-    psutil.wait_procs(below, timeout=20)
-
-
-def _killed(group: Path) -> int:
-    lines = (group / "memory.oom_control").read_text().splitlines()
-    return int(dict(line.split() for line in lines).get("oom_kill", 0))
-
-
-def cleared() -> None:
+def cleared(beside: Beside) -> None:
     """What earlier segments left is gone and flushed before the next one begins."""
-    for name in ("save", "state", "etc"):
-        shutil.rmtree(ROOT / name, ignore_errors=True)
+    beside.cleared()
+    shutil.rmtree(ROOT / "save", ignore_errors=True)
     (ROOT / "save").mkdir()
     os.sync()
-    time.sleep(0.5)
 
 
-def run(
-    recipe: Recipe, pairs: int, steps: int, minutes: float
-) -> tuple[list[Pair], list[Pair], Beside, float]:
+def run(recipe: Recipe, plan: Plan) -> tuple[list[Pair], list[Pair], Beside, float]:
     """A/B pairs, A/A pairs, the daemon's account, and how much of the trainer's data is still cached.
 
-    No pair is begun after `minutes`, but as many A/B as A/A pairs are finished.
+    As many A/A as A/B pairs; a daemon that fails ends the measuring, and what was measured before it stands.
     """
     shutil.rmtree(ROOT, ignore_errors=True)
     (ROOT / "save").mkdir(parents=True)
+    is_tiny = recipe == TINY
     data = ROOT / "data.bin"
-    data.write_bytes(os.urandom(DATA_BYTES if recipe == LARGE else 1 << 20))
+    data.write_bytes(os.urandom(1 << 20 if is_tiny else DATA_BYTES))
+    waiting = saves.shards("waits", 1 if is_tiny else WAITING_LAYERS, 2)
     ours, theirs = halves()
     found: dict[str, list[Pair]] = {"AB": [], "AA": []}
-    with native.null_server(ROOT) as server, trainer(recipe, ours) as training:
+    with native.null_server(ROOT, "plain") as server, trainer(recipe, ours) as training:
         os.sched_setaffinity(server.pid, theirs)
-        beside = Beside(server, theirs)
-        training.segment(steps)
+        beside = Beside(ROOT, server, theirs, waiting)
+        training.segment(plan)
         make_warm([data])
-        end = time.monotonic() + 60 * minutes
-        for number in range(2 * pairs):
+        end = time.monotonic() + 60 * plan.minutes
+        for number in range(2 * plan.pairs):
             if number % 2 == 0 and number and time.monotonic() > end:
                 break
             kind = "AB" if number % 2 else "AA"
-            # ABBA: a drift of the machine falls on both
-            order = (False, kind == "AB") if number % 4 < 2 else (kind == "AB", False)
+            is_other_first = number % 4 >= 2  # ABBA: a drift of the machine falls on both
             told = []
-            for is_beside in order:
-                cleared()
-                with beside.running() if is_beside else contextlib.nullcontext():
-                    told.append(training.segment(steps))
-            first, second = told if not order[0] else told[::-1]
-            found[kind].append(Pair(plain=first, other=second))
-            print(f"\r{number + 1} of {2 * pairs} pairs", end="", flush=True)
+            try:
+                for is_other in (is_other_first, not is_other_first):
+                    cleared(beside)
+                    with beside.running() if is_other and kind == "AB" else contextlib.nullcontext():
+                        told.append(training.segment(plan))
+            except RuntimeError as error:
+                print(f"\nended early: {error}", file=sys.stderr)
+                break
+            plain, other = reversed(told) if is_other_first else told
+            found[kind].append(Pair(plain=plain, other=other))
+            _record(found, beside)
+            print(f"\r{number + 1} pairs", end="", flush=True)
         print()
         kept = resident_share([data])
-    return found["AB"], found["AA"], beside, kept
+    whole = len(found["AB"])
+    return found["AB"], found["AA"][:whole], beside, kept
+
+
+def _record(found: dict[str, list[Pair]], beside: Beside) -> None:
+    """All figures so far, for whoever looks closer."""
+    told = {kind: [asdict(pair) for pair in pairs] for kind, pairs in found.items()}
+    RECORD.write_text(json.dumps(told | {"work": [asdict(one) for one in beside.work]}))
 
 
 def main() -> None:
     """Measure, print, and write the page unless it was tiny."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further pair after them")
+    parser.add_argument("--pairs", type=int, default=200, help="of either kind, at most")
+    parser.add_argument("--steps", type=int, default=48, help="of a segment")
+    parser.add_argument("--saves", type=int, default=3, help="of a segment, spread over its steps")
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin no further pair after them")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, nothing is written")
+    parser.add_argument("--dry", action="store_true", help="print what is found and leave the page alone")
     given = parser.parse_args()
-    recipe = TINY if given.tiny else LARGE
-    both, none, beside, kept = run(recipe, given.pairs, given.steps, given.minutes)
-    text = render(both, none, beside.memory, beside.busy_seconds, kept, BUDGET_BYTES, len(halves()[0]))
+    luggage_bytes = 0 if given.tiny else LUGGAGE_BYTES
+    plan = Plan(given.pairs, given.steps, given.saves, given.minutes, luggage_bytes)
+    both, none, beside, kept = run(TINY if given.tiny else SHORT, plan)
+    text = render(
+        both, none, beside.memory, beside.work, beside.waiting_bytes, kept, BUDGET_BYTES, len(halves()[0])
+    )
     print(text)
-    if not given.tiny:
+    if not given.tiny and not given.dry:
         write(text, both, none)
     shutil.rmtree(ROOT, ignore_errors=True)
 

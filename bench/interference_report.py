@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from bench.interference_stats import (
     Interval,
     Pair,
     Quantity,
     difference,
+    each,
     mean_save,
     median_step,
     p99_step,
@@ -27,6 +29,25 @@ AIMS: tuple[tuple[str, Quantity, float], ...] = (
 )
 
 KEPT_AIM = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What ckptd did: counters at one moment, or the difference of two."""
+
+    seconds: float
+    cpu_seconds: float
+    sent_bytes: int
+    converted_bytes: int
+
+    def since(self, before: Work) -> Work:
+        """Between an earlier moment and this one."""
+        return Work(
+            self.seconds - before.seconds,
+            self.cpu_seconds - before.cpu_seconds,
+            self.sent_bytes - before.sent_bytes,
+            self.converted_bytes - before.converted_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +73,8 @@ def render(
     both: Sequence[Pair],
     none: Sequence[Pair],
     memory: Memory,
-    busy_seconds: Sequence[float],
+    work: Sequence[Work],
+    waiting_bytes: int,
     kept: float,
     budget_bytes: int,
     cores: int,
@@ -72,10 +94,9 @@ def render(
             f"| {words} | {_words(ours)} | {_words(control)} | at most {ours.high:+.1f} % "
             f"| ≤ {aim:g} %, or not above A/A: {verdict} |"
         )
-    longest, least = max(busy_seconds, default=0.0), min(busy_seconds, default=0.0)
     lines += [
         "",
-        f"* ckptd was at work {least:.0f} – {longest:.0f} s per segment, until all was committed",
+        *(_work(work, waiting_bytes) if work else ()),
         (
             f"* the trainer's data file, all in the page cache before, {kept:.0%} afterwards "
             f"({_verdict(kept >= KEPT_AIM)})"
@@ -87,10 +108,29 @@ def render(
 
 def _scene(both: Sequence[Pair], none: Sequence[Pair]) -> str:
     plain = [pair.plain for pair in both]
+    step = median(seconds for segment in plain for seconds in segment.steps)
+    save = fmean(seconds for segment in plain for seconds in segment.saves)
     return (
-        f"{len(both)} A/B pairs and {len(none)} A/A pairs, alternated; without ckptd a step takes "
-        f"{median_step(plain):.3f} s, a save {mean_save(plain):.2f} s."
+        f"{len(both)} A/B pairs and {len(none)} A/A pairs; a segment has {len(plain[0].steps)} steps "
+        f"and {len(plain[0].saves)} saves; without ckptd a step takes {step:.3f} s, a save {save:.3f} s."
     )
+
+
+def _work(work: Sequence[Work], waiting_bytes: int) -> list[str]:
+    """Each figure: the median over segments, and the segment with the least."""
+
+    def rate(amounts: list[float], form: str) -> str:
+        rates = [amount / one.seconds for amount, one in zip(amounts, work, strict=True)]
+        return f"{median(rates):{form}} (least {min(rates):{form}})"
+
+    sent = rate([one.sent_bytes / 1e6 for one in work], ".0f")
+    converted = rate([one.converted_bytes / 1e6 for one in work], ".0f")
+    cpu = rate([one.cpu_seconds for one in work], ".2f")
+    most = max(one.sent_bytes for one in work) / 1e9
+    return [
+        f"* ckptd during its segments, each second: {sent} MB sent, {converted} MB converted, {cpu} s of CPU",
+        f"* {waiting_bytes / 1e9:.1f} GB waited beside each segment; at most {most:.1f} GB were sent in one",
+    ]
 
 
 def _words(one: Interval) -> str:
@@ -129,7 +169,7 @@ def _draw(both: Sequence[Pair], none: Sequence[Pair]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     for pairs, words, colour in ((none, "A/A", "#999999"), (both, "with ckptd", "#1f77b4")):
         for at, (axis, quantity) in enumerate(((left, median_step), (right, mean_save))):
-            seen = [100 * (quantity([p.other]) / quantity([p.plain]) - 1) for p in pairs]
+            seen = each(pairs, quantity)
             axis.hist(seen, bins=20, alpha=0.6, label=words, color=colour)
             axis.set_xlabel(("step time (median)" if at == 0 else "save time") + ", difference in a pair, %")
     left.set_ylabel("pairs")

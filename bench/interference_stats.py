@@ -1,7 +1,9 @@
 """What paired segments say about interference: bootstrap intervals of relative differences.
 
 A pair is two neighbouring segments of one training, one of them beside a working ckptd (A/B) or none (A/A).
-What is claimed is the upper end of the 95 % interval; A/A pairs show what the machine alone does.
+Every quantity compares the two segments of a pair with each other before anything else, so that a machine
+that is slower for a minute is slower for both; then pairs are put together. What is claimed is the upper end
+of the 95 % interval over whole pairs; A/A pairs show what the machine alone does.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 RESAMPLES = 1_000
 SEED = 20_261_121
@@ -40,38 +43,62 @@ class Interval:
     high: float
 
 
-Quantity = Callable[[Sequence[Segment]], float]
+Statistic = Callable[[npt.NDArray[np.int64]], float]
+"""Of the pairs with these numbers, in percent."""
+Quantity = Callable[[Sequence[Pair]], Statistic]
+"""How much longer the other segments take than the plain ones, for any draw of the pairs."""
 
 
-def median_step(segments: Sequence[Segment]) -> float:
-    """Median of all steps, seconds."""
-    return float(np.median(np.concatenate([s.steps for s in segments])))
+def median_step(pairs: Sequence[Pair]) -> Statistic:
+    """Of the ratios of the segments' median steps: the mean of their middle half."""
+    return _middle([float(np.median(p.other.steps) / np.median(p.plain.steps)) for p in pairs])
 
 
-def p99_step(segments: Sequence[Segment]) -> float:
-    """99th percentile of all steps, seconds."""
-    return float(np.quantile(np.concatenate([s.steps for s in segments]), 0.99))
+def p99_step(pairs: Sequence[Pair]) -> Statistic:
+    """Of all steps of either kind, each in units of its pair's usual step: the ratio of the 99th percentiles.
+
+    Every step of every pair has its part: a hitch in one segment of a hundred is not averaged away.
+    """
+    usual = [float(np.median(p.plain.steps + p.other.steps)) for p in pairs]
+    plain = [np.asarray(p.plain.steps) / unit for p, unit in zip(pairs, usual, strict=True)]
+    other = [np.asarray(p.other.steps) / unit for p, unit in zip(pairs, usual, strict=True)]
+
+    def p99(steps: list[npt.NDArray[np.float64]], draw: npt.NDArray[np.int64]) -> float:
+        return float(np.quantile(np.concatenate([steps[i] for i in draw]), 0.99))
+
+    return lambda draw: 100 * (p99(other, draw) / p99(plain, draw) - 1)
 
 
-def mean_save(segments: Sequence[Segment]) -> float:
-    """Mean of all saves, seconds."""
-    return float(np.mean(np.concatenate([s.saves for s in segments])))
+def mean_save(pairs: Sequence[Pair]) -> Statistic:
+    """Of the ratios of the segments' mean saves: the mean of their middle half."""
+    return _middle([float(np.mean(p.other.saves) / np.mean(p.plain.saves)) for p in pairs])
+
+
+def _middle(ratios: list[float]) -> Statistic:
+    """Interquartile mean of logarithms, in percent: no single disturbed pair moves it."""
+    logs = np.log(ratios)
+    cut = len(logs) // 4
+
+    def of(draw: npt.NDArray[np.int64]) -> float:
+        return 100 * float(np.expm1(np.sort(logs[draw])[cut : len(draw) - cut].mean()))
+
+    return of
+
+
+def each(pairs: Sequence[Pair], quantity: Quantity) -> list[float]:
+    """Of every pair by itself, in percent."""
+    return [quantity([pair])(np.zeros(1, dtype=np.int64)) for pair in pairs]
 
 
 def difference(pairs: Sequence[Pair], quantity: Quantity) -> Interval:
-    """Of a quantity, in percent of the plain segments'; whole pairs are drawn, so a pair stays a pair.
+    """Of a quantity, in percent; whole pairs are drawn, so a pair stays a pair.
 
     Raises:
         ValueError: no pairs.
     """
     if not pairs:
         raise ValueError("no pairs")
+    of = quantity(pairs)
     draws = np.random.default_rng(SEED).integers(0, len(pairs), (RESAMPLES, len(pairs)))
-    found = [_percent([pairs[i] for i in draw], quantity) for draw in draws]
-    low, high = np.quantile(found, (0.025, 0.975))
-    return Interval(_percent(pairs, quantity), float(low), float(high))
-
-
-def _percent(pairs: Sequence[Pair], quantity: Quantity) -> float:
-    plain = quantity([pair.plain for pair in pairs])
-    return 100 * (quantity([pair.other for pair in pairs]) / plain - 1)
+    low, high = np.quantile([of(draw) for draw in draws], (0.025, 0.975))
+    return Interval(of(np.arange(len(pairs))), float(low), float(high))

@@ -1,14 +1,16 @@
 """The trainer of bench.interference: real DeepSpeed on CPU that steps and saves when told, and times it.
 
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
-line of JSON {"save_dir", "steps"}, its answer {"steps": seconds of each step, "saves": seconds of each save}:
-a save, half of the steps, a second save while whoever watches works on the first, the other half. An empty
-line ends the training.
+line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step,
+"saves": seconds of each save}: some steps that nobody counts, then so many times a save (with that much
+client state) and its share of the steps. An empty line ends the training.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +23,9 @@ import torch
 from ckptd.quickstart.ending import leave
 from tests import make_ckpt
 
+UNCOUNTED_STEPS = 4
+"""After a pause of any length: caches and clocks are as in the middle of training again."""
+
 
 def step(engine: Any, recipe: dict[str, Any], number: int) -> float:
     """One global step on one sample a rank; seconds."""
@@ -31,26 +36,40 @@ def step(engine: Any, recipe: dict[str, Any], number: int) -> float:
     return time.perf_counter() - began
 
 
-def save(engine: Any, save_dir: str) -> float:
+def save(engine: Any, save_dir: str, client_state: dict[str, Any]) -> float:
     """One save by all ranks; seconds that training stood still for it."""
     began = time.perf_counter()
-    engine.save_checkpoint(save_dir, client_state={make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}})
+    engine.save_checkpoint(save_dir, client_state=client_state)
     return time.perf_counter() - began
 
 
 def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[str, list[float]]:
     """What one order asks for."""
+    gc.collect()
+    for _ in range(UNCOUNTED_STEPS):
+        step(engine, recipe, engine.global_steps)
+    client_state: dict[str, Any] = {make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}}
+    if order["luggage_bytes"]:
+        client_state["luggage"] = torch.ones(order["luggage_bytes"], dtype=torch.uint8)
     steps, saves = [], []
-    for _ in range(2):
-        saves.append(save(engine, order["save_dir"]))
-        steps += [step(engine, recipe, engine.global_steps) for _ in range(order["steps"] // 2)]
+    for _ in range(order["saves"]):
+        saves.append(save(engine, order["save_dir"], client_state))
+        steps += [step(engine, recipe, engine.global_steps) for _ in range(order["steps"] // order["saves"])]
     return {"steps": steps, "saves": saves}
+
+
+def pin(rank: int) -> None:
+    """One of the trainer's cores for this rank, so that ranks do not push each other around."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def main() -> None:
     """Rank 0 reads orders for all and answers for all."""
+    pin(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     torch.set_num_threads(1)
+    gc.disable()  # a collection in one segment and not in its neighbour would be taken for ckptd's doing
     recipe = json.loads(Path(sys.argv[1]).read_text())
     world = dist.get_world_size()
     config = make_ckpt.ds_config(recipe, world, universal=False)

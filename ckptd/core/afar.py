@@ -23,6 +23,9 @@ class Attempt(LeaseTerm):
     refused: str | None = None
     """There is no such form of this save, and nobody need try again: why."""
     hint: str = ""
+    damaged: str = ""
+    """What the shards looked like in the remote when one of them was found damaged: as long as they look so,
+    nobody need try again. Empty: no such form will ever be."""
 
 
 def attempts_folder(tag: str, generation: int, form: str) -> str:
@@ -38,6 +41,16 @@ def attempt_folder(tag: str, generation: int, form: str, below: str, attempt: in
 def is_made_afar(save: SaveView) -> bool:
     """No node has it whole: its other forms are made of what its remote holds."""
     return save.save.is_part and not save.is_model_only
+
+
+def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
+    """The newest save of which that remote gets no form at all: no node has it whole, and what forms are made
+    of instead is not there (docs/adr/0128).
+    """
+    if ZERO in remote.forms:
+        return None
+    spread = (s for s in view.saves if is_made_afar(s) and s.is_present)
+    return max(spread, key=lambda s: s.order, default=None)
 
 
 def is_made_elsewhere(view: JobView, remote: RemoteView) -> bool:

@@ -63,7 +63,8 @@ class Topology:
 
 
 def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | None:
-    """As the grid records it; before DeepSpeed 0.19.5 layer files of a pipeline tell its tensor parallelism.
+    """As the grid records it; before DeepSpeed 0.19.5 a pipeline's layer files tell its tensor parallelism,
+    and what has no layers is no pipeline.
 
     None: it is not known, or sequence-parallel ranks stand between (their order is Megatron's).
     """
@@ -71,7 +72,8 @@ def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | N
         return Topology(dp=grid.dp, tp=1, pp=1)
     is_recorded = grid.tp is not None and grid.pp is not None
     named = [file.shard.mm or 0 for file in layers]
-    tp = grid.tp if is_recorded else max(named) + 1 if named else None
+    told = max(named) + 1 if named else None if grid.layers else grid.mm_count
+    tp = grid.tp if is_recorded else told
     if not tp or grid.mm_count % tp or (grid.sp or 1) > 1:
         return None
     pp = grid.mm_count // tp

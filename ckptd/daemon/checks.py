@@ -13,6 +13,7 @@ from ckptd.config_places import command_for
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote
 from ckptd.core import actions as a
+from ckptd.core.afar import gets_nothing
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
@@ -27,6 +28,7 @@ from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
+    from ckptd.core.view import JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
@@ -112,6 +114,8 @@ def see_problems(job: Job, state: JobState) -> None:
     see.begin_turn()
     _see_verdicts(job, state)
     see_conversions(see, state)
+    if job.view is not None:
+        see_gets_nothing(see, job.view)
     unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
@@ -237,6 +241,18 @@ def see_conversions(see: Problems, state: JobState) -> None:
         text = f"{alike[-1].save.tag} has no universal form: {reason}{more}"
         next_step = alike[-1].derived.hint or "the ZeRO form is safe all the same"
         see.see("conversion-refused", alike[-1].save.tag, text, next_step)
+
+
+def see_gets_nothing(see: Problems, view: JobView) -> None:
+    """Remotes that take no ZeRO form get nothing of saves that are spread over nodes."""
+    for remote in view.remotes:
+        save = gets_nothing(view, remote)
+        if save is not None:
+            forms = " and ".join(remote.forms)
+            text = f"{remote.name} gets no {forms} of {save.save.tag}: no node has all its shards"
+            see.see(
+                "conversion-refused", remote.name, text, 'list "zero" among its forms: they are made of it'
+            )
 
 
 def is_idle(job: Job) -> bool:

@@ -101,8 +101,12 @@ def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
 
 
 def parts_in(view: TagView) -> tuple[Part, ...]:
-    """Parts of the ZeRO form in generations that have no COMMIT, read or by their names."""
-    taken = {v.commit.generation for v in view.commits if v.commit.form == ZERO and not v.disputed}
+    """Parts of the ZeRO form, read or by their names, in generations that may still get a COMMIT.
+
+    What a disputed one held its nodes send again, as another.
+    """
+    taken = {v.commit.generation for v in view.commits if v.commit.form == ZERO}
+    taken |= {stone.generation for stone in view.retired if stone.form == ZERO}
     read = [
         (m.generation, m.node, m.save_window.last // 10**9)
         for m in (v.manifest for v in view.manifests)

@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds, changed_seconds
@@ -112,15 +113,8 @@ class Shipping:
             state.converting = Converting(save_id=action.save_id, form=action.form)
         link.ships, link.makes_way = action.form, False
         link.ship_order = link.order(order, lambda answer: self._on_ship(action, answer))
-        log.info(
-            "%s (%s) → %s as generation %d: %.1f MB",
-            row.save.tag,
-            action.form,
-            action.remote,
-            action.generation,
-            total / 1e6,
-            extra=doing("ship", row.save.tag),
-        )
+        what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
 
     def _sources(
         self, row: SaveRow, action: Ship, save_dir_fd: int, memory_bytes: int
@@ -225,6 +219,8 @@ class Shipping:
         tag = state.rows[action.save_id].save.tag
         about = f"{tag} → {action.remote}"
         state.problems.clear("upload-failed", about)
+        if answer.outcome != "damaged":
+            state.problems.clear("source-damaged", about)
         if answer.outcome == "committed" and answer.commit is not None:
             moving = state.moving.get((action.save_id, action.remote, action.form))
             seconds = time.monotonic() - moving.started_seconds if moving else 0.0
@@ -245,7 +241,11 @@ class Shipping:
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
             log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
-        elif answer.outcome == "waiting":
+        elif answer.outcome in ("waiting", "damaged"):
+            if answer.outcome == "damaged":
+                step = command_for(self._config, "verify", tag, "--repair", "--read-data")
+                step += " on the node that has that shard"
+                state.problems.put("source-damaged", about, f"{about}: {answer.reason}", step)
             again_at = time.monotonic() + self._wait_seconds(action, answer)
             update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)
@@ -263,11 +263,10 @@ class Shipping:
         state.put_ship(action.save_id, record)
 
     def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
-        """Until it is tried again: other nodes' parts, or a form that another node makes, are to come."""
+        """Until it is tried again: other nodes' parts, a form that another makes, or a mend, are to come."""
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
-        key = (action.save_id, action.remote, action.form)
-        first = self._step_in_seconds
+        key, first = (action.save_id, action.remote, action.form), self._step_in_seconds
         waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer, first)
         # of a shared directory what takes over from a silent host is the attempt itself
         return first if self._config.shared_fs else waiting.retry_seconds

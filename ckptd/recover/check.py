@@ -17,6 +17,7 @@ from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote, url_path
 from ckptd.convert.supervise import probe_restrictions
+from ckptd.core.view import ZERO
 from ckptd.errors import CkptdError, ConfigError, RefusedError, RemoteNotOurs, RemoteUnreachable
 from ckptd.local.probe import Finding, failed, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
@@ -57,6 +58,8 @@ def check_job(
     owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     for remote in job.remotes:
         yield from _remote(job, remote, owner, writes=writes, init_remote=init_remote)
+        if ZERO not in remote.forms and not job.shared_fs:
+            yield _without_zero(remote)
     yield _children()
 
 
@@ -135,6 +138,15 @@ def _remote(
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
+
+
+def _without_zero(remote: RemoteConfig) -> Finding:
+    text = (
+        f"takes no ZeRO form: {', '.join(remote.forms)} of saves that lie whole on a node, nothing of saves "
+    )
+    text += "that are spread over the disks of several"
+    hint = 'several nodes with disks of their own: list "zero" among its forms, the others are made of it'
+    return Finding(what=shown_remote(remote.name, remote.url), verdict="note", text=text, hint=hint)
 
 
 def _absent(what: str, remote: RemoteConfig, job: JobConfig, owner: Owner, error: CkptdError) -> Finding:

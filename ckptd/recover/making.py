@@ -25,7 +25,7 @@ from ckptd.convert.workplace import look_at_source
 from ckptd.core.view import UNIVERSAL
 from ckptd.errors import BehindError, RefusedError, SourceChanged, UsageError
 from ckptd.recover.made import ALONE_BYTES, LANE_BYTES, Made
-from ckptd.recover.making_afar import MIRROR, WINDOW_BYTES, cache_for, committed_source
+from ckptd.recover.making_afar import MIRROR, WINDOW_BYTES, cache_for, committed_source, proven_records
 from ckptd.recover.mirrored import make_mirror
 from ckptd.recover.ranged_reader import RemoteRanges
 from ckptd.remote.origin import CannotBeMade, changed
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptd.remote.messages import ShipOrder
     from ckptd.remote.store import Store
     from ckptd.remote.transfer import Control
+    from ckptd.torchfile.archive import Record
 
 
 @contextmanager
@@ -91,14 +92,17 @@ def _of_objects(
     control: Control,
     store: Store,
 ) -> Made:
-    """Of the objects that a COMMIT lists: each block is read once and hashed, all are compared (adr/0118)."""
+    """Of the objects that a COMMIT lists: each block is read once and hashed, all that is used of them is
+    compared with what was committed (adr/0128)."""
     options = _options(order.manifest.form)
     source, fingerprints = committed_source(store, order, making, zero)
+    records: dict[str, tuple[Record, ...]] = {}
     with tempfile.TemporaryDirectory(dir=making.staging, prefix=MIRROR) as place:
 
         def look() -> SourceFolder:
             with files.opened_dir(place) as fd:
                 make_mirror(source, fd, companions=options.form == "weights")
+                records.update(proven_records(fd, source))
             rights = files.stat_beneath(root, making.folders[0]) or os.fstat(root)
             found = look_at_source(Path(place, source.name))
             mode = rights.st_mode & 0o777 | 0o700
@@ -111,7 +115,12 @@ def _of_objects(
     wanted = [known[one.path] for one in outputs.header.sources]
     cache_bytes = cache_for(making.memory_bytes - ALONE_BYTES - LANE_BYTES, len(wanted))
     ranges = RemoteRanges(
-        store, wanted, cache_bytes=cache_bytes, check_stop=control.check, most_block_bytes=WINDOW_BYTES
+        store,
+        wanted,
+        cache_bytes=cache_bytes,
+        check_stop=control.check,
+        most_block_bytes=WINDOW_BYTES,
+        records=records,
     )
     # what an earlier attempt sent was of bytes that nobody compared then, and that may be mended by now
     everything = bool(order.shipped or order.partly) and order.manifest.form == UNIVERSAL

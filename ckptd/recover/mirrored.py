@@ -35,7 +35,8 @@ _COMPANION_LIMIT_BYTES = 64 << 20
 class RemoteFile:
     """One source: `path` in the mirror, `key` below the store's root; `crc64` hex where a manifest has it.
 
-    `local`: where it lay below the save_dir of the node that shipped it, where a manifest says that.
+    `local`: where it lay below the save_dir of the node that shipped it, and `fingerprint`, where a manifest
+    says that.
     """
 
     path: str
@@ -45,6 +46,7 @@ class RemoteFile:
     crc64: str | None = None
     mode: int | None = None
     local: str = ""
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ def of_manifest(file: ManifestFile, path: str, tag: str) -> RemoteFile:
         crc64=file.checksums.crc64nvme,
         mode=file.mode & 0o777,
         local="" if file.path.startswith(f"{EXTRA_FOLDER}/") else f"{tag}/{file.path}",
+        fingerprint=file.fingerprint,
     )
 
 

@@ -1,7 +1,8 @@
 """Ranges of remote objects for a conversion: blocks, each fetched once, all hashed on the way (P2, P12).
 
 A plan reads its sources forwards, in pieces from bytes to gigabytes; requests are of blocks, of which a few
-are kept. Where a manifest says what a file's bytes are, the CRC64s of its blocks are joined at the end.
+are kept. Where a manifest says what a file's bytes are, the CRC64s of its blocks are joined at the end; of a
+file of which little is needed, the CRC32s of its records, where they are known.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from typing import TYPE_CHECKING
 from ckptd.convert.ranges import Ranges
 from ckptd.errors import DamagedError, SourceChanged
 from ckptd.remote.checksums import crc64, crc64_combined, to_hex
+from ckptd.remote.record_sums import RecordSums
 from ckptd.remote.stretches import Stretches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.recover.mirrored import RemoteFile
     from ckptd.remote.store import ObjectInfo, Store
+    from ckptd.torchfile.archive import Record
 
 MOST_BLOCK_BYTES = 512 << 10
 LEAST_BLOCK_BYTES = 64 << 10
 PARALLEL = 6
 _PROVEN_SHARE = 2
-"""A file of which more than one in so many bytes was needed is read to its end and compared."""
+"""A file of which one in so many bytes was needed, or more, is read to its end and compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,9 @@ class RemoteRanges(Ranges):
         cache_bytes: int,
         check_stop: Callable[[], None],
         most_block_bytes: int = MOST_BLOCK_BYTES,
+        records: Mapping[str, Sequence[Record]] | None = None,
     ) -> None:
+        """`records`: by path, of archives whose directory is proven."""
         self._store = store
         self._sources = sources
         self._check_stop = check_stop
@@ -66,11 +71,16 @@ class RemoteRanges(Ranges):
         lock = threading.Lock()
         self._passed = [Stretches(crc64, crc64_combined, lock) for _ in sources]
         """Per source: of what was fetched. Joined as it comes: of terabytes there are millions of blocks."""
+        known = records or {}
+        self._sums = [RecordSums(known[s.path]) if s.path in known else None for s in sources]
         self.fetched_bytes = 0
 
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source, out of blocks."""
         self._check_stop()
+        sums = self._sums[source]
+        if sums is not None:
+            sums.ask(offset, nbytes)
         size = self.block_bytes
         first, last = offset // size, (offset + max(nbytes, 1) - 1) // size
         found = self._take(source, first, last)
@@ -128,6 +138,9 @@ class RemoteRanges(Ranges):
             raise _gone(file, self._store)
         if file.crc64 is not None:
             self._passed[source].feed(offset, memoryview(data))
+        sums = self._sums[source]
+        if sums is not None:
+            sums.feed(offset, memoryview(data))
         with self._changed:
             self.fetched_bytes += len(data)
         return data
@@ -154,7 +167,8 @@ class RemoteRanges(Ranges):
     def prove(self, *, everything: bool) -> Proof:
         """Compare files with their manifests' CRC64s; what was not needed of one is read to its end.
 
-        Without `everything`, files of which less than half was needed are left.
+        Without `everything`, of files of which less than half was needed the records are compared that were
+        read, where they are known; else such files are left.
 
         Raises:
             DamagedError: the bytes are not those that were committed.
@@ -163,27 +177,42 @@ class RemoteRanges(Ranges):
         for number, file in enumerate(self._sources):
             if file.crc64 is None:
                 continue
-            if not everything and self._passed[number].passed * _PROVEN_SHARE < file.bytes:
+            is_part = self._passed[number].passed * _PROVEN_SHARE < file.bytes
+            sums = self._sums[number]
+            if is_part and not everything and (sums is None or sums.is_telling):
+                if sums is not None:
+                    self._compare_records(number, sums)
                 in_part += 1
                 continue
             found = self._crc_of(number)
             if to_hex(found) != file.crc64:
-                raise DamagedError(
-                    f"{file.key} in {self._store.url} is damaged: CRC64 {to_hex(found)}, "
-                    f"committed was {file.crc64}",
-                    hint="nothing was published; see `ckptd verify`, and convert an older checkpoint",
-                )
+                raise self._damaged(file, f"CRC64 {to_hex(found)}, committed was {file.crc64}")
             compared += 1
         return Proof(compared=compared, in_part=in_part)
+
+    def _compare_records(self, number: int, sums: RecordSums) -> None:
+        """Of those that something was read of, what is left is read now."""
+        for begin, end in sums.gaps:
+            self._read_range(number, begin, end)
+        if sums.wrong is not None:
+            raise self._damaged(self._sources[number], str(sums.wrong))
+
+    def _damaged(self, file: RemoteFile, what: str) -> DamagedError:
+        msg = f"{file.key} in {self._store.url} is damaged: {what}"
+        hint = "nothing was published; see `ckptd verify`, and convert an older checkpoint"
+        return DamagedError(msg, hint=hint)
 
     def _crc_of(self, number: int) -> int:
         """Of the whole file: what was hashed, and the rest read now."""
         passed, size = self._passed[number], self._sources[number].bytes
         for begin, end in passed.gaps(0, size):
-            for at in range(begin, end, MOST_BLOCK_BYTES):
-                self._check_stop()
-                self._read_at(number, at, min(MOST_BLOCK_BYTES, end - at))
+            self._read_range(number, begin, end)
         return passed.crc_of(0, size) or 0
+
+    def _read_range(self, number: int, begin: int, end: int) -> None:
+        for at in range(begin, end, MOST_BLOCK_BYTES):
+            self._check_stop()
+            self._read_at(number, at, min(MOST_BLOCK_BYTES, end - at))
 
 
 def _is_other_time(file: RemoteFile, found: ObjectInfo) -> bool:

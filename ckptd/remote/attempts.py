@@ -7,15 +7,15 @@ What attempts that do not count left is removed, by the keys of the one that cou
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.afar import Attempt, attempt_folder, attempts_folder
 from ckptd.core.coverage import objects_of
-from ckptd.core.manifest import folder_name, parse, side_key, stem, to_bytes
+from ckptd.core.manifest import folder_name, parse, sha256_of, side_key, stem, to_bytes
 from ckptd.core.shared import judge_lease, numbered
 from ckptd.core.trainers import is_in_form
 from ckptd.core.view import UNIVERSAL, ZERO
-from ckptd.errors import DamagedError, RefusedError
+from ckptd.errors import DamagedError, RefusedError, VerifyError
 from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.look import look
@@ -24,10 +24,13 @@ from ckptd.remote.retire import listed_elsewhere
 from ckptd.remote.shared import agreed, newest_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptd.core.manifest import Commit
     from ckptd.remote.commit import Ground
     from ckptd.remote.documents import Stem
     from ckptd.remote.messages import CommitView, Making, ShipOrder
+    from ckptd.remote.store import Store
 
 
 def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
@@ -49,20 +52,21 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     is_taken = place_is_taken(ground, where, attempt_folder(*where, making.below, 1))
 
     def wanted(found: Attempt | None) -> Attempt | None:
+        fresh = Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
         if found is not None and found.refused is not None:
-            return None
+            is_mended = found.damaged and found.damaged != shards_look(store, order)
+            return fresh if is_mended else None
         of_another = found is not None and found.node != ours.node
         heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
         others = (heard,) if heard is not None else ()
         whose = judge_lease(found, ours.node, ours.node_id, others, takeover_seconds)
         is_void = whose == "ours" and found is not None and found.number == 1 and is_taken
-        if whose != "take" and not is_void:
-            return None
-        return Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
+        return fresh if whose == "take" or is_void else None
 
     attempt = agreed(store, attempts_folder(*where), Attempt, wanted)
     if attempt.refused is not None:
-        return ShipResult(outcome="refused", reason=attempt.refused, hint=attempt.hint)
+        outcome: Literal["damaged", "refused"] = "damaged" if attempt.damaged else "refused"
+        return ShipResult(outcome=outcome, reason=attempt.refused, hint=attempt.hint)
     if attempt.node_id != ours.node_id:
         return ShipResult(outcome="waiting", reason=f"{attempt.node} makes it")
     return _as_attempt(order, making, attempt.number)
@@ -82,10 +86,19 @@ def place_is_taken(ground: Ground, where: Stem, folder: str) -> bool:
     return any(key.startswith(f"{folder}/") and is_in_form(key.removeprefix(f"{folder}/")) for key in keys)
 
 
-def over(ground: Ground, order: ShipOrder, result: ShipResult) -> ShipResult:
-    """How an attempt ended: with the COMMIT that is there, whosever it is; refusals are told to all."""
+def made(ground: Ground, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
+    """How an attempt ends: with the COMMIT that is there, whosever it is; why it cannot is told to all."""
     making = order.making
     if making is None or making.zero is None:
+        return run()
+    looked = shards_look(ground.store, order)
+    try:
+        result = run()
+    except VerifyError:
+        raise  # what was sent, not what it is made of
+    except DamagedError as error:
+        result = ShipResult(outcome="damaged", reason=error.message, hint=error.hint)
+        _tell(ground, order, result, looked)
         return result
     where = stem_of(order.manifest)
     if result.outcome == "refused":
@@ -108,7 +121,16 @@ def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
     return order.model_copy(update={"manifest": manifest, "files": files})
 
 
-def _tell(ground: Ground, order: ShipOrder, result: ShipResult) -> None:
+def shards_look(store: Store, order: ShipOrder) -> str:
+    """Digest of names, sizes and times of what lies in the folder of the shards; other once one is mended."""
+    commit = read_commit(store, (order.manifest.tag, order.manifest.generation, ZERO))
+    folder = commit.commit.folder if commit is not None else ""
+    found = store.list(f"{folder}/") if folder else ()
+    rows = sorted(f"{info.key}\0{info.bytes}\0{info.mtime_ns}\n" for info in found)
+    return sha256_of("".join(rows).encode())
+
+
+def _tell(ground: Ground, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
     """There is no such form: the next in the row says so, while the row is ours."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
     number, found = newest_row(ground.store, folder, Attempt)
@@ -121,6 +143,7 @@ def _tell(ground: Ground, order: ShipOrder, result: ShipResult) -> None:
         node_id=ours.node_id,
         refused=result.reason or "there is no such form",
         hint=result.hint,
+        damaged=damaged,
     )
     ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
 

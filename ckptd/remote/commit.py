@@ -65,8 +65,8 @@ def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOr
     """Ship one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
-    save: choose again); refused (there is no such form of it). Repeating an order is always right and sends
-    nothing twice.
+    save: choose again); refused (there is no such form of it); damaged (an object that it is made of is).
+    Repeating an order is always right and sends nothing twice.
 
     Raises:
         SourceChanged, DamagedError, VerifyError: see `Transfer.run`.
@@ -80,7 +80,8 @@ def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOr
         return taken
     root = open_root(order.root)
     try:
-        return attempts.over(ground, taken, _Shipping(ground, taken, control, root).run(open_origin))
+        shipping = _Shipping(ground, taken, control, root)
+        return attempts.made(ground, taken, lambda: shipping.run(open_origin))
     finally:
         os.close(root)
 

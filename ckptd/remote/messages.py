@@ -270,9 +270,9 @@ class ShipResult(Model):
     """How an order to ship ended, when it did not fail."""
 
     kind: Literal["shipped"] = "shipped"
-    outcome: Literal["committed", "waiting", "conflict", "refused"]
+    outcome: Literal["committed", "waiting", "conflict", "refused", "damaged"]
     """waiting: shipped, other nodes' shards are missing; conflict: this generation holds another save;
-    refused: the save has no such form."""
+    refused: the save has no such form; damaged: nor will it, until what the remote holds is mended."""
     reason: str | None = None
     hint: str = ""
     missing: tuple[NamedShard, ...] = ()

@@ -6,18 +6,15 @@ bit that flipped since the save is found before it is shipped; `PacedSource` lim
 
 from __future__ import annotations
 
-import bisect
 import os
 import stat
 import threading
 from typing import TYPE_CHECKING
 
-from isal import isal_zlib
-
 from ckptd import files
 from ckptd.errors import DamagedError, RefusedError, TornArchiveError, from_os_error
-from ckptd.remote.checksums import crc32_combined, crc64
-from ckptd.remote.stretches import Stretches
+from ckptd.remote.checksums import crc64
+from ckptd.remote.record_sums import RecordSums
 from ckptd.torchfile.archive import Framing, frame, read_directory
 
 if TYPE_CHECKING:
@@ -91,10 +88,8 @@ class CheckedSource:
 
     def __init__(self, inner: Source, records: Iterable[Record], name: str) -> None:
         self._inner = inner
-        self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
         self._name = name
-        lock = threading.Lock()
-        self._passed = [Stretches(isal_zlib.crc32, crc32_combined, lock) for _ in self._records]
+        self._sums = RecordSums(records)
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode
@@ -123,9 +118,7 @@ class CheckedSource:
 
         `check` is called at each step and may raise.
         """
-        index = bisect.bisect_right(self._records, offset, key=_end)
-        if index == len(self._records) or (begin := self._records[index].offset) >= offset:
-            return
+        begin = self._sums.beginning(offset)
         view = memoryview(bytearray(_REREAD_BYTES))
         while begin < offset and (count := self.read_into(begin, view[: min(len(view), offset - begin)])):
             self._inner.drop(begin, count)
@@ -133,24 +126,10 @@ class CheckedSource:
             check()
 
     def _feed(self, offset: int, data: memoryview) -> None:
-        end = offset + len(data)
-        index = bisect.bisect_right(self._records, offset, key=_end)
-        while index < len(self._records) and self._records[index].offset < end:
-            record, passed = self._records[index], self._passed[index]
-            first, last = max(record.offset, offset), min(_end(record), end)
-            passed.feed(first, data[first - offset : last - offset])
-            crc = passed.crc_of(record.offset, _end(record))
-            if crc is not None and crc != record.crc:
-                msg = (
-                    f"{self._name}: record {record.name} has CRC {crc:08x}, torch.save wrote {record.crc:08x}"
-                )
-                hint = "bits flipped on the local disk since the save; nothing was shipped"
-                raise DamagedError(msg, hint=hint)
-            index += 1
-
-
-def _end(record: Record) -> int:
-    return record.offset + record.size
+        wrong = self._sums.feed(offset, data)
+        if wrong is not None:
+            hint = "bits flipped on the local disk since the save; nothing was shipped"
+            raise DamagedError(f"{self._name}: {wrong}", hint=hint)
 
 
 class PacedSource:

@@ -33,7 +33,8 @@ class ClusterNode(Node):
 
     name: str = ""
     shared: str = ""
-    """The directory remote of all nodes; else `url`."""
+    """The directory remote of all nodes; else `url` at `endpoint`."""
+    endpoint: str = ""
     step_in_seconds: float | None = None
     prefix: tuple[str, ...] = ()
     """What the daemon is started by: `ip netns exec …`."""
@@ -41,7 +42,9 @@ class ClusterNode(Node):
     def write_job(self, **changes: str) -> None:
         for key, value in changes.items():
             setattr(self, key, value)
-        place = f'url = "{self.url}"' if self.url else f'url = "{self.shared}"\nsame_filesystem = true'
+        place = f'url = "{self.shared}"\nsame_filesystem = true'
+        if self.url:
+            place = f'url = "{self.url}"\nendpoint_url = "{self.endpoint}"'
         self.job_file.write_text(
             f'save_dir = "{self.save_dir}"\nname = "run"\nsettle = "0.5s"\n'
             f'node_name = "{self.name}"\n{self.job}\n'
@@ -104,8 +107,8 @@ class Cluster:
         """A node that is not started yet."""
         given: dict[str, Any] = {"shared": str(self.nas), "name": name} | more
         if self.server is not None:
-            remote = f'endpoint_url = "{self.server.endpoint}"\n{given.pop("remote", "")}'
-            given |= {"url": self.url, "remote": remote, "environment": servers.environment()}
+            at = {"url": self.url, "endpoint": self.server.endpoint}
+            given |= at | {"environment": servers.environment()}
         self.nas.mkdir(exist_ok=True)
         node = ClusterNode(self.root / name, **given)
         self.nodes[name] = node
@@ -128,12 +131,38 @@ class Cluster:
             found[entry["Key"].removeprefix(prefix)] = json.loads(body)
         return found
 
+    def objects(self, prefix: str) -> list[str]:
+        """Keys of whole objects that begin so; what a directory keeps of half an upload is none."""
+        if self.server is None:
+            below = (str(p.relative_to(self.nas)) for p in sorted(self.nas.rglob("*")) if p.is_file())
+            return [key for key in below if key.startswith(prefix) and "/.ckptd-part-" not in f"/{key}"]
+        pages = self.server.client().get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=servers.BUCKET, Prefix=f"{PREFIX}/{prefix}")
+        rows = (entry for page in found for entry in page.get("Contents", ()))
+        return [entry["Key"].removeprefix(f"{PREFIX}/") for entry in rows]
+
+    def contents(self, folder: str) -> dict[str, bytes]:
+        """Every object below a folder."""
+        keys = self.objects(f"{folder}/")
+        return {key.removeprefix(f"{folder}/"): self.read_bytes(key) for key in keys}
+
     def read(self, key: str) -> str:
         """A small object."""
+        return self.read_bytes(key).decode()
+
+    def read_bytes(self, key: str) -> bytes:
+        """An object."""
         if self.server is None:
-            return (self.nas / key).read_text()
+            return (self.nas / key).read_bytes()
         answer = self.server.client().get_object(Bucket=servers.BUCKET, Key=f"{PREFIX}/{key}")
-        return str(answer["Body"].read().decode())
+        return bytes(answer["Body"].read())
+
+    def write_bytes(self, key: str, data: bytes) -> None:
+        """Something else under a key, behind ckptd's back."""
+        if self.server is None:
+            (self.nas / key).write_bytes(data)
+        else:
+            self.server.client().put_object(Bucket=servers.BUCKET, Key=f"{PREFIX}/{key}", Body=data)
 
     def commits(self) -> dict[str, dict[str, Any]]:
         """`<tag>~g<n>` → COMMIT of the ZeRO form."""
@@ -185,9 +214,8 @@ def cluster(root: Path, server: servers.Server | None = None) -> Iterator[Cluste
     """A cluster whose processes end with the test; its bucket is emptied first."""
     here = Cluster(root, server)
     if server is not None:
-        client = server.client()
-        for entry in client.list_objects_v2(Bucket=servers.BUCKET, Prefix=f"{PREFIX}/").get("Contents", ()):
-            client.delete_object(Bucket=servers.BUCKET, Key=entry["Key"])
+        for key in here.objects(""):
+            server.client().delete_object(Bucket=servers.BUCKET, Key=f"{PREFIX}/{key}")
     try:
         yield here
     finally:

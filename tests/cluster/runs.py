@@ -34,17 +34,20 @@ class Run:
     nodes: int = 2
     is_local: bool = True
     seed: int = 7
+    pipe: int = 0
+    """Pipeline stages: as many as nodes, each node is one."""
     save_at: tuple[int, ...] = (2, 4)
 
     @property
     def recipe(self) -> Recipe:
         """What is trained."""
-        return Recipe(stage=self.stage, world_size=self.nodes * RANKS)
+        return Recipe(stage=self.stage, world_size=self.nodes * RANKS, pipe=self.pipe)
 
     @property
     def key(self) -> str:
         """Name of the cached folder."""
-        text = json.dumps([asdict(self), self.recipe.key, SCRIPT.read_text()], sort_keys=True)
+        fields = {name: value for name, value in asdict(self).items() if value or name != "pipe"}
+        text = json.dumps([fields, self.recipe.key, SCRIPT.read_text()], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"nodes{self.nodes}-z{self.stage}-{'local' if self.is_local else 'apart'}-{digest}"
 
@@ -62,16 +65,18 @@ LOCAL_2, LOCAL_3, APART_2 = Run(stage=2), Run(stage=3), Run(stage=2, is_local=Fa
 LOCAL_1 = Run(stage=1)
 OTHER_2 = Run(stage=2, seed=11)
 """The same grid, trained from elsewhere: the second save of a tag."""
+STAGES = Run(stage=1, pipe=2)
+"""Two pipeline stages, a node each: both have data-parallel ranks 0 and 1."""
 RUNS = (LOCAL_2, LOCAL_3, APART_2, LOCAL_1, OTHER_2)
 
 
 def prepare(runs: Sequence[Run] = RUNS) -> None:
-    """Make what is not cached yet; one start for all of them."""
+    """Make what is not cached yet; one start for all with the same process groups."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with locked():
         missing = [run for run in runs if not (CACHE / run.key / "done").exists()]
-        for nodes in sorted({run.nodes for run in missing}):
-            _make(nodes, [run for run in missing if run.nodes == nodes])
+        for nodes, pipe in sorted({(run.nodes, run.pipe) for run in missing}):
+            _make(nodes, [run for run in missing if (run.nodes, run.pipe) == (nodes, pipe)])
 
 
 def _make(nodes: int, runs: Sequence[Run]) -> None:

@@ -6,7 +6,12 @@ gathered folder, and byte for byte against `ckptd convert` of it.
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
+import subprocess
+import sys
+import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,11 +21,13 @@ from ckptd.convert.supervise import convert
 from tests import stock
 from tests.cluster import runs
 from tests.cluster.harness import Cluster, cluster
+from tests.stores import servers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.cluster.harness import ClusterNode
+    from tests.stores.servers import Server
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 SECONDS = 200
@@ -59,9 +66,14 @@ def makers(here: Cluster, tag: str) -> list[str]:
     return [found[name]["node"] for name in sorted(found)]
 
 
-def sent(folder: Path) -> set[str]:
-    """Whole objects below a folder of the remote."""
-    return {name for name in contents(folder) if "/.ckptd-part-" not in f"/{name}"}
+def half_uploads(here: Cluster) -> list[str]:
+    """What is left of uploads to the folder of the maker that was killed."""
+    if here.server is None:
+        first = here.nas / "global_step2_universal"
+        return [str(first)] if first.exists() else []
+    client = here.server.client()
+    found = client.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", ())
+    return [upload["Key"] for upload in found if "_universal/" in upload["Key"]]
 
 
 def is_told(node: ClusterNode, tag: str) -> bool:
@@ -69,16 +81,19 @@ def is_told(node: ClusterNode, tag: str) -> bool:
     return bool(node.checkpoint(tag)["remotes"]["nas"]["universal"]["state"] == "committed")
 
 
-def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_s3", [False, pytest.param(True, marks=pytest.mark.full)], ids=["nas", "s3"])
+def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(
+    tmp_path: Path, moto: Server, on_s3: bool
+) -> None:
     run = runs.LOCAL_2
-    with cluster(tmp_path) as here:
+    with cluster(tmp_path, moto if on_s3 else None) as here:
         for number, name in enumerate(("a", "b")):
             node = here.add(name, job=JOB, local="save_total_limit = 2", remote=f"{FORMS}\n{SLOW}")
             node.start()
             node.write(run, number, 2)
         here.wait_committed("global_step2~g1", SECONDS)
-        first = here.nas / "global_step2_universal"
-        here.wait("a form under way", lambda: len(list(first.rglob("*.pt"))) > 2, SECONDS)
+        first = "global_step2_universal/"
+        here.wait("a form under way", lambda: len(here.objects(first)) > 2, SECONDS)
         (maker,) = makers(here, "global_step2")
         heir = next(name for name in here.nodes if name != maker)
         told = here.nodes[heir].checkpoint
@@ -92,7 +107,7 @@ def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path:
         here.wait("the form", lambda: forms(here), SECONDS)
         assert makers(here, "global_step2") == [maker, heir]
         assert forms(here) == {"global_step2~g1": "global_step2_universal.a2"}
-        here.wait("what was sent to be swept", lambda: not sent(first), SECONDS)
+        here.wait("what was sent to be swept", lambda: not here.objects(first), SECONDS)
 
         here.nodes[maker].write_job(remote=FORMS)
         here.nodes[maker].start()
@@ -108,13 +123,65 @@ def test_the_form_is_made_once_and_by_another_when_its_maker_is_killed(tmp_path:
             assert not node.problems(), node.status()["problems"]
             assert not list((node.save_dir / "_ckptd" / "staging").iterdir())
             assert not (node.save_dir / "_ckptd" / "derived" / "universal").exists()
-        here.wait("half uploads to be given up", lambda: not first.exists(), SECONDS)
+        here.wait("half uploads to be given up", lambda: not half_uploads(here), SECONDS)
         assert forms(here)["global_step4~g1"] == "global_step4_universal"
         assert here.read("latest_universal") == "global_step4_universal"
         assert len(makers(here, "global_step4")) == 1
-        folders = {path.name for path in here.nas.iterdir() if "universal" in path.name and path.is_dir()}
+        folders = {key.partition("/")[0] for key in here.objects("global_step") if "_universal" in key}
         assert folders == set(forms(here).values())
         made_of(run, here, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("on_s3", [False, True], ids=["nas", "s3"])
+def test_of_a_damaged_shard_no_form_is_made_before_it_was_sent_again(
+    tmp_path: Path, moto: Server, on_s3: bool
+) -> None:
+    """Both daemons name it, with a command; that mends it, and the form comes without any start."""
+    run, tag = runs.LOCAL_2, "global_step2"
+    with cluster(tmp_path, moto if on_s3 else None) as here:
+        for number, name in enumerate(("a", "b")):
+            here.add(name, job=JOB, remote='forms = ["zero"]').start()
+            here.nodes[name].write(run, number, 2)
+        here.wait_committed(f"{tag}~g1", SECONDS)
+        here.wait_told(f"{tag}~g1")
+        for node in here.nodes.values():
+            node.stop()
+        key = next(k for k in here.objects(f"{tag}/") if "pp_rank_0_" in k and "optim" in k)
+        data = bytearray(here.read_bytes(key))
+        with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
+            largest = max(archive.infolist(), key=lambda one: one.file_size)
+        data[largest.header_offset + largest.file_size // 2] ^= 1
+        here.write_bytes(key, bytes(data))
+
+        for node in here.nodes.values():
+            node.write_job(remote='forms = ["zero", "universal", "weights-fp32"]')
+            node.start()
+        for node in here.nodes.values():
+            here.wait(f"{node.name} to say so", lambda n=node: "source-damaged" in n.problems(), SECONDS)  # type: ignore[misc]
+            (said,) = (p for p in node.status()["problems"] if p["code"] == "source-damaged")
+            assert key in said["text"]
+            assert "verify" in said["next_step"]
+        assert forms(here) == {}
+        words = [sys.executable, "-m", "ckptd", "verify", str(here.nodes["a"].job_file), tag]
+        mended = subprocess.run(
+            [*words, "--repair", "--read-data"],
+            env=os.environ | here.nodes["a"].environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        assert mended.returncode == 0, mended.stdout + mended.stderr
+        here.wait("the form", lambda: forms(here), SECONDS)
+        weights = f"{tag}~g1~weights-fp32.json"
+        here.wait("the weights", lambda: weights in here.documents("commits"), SECONDS)
+        for node in here.nodes.values():
+            here.wait("it to clear", lambda n=node: "source-damaged" not in n.problems(), SECONDS)  # type: ignore[misc]
+        convert(gathered(run, 2, tmp_path / "whole"), tmp_path / "ours", ConvertOptions())
+        assert here.contents(forms(here)[f"{tag}~g1"]) == contents(tmp_path / "ours")
+        folders = {k.partition("/")[0] for k in here.objects(tag) if "_universal" in k}
+        assert folders == set(forms(here).values()), "what was made of damaged bytes is gone"
 
 
 def made_of(run: runs.Run, here: Cluster, tmp_path: Path) -> None:
@@ -127,14 +194,19 @@ def made_of(run: runs.Run, here: Cluster, tmp_path: Path) -> None:
         step = int(key.partition("~")[0].removeprefix("global_step"))
         whole = gathered(run, step, tmp_path / f"whole{step}")
         convert(whole, tmp_path / f"ours{step}", ConvertOptions())
-        assert contents(here.nas / folder) == contents(tmp_path / f"ours{step}")
+        theirs = here.contents(folder)
+        assert theirs == contents(tmp_path / f"ours{step}")
+        fetched = tmp_path / "fetched" / folder
+        for name, data in theirs.items():
+            (fetched / name).parent.mkdir(parents=True, exist_ok=True)
+            (fetched / name).write_bytes(data)
         pairs.append((whole, tmp_path / f"stock{step}"))
-        ours.append((tmp_path / f"stock{step}", here.nas / folder))
+        ours.append((tmp_path / f"stock{step}", fetched))
     stock.convert(pairs)
     superset = ("only ", "zero/optimizer_state.pt: keys ")
     found = stock.differences(ours)
     assert len(found) == 2
     assert [[one for one in each if not one.startswith(superset)] for each in found] == [[], []]
-    for theirs, made in ours:
-        both = contents(theirs).keys() & contents(made).keys()
+    for one, made in ours:
+        both = contents(one).keys() & contents(made).keys()
         assert sum(name.endswith("exp_avg.pt") for name in both) > 10

@@ -112,3 +112,28 @@ def test_resumed_on_one_two_and_three_nodes(tmp_path: Path, run: runs.Run, again
 def shards(folder: Path) -> set[str]:
     """Names of the optimizer shards in a folder."""
     return {path.name for path in folder.glob("*optim*")}
+
+
+@pytest.mark.full
+def test_stages_of_a_pipeline_go_on_where_they_were_and_on_other_machines(tmp_path: Path) -> None:
+    """A node a stage: each keeps its own folder as it is, and a fresh one gets the shards of its stage."""
+    run = runs.STAGES
+    runs.prepare([run])
+    tag = f"global_step{STEP}"
+    with cluster(tmp_path) as here:
+        committed(here, run)
+        for rank, name in enumerate("ab"):
+            node = here.nodes[name]
+            before = shards(node.save_dir / tag)
+            assert resume(node, SAME, rank) == str(node.save_dir / tag)
+            assert shards(node.save_dir / tag) == before == shards(run.save_dir(rank) / tag)
+            assert not list((node.save_dir / "_ckptd").glob("aside/*"))
+            fresh = here.add(f"on2-{rank}", local="forms = []")
+            resume(fresh, SAME, rank)
+            assert shards(fresh.save_dir / tag) == before
+        for kind, names in (("own", ("a", "b")), ("fresh", ("on2-0", "on2-1"))):
+            for rank, name in enumerate(names):
+                (here.root / f"{kind}{rank}").symlink_to(here.nodes[name].save_dir)
+            job = train(here, run, SAME) | {"out": str(here.root / f"{kind}{{node}}")}
+            runs.launch(2, [job], tmp_path, runs.RANKS)
+            on_track(run, runs.losses_at(here.root / "losses-2.json"))

@@ -6,7 +6,6 @@ Three hosts of one machine: a node name and a state directory each, one save_dir
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 from collections import Counter
 from functools import partial
@@ -16,16 +15,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.core.shared import share_of
-from tests.e2e.harness import RUN, Node, same_bytes
+from tests.cluster.harness import Cluster, cluster
+from tests.e2e.harness import RUN, Node
 from tests.real import prepare, save_dir_of
+from tests.stores import servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tests.stores.servers import Server
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 SECONDS = 200
 SLOW = 'forms = ["zero"]\nbandwidth = "100KB/s"'
 """The largest file takes about eight seconds: there is time to die in it."""
+ON_S3 = pytest.mark.parametrize(
+    "on_s3", [False, pytest.param(True, marks=pytest.mark.full)], ids=["nas", "s3"]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,17 +43,21 @@ def real_saves() -> None:
 class Host(Node):
     """A node whose save_dir and remote are those of all, and whose state is its own."""
 
-    def __init__(self, root: Path, name: str, local: str, remote: str, takeover: str) -> None:
+    def __init__(self, here: Cluster, name: str, local: str, remote: str, takeover: str) -> None:
         self.name = name
+        server = here.server
+        place = f'endpoint_url = "{server.endpoint}"' if server is not None else "same_filesystem = true"
         super().__init__(
-            root,
+            here.root,
             job=f'node_name = "{name}"\nshared_fs = true\nshared_takeover = "{takeover}"',
             local=local,
-            remote=remote,
+            remote=f"{place}\n{remote}",
+            url=here.url,
+            environment=servers.environment() if server is not None else {},
         )
 
     def __post_init__(self) -> None:
-        self.environment = {"STATE_DIRECTORY": str(self.root / self.name / "state")}
+        self.environment["STATE_DIRECTORY"] = str(self.root / self.name / "state")
         super().__post_init__()
         self.state = self.root / self.name / "state" / "run"
         self.job_file = self.root / self.name / "run.toml"
@@ -76,10 +86,11 @@ class Host(Node):
 
 
 class Hosts:
-    """All of them."""
+    """All of them; `here`: their remote."""
 
-    def __init__(self, root: Path, count: int, local: str, remote: str, takeover: str) -> None:
-        self.all = [Host(root, f"host-{n}", local, remote, takeover) for n in range(count)]
+    def __init__(self, here: Cluster, count: int, local: str, remote: str, takeover: str) -> None:
+        self.here = here
+        self.all = [Host(here, f"host-{n}", local, remote, takeover) for n in range(count)]
         self.first = self.all[0]
 
     def __iter__(self) -> Iterator[Host]:
@@ -103,8 +114,7 @@ class Hosts:
     def manifests(self, tag: str) -> dict[str, list[str]]:
         """Node → keys that its manifests of a tag's first generation list."""
         found: dict[str, list[str]] = {}
-        for path in (self.first.nas / "_ckptd" / "nodes" / f"{tag}~g1~zero").glob("*.json"):
-            document = json.loads(path.read_bytes())
+        for document in self.here.documents(f"nodes/{tag}~g1~zero").values():
             found.setdefault(document["node"], []).extend(f["key"] for f in document["files"])
         return found
 
@@ -113,7 +123,7 @@ class Hosts:
         return Counter(line["tag"] for host in self for line in host.audit(action))
 
     def has_committed(self, key: str) -> bool:
-        return key in self.first.commits()
+        return key in self.here.commits()
 
     def save(self, step: int) -> str:
         """A save, until it is committed; each of its files was sent by one host alone."""
@@ -125,18 +135,19 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(
-    root: Path, count: int, *, local: str, remote: str = 'forms = ["zero"]', takeover: str = "3m"
+    root: Path, server: Server | None, count: int, *, local: str, remote: str, takeover: str
 ) -> Iterator[Hosts]:
     """Hosts whose processes end with the test."""
-    found = Hosts(root, count, local, remote, takeover)
-    try:
-        yield found
-    finally:
-        for host in found:
-            for process in host.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGCONT)
-            host.end()
+    with cluster(root, server) as here:
+        found = Hosts(here, count, local, remote, takeover)
+        try:
+            yield found
+        finally:
+            for host in found:
+                for process in host.processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(signal.SIGCONT)
+                host.end()
 
 
 def each_file_once(found: Hosts, tag: str) -> None:
@@ -147,12 +158,17 @@ def each_file_once(found: Hosts, tag: str) -> None:
     assert set(listed.values()) == {1}, listed
     folder = {f"{tag}/{path.name}" for path in (found.first.save_dir / tag).iterdir()}
     assert folder <= set(listed)
-    assert same_bytes(found.first, tag, RUN, step)
+    for path in (save_dir_of(RUN) / f"global_step{step}").iterdir():
+        assert found.here.read_bytes(f"{tag}/{path.name}") == path.read_bytes()
 
 
-def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) -> None:
+@ON_S3
+def test_three_hosts_share_the_work_and_delete_and_convert_once(
+    tmp_path: Path, moto: Server, on_s3: bool
+) -> None:
     with hosts(
         tmp_path,
+        moto if on_s3 else None,
         3,
         local='save_total_limit = 2\nforms = ["universal"]',
         remote='forms = ["zero", "universal"]\nsave_total_limit = 3',
@@ -163,8 +179,9 @@ def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) 
         for step in range(1, 6):
             found.save(step)
         found.wait("local retention", lambda: len(found.first.local_tags()) == 2)
-        found.wait("remote retention", lambda: len(found.first.commits()) == 3)
-        found.wait("the universal form", lambda: "global_step5~g1" in found.first.commits("universal"))
+        found.wait("remote retention", lambda: len(found.here.commits()) == 3)
+        universal = "global_step5~g1~universal.json"
+        found.wait("the universal form", lambda: universal in found.here.documents("commits"))
         for host in found:
             host.wait("all safe", partial(host.knows_committed, 5), SECONDS)
             assert host.audit("prune") == [] or host is holder
@@ -173,12 +190,16 @@ def test_three_hosts_share_the_work_and_delete_and_convert_once(tmp_path: Path) 
         assert {host.name for host in found if host.audit("retire")} == {holder.name}
         converted = [host.name for host in found if "has its universal form" in host.log.read_text()]
         assert converted == [holder.name]
-        assert len(list((found.first.nas / "_ckptd" / "shared" / "lease").iterdir())) == 1
+        assert len(found.here.documents("shared/lease")) == 1
 
 
-def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(tmp_path: Path) -> None:
+@ON_S3
+def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(
+    tmp_path: Path, moto: Server, on_s3: bool
+) -> None:
     """SIGSTOP the holder, let another delete in its place, wake it; then SIGKILL that one while it sends."""
-    with hosts(tmp_path, 3, local="save_total_limit = 1\nforms = []", remote=SLOW, takeover="15s") as found:
+    server, local = moto if on_s3 else None, "save_total_limit = 1\nforms = []"
+    with hosts(tmp_path, server, 3, local=local, remote=SLOW, takeover="15s") as found:
         found.start()
         stopped = found.wait_met()
         found.save(1)
@@ -199,7 +220,7 @@ def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(tm
         step = next(s for s in range(3, 9) if falls_to(heir, found, s))
         tag = found.first.save(step)
         heir.wait("it sends", lambda: heir.checkpoint(tag)["state"] == "uploading", SECONDS)
-        assert f"{tag}~g1" not in found.first.commits()
+        assert not found.has_committed(f"{tag}~g1")
         heir.kill()
         found.wait("the COMMIT without it", partial(found.has_committed, f"{tag}~g1"))
         assert heir.name not in found.manifests(tag)
@@ -207,7 +228,7 @@ def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(tm
         found.wait("a third lease", lambda: any(h.holds for h in found if h is not heir))
         found.wait("its retention", lambda: found.first.local_tags() == {tag})
         assert found.audit("prune") == Counter({"global_step1": 1, "global_step2": 1})
-        assert len(found.first.commits()) == 3
+        assert len(found.here.commits()) == 3
 
 
 def falls_to(host: Host, found: Hosts, step: int) -> bool:

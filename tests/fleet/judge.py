@@ -119,9 +119,11 @@ class Judge:
             by = data.decode().partition(" of ")[2] or by
         if len(numbers) != 1:
             raise Broken(f"{key} mixes saves {sorted(numbers)}")
-        held = {int(m[1]) for path in objects.values() if (m := re.search(r"rank_(\d+)_mp.*optim", path))}
-        if held != set(range(self.job.ranks)):
-            raise Broken(f"{key} holds ranks {sorted(held)} of {self.job.ranks}")
+        named = (re.search(r"pp_rank_(\d+)_mp_rank_(\d+)_optim", path) for path in objects.values())
+        held = {(int(m[1]), int(m[2])) for m in named if m is not None}
+        wanted = {(d, stage) for d in range(self.job.grid.dp) for stage in range(self.job.stages)}
+        if held != wanted:
+            raise Broken(f"{key} holds ranks {sorted(held)} of {len(wanted)}")
         order = document["branch"], document["step"], document["save_seq"]
         return Committed(key, numbers.pop(), order, frozenset(objects), document["folder"], by)
 

@@ -53,7 +53,7 @@ from ckptd.remote.transfer import Control
 from tests.fleet.engine import Program
 from tests.fleet.nap import MOST_MORE_SECONDS, OBSERVE_SECONDS, PAUSE_SECONDS, Look, Nap, Phase
 from tests.fleet.remote import FleetStore
-from tests.stores.scene import JOB_ID, MODEL, OPTIM
+from tests.stores.scene import JOB_ID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -89,6 +89,14 @@ class Job:
     """Each node has the model states; else rank 0's alone."""
     local_limit: int | None
     remote_limit: int | None
+    stages: int = 1
+    """Of a pipeline; each has as many data-parallel ranks as the others."""
+
+    @property
+    def grid(self) -> Grid:
+        """As metadata of each shard proves it."""
+        dp = self.ranks // self.stages
+        return Grid(dp=dp, mm_count=self.stages, tp=1, pp=self.stages, zero_stage=self.stage)
 
     @property
     def digest(self) -> str:
@@ -97,12 +105,19 @@ class Job:
 
     def paths(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         """The shards that some ranks save."""
-        found = [OPTIM.format(d=d) for d in ranks]
+        cells = [divmod(rank, self.ranks // self.stages) for rank in ranks]
+        found = [optim_name(d, stage) for stage, d in cells]
         if self.stage == 3:
-            found += [f"zero_pp_rank_{d}_mp_rank_00_model_states.pt" for d in ranks]
-        elif self.has_replicas or 0 in ranks:
-            found.append(MODEL)
+            found += [f"zero_pp_rank_{d}_mp_rank_{stage:02d}_model_states.pt" for stage, d in cells]
+        else:
+            models = {stage for stage, d in cells if self.has_replicas or d == 0}
+            found += [f"mp_rank_{stage:02d}_model_states.pt" for stage in sorted(models)]
         return tuple(found)
+
+
+def optim_name(d: int, stage: int) -> str:
+    """An optimizer shard."""
+    return f"bf16_zero_pp_rank_{d}_mp_rank_{stage:02d}_optim_states.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +177,7 @@ class Machine:
 
     def content(self, written: Written, path: str) -> bytes:
         """The line that stands for a shard's bytes."""
-        is_own = not self.job.are_pickles_equal and path == MODEL
+        is_own = not self.job.are_pickles_equal and path.startswith("mp_rank_")
         return f"save {written.number} {path}{' of ' + written.by if is_own else ''}".encode()
 
 
@@ -369,7 +384,7 @@ class Daemon:
             tag=tag,
             folder=FolderIdentity(dev=1, ino=written.number),
             files=files,
-            grid=Grid(dp=machine.job.ranks, mm_count=1, zero_stage=machine.job.stage),
+            grid=machine.job.grid,
             branch=order.branch,
             step=order.step,
             save_seq=order.save_seq,

@@ -124,7 +124,7 @@ class Fleet:
         chance, limit = self.chance, self.shape.remote_limit
         if limit == 0:
             limit = chance.choice([None, 1, 1, 2, 3])
-        return Job(
+        job = Job(
             ranks=self.shape.nodes,
             stage=chance.choice([2, 3]),
             are_pickles_equal=chance.random() < 0.5,
@@ -132,6 +132,10 @@ class Fleet:
             local_limit=chance.choice([None, 1, 2]) if self.shape.faults else 2,
             remote_limit=limit,
         )
+        # by the seed, so that all other histories stay what they were; of a restored save one name stands for
+        # whose pickles it holds, and two stages have two
+        is_pipeline = self.told.seed % 3 == 2 and self.shape.nodes % 2 == 0
+        return replace(job, stages=2) if is_pipeline and (job.stage == 3 or job.are_pickles_equal) else job
 
     def _drawn_network(self) -> Network:
         if not self.shape.faults:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
+from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name
 from ckptd.core.save import SealedFile, SealedSave
 from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
 from ckptd.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
 from ckptd.remote.pacing import Pacer
 from ckptd.remote.transfer import Control
+from ckptd.torchfile.archive import Framing, frame, read_directory
+from ckptd.torchfile.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +86,7 @@ class Node:
                 SealedFile(
                     path=path.name,
                     identity=files.identity_of(path.stat()),
-                    fingerprint=sha256_of(path.read_bytes()),
+                    fingerprint=_fingerprint(path),
                     role=named.role if named else Role.SIDE,
                     shard=named.shard if named else ShardKey(),
                 )
@@ -189,3 +191,11 @@ class Node:
 
 def ground_of(store: Store, found: Attached) -> Ground:
     return Ground(store=store, abilities=found.abilities, identity=found.identity)
+
+
+def _fingerprint(path: Path) -> str:
+    """As a save is sealed with."""
+    with path.open("rb") as file:
+        is_archive = frame(file.fileno(), expected=False) is Framing.ZIP
+        directory = read_directory(file.fileno(), path.name) if is_archive else None
+        return fingerprint(file.fileno(), directory)

@@ -6,12 +6,18 @@ import random
 
 import pytest
 
-from bench.interference_report import Memory, render
+from bench.interference_report import Memory, Work, render
 from bench.interference_stats import Pair, Segment, difference, mean_save, median_step, p99_step
 
 
-def pairs(slower: float, number: int = 20, *, every: int = 0, seed: int = 7) -> list[Pair]:
-    """Steps of 100 ms with 1 % of noise; the other's are `slower` percent longer, each `every`-th by half."""
+def pairs(
+    slower: float, number: int = 40, *, every: int = 0, seed: int = 7, drift: float = 0.0, wild: int = 0
+) -> list[Pair]:
+    """Steps of 100 ms with 1 % of noise; the other's are `slower` percent longer, each `every`-th by half.
+
+    With `drift` the whole machine is slower by up to that factor, for whole pairs; with `wild` each `wild`-th
+    pair's other segment takes twice as long.
+    """
     noise = random.Random(seed)
 
     def segment(factor: float, *, is_other: bool) -> Segment:
@@ -20,10 +26,12 @@ def pairs(slower: float, number: int = 20, *, every: int = 0, seed: int = 7) -> 
             steps[::every] = [1.5 * step for step in steps[::every]]
         return Segment(tuple(steps), (factor, factor))
 
-    return [
-        Pair(plain=segment(1, is_other=False), other=segment(1 + slower / 100, is_other=True))
-        for _ in range(number)
-    ]
+    def pair(number: int) -> Pair:
+        machine = 1 + noise.uniform(0, drift)
+        other = machine * (1 + slower / 100) * (2 if wild and number % wild == 0 else 1)
+        return Pair(plain=segment(machine, is_other=False), other=segment(other, is_other=True))
+
+    return [pair(number) for number in range(number)]
 
 
 @pytest.mark.parametrize("slower", [0.0, 0.5, 3.0, -2.0])
@@ -35,6 +43,22 @@ def test_the_interval_holds_what_was_put_in(slower: float) -> None:
     assert difference(pairs(slower), mean_save).seen == pytest.approx(slower)
 
 
+def test_a_machine_that_drifts_is_not_taken_for_ckptd() -> None:
+    drifting = pairs(0.5, drift=1.0)
+    assert difference(drifting, mean_save).seen == pytest.approx(0.5)
+    for quantity in (median_step, p99_step):
+        found = difference(drifting, quantity)
+        assert abs(found.seen - (0.5 if quantity is median_step else 0)) < 0.8
+        assert found.high - found.low < 1
+
+
+def test_a_few_wild_pairs_do_not_move_the_middle_but_the_tail() -> None:
+    disturbed = pairs(0, wild=20)
+    assert abs(difference(disturbed, median_step).seen) < 0.3
+    assert abs(difference(disturbed, mean_save).seen) < 0.3
+    assert difference(disturbed, p99_step).seen > 20
+
+
 def test_a_hitch_shows_in_the_tail_alone() -> None:
     hitching = pairs(0, every=25)
     assert difference(hitching, p99_step).seen > 40
@@ -42,17 +66,16 @@ def test_a_hitch_shows_in_the_tail_alone() -> None:
 
 
 def test_a_claim_is_the_upper_end_and_is_held_against_the_control() -> None:
-    slow, quiet = pairs(3), pairs(0)
-    rows = [
-        line
-        for line in render(slow, quiet, Memory(), [4.0], 1.0, 256 << 20, 2).splitlines()
-        if "time" in line
-    ]
-    assert sum("NOT reached" in row for row in rows) == 3
-    assert "NOT" not in render(slow, pairs(9), Memory(), [4.0], 1.0, 256 << 20, 2)
+    slow, quiet = pairs(3, 8), pairs(0, 8)
+    work = [Work(4.0, 6.0, 2_000_000_000, 400_000_000), Work(8.0, 8.0, 2_000_000_000, 0)]
+    told = render(slow, quiet, Memory(), work, 6_000_000_000, 1.0, 256 << 20, 2)
+    assert sum("NOT reached" in row for row in told.splitlines() if "time" in row) == 3
+    assert "375 (least 250) MB sent, 50 (least 0) MB converted, 1.25 (least 1.00) s of CPU" in told
+    assert "6.0 GB waited beside each segment; at most 2.0 GB were sent in one" in told
+    assert "NOT" not in render(slow, pairs(9, 8), Memory(), work, 6_000_000_000, 1.0, 256 << 20, 2)
     known = Memory().joined(100 << 20, 5 << 20, 0).joined(90 << 20, 6 << 20, 1)
     assert "at most 100 MiB, dirty pages 6 MiB, killed for want of memory: 1" in render(
-        slow, quiet, known, [4.0], 1.0, 256 << 20, 2
+        slow, quiet, known, work, 6_000_000_000, 1.0, 256 << 20, 2
     )
 
 

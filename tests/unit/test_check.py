@@ -92,6 +92,23 @@ def test_bandwidth_is_echoed_with_what_holds_now(tmp_path: Path) -> None:
         load_job(path)
 
 
+def test_a_remote_without_the_zero_form_is_told_what_it_will_not_get(tmp_path: Path) -> None:
+    """On several nodes with disks of their own; over a shared directory each save lies whole."""
+    path = job_file(tmp_path)
+    archive = f'[[remote]]\nname = "archive"\nurl = "{tmp_path}/archive"\nforms = ["universal"]\n'
+    path.write_text(f"{path.read_text()}{archive}required = false\n")
+
+    def told() -> list[Finding]:
+        every = check_job(load_job(path), DaemonConfig(), os.environ, writes=False)
+        return [one for one in every if "takes no ZeRO form" in one.text]
+
+    (finding,) = told()
+    assert (finding.verdict, "archive" in finding.what) == ("note", True)
+    assert "nothing of saves that are spread" in finding.text
+    path.write_text(f"shared_fs = true\n{path.read_text()}")
+    assert told() == []
+
+
 def test_no_probe_touches_nothing(tmp_path: Path) -> None:
     path = job_file(tmp_path)
     (tmp_path / "nvme" / "run").mkdir()

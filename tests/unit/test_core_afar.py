@@ -24,6 +24,8 @@ from ckptd.core.view import (
     ShipRecord,
     ShipState,
 )
+from ckptd.daemon.checks import see_gets_nothing
+from ckptd.daemon.problems import Problems
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 
 BF16 = "weights-bf16"
@@ -166,6 +168,30 @@ def test_one_that_another_node_committed_meanwhile_is_given_up() -> None:
     assert plan(on(view, commits=there)).actions == (a.MakeWay(remote=NAS, reason="another node was faster"),)
     other = (there[0], replace(there[1], generation=2))
     assert plan(on(view, commits=other)).actions == ()
+
+
+def test_a_remote_without_the_zero_form_gets_nothing_of_it_and_that_is_said() -> None:
+    """Of a save that lies whole here it gets its forms as ever."""
+    archive = RemoteView(
+        name="archive", is_required=False, forms=(UNIVERSAL, BF16), is_attached=True, is_shipping=False
+    )
+    whole = save_view(6, sealed(6), committed=True, universal=DerivedRecord())
+
+    def seen(*saves: SaveView) -> JobView:
+        view = job_view(list(saves), local_forms=())
+        return replace(view, remotes=(*view.remotes, archive))
+
+    for view, tag in ((seen(part(4), part(5)), "s5b1"), (seen(whole), None), (seen(part(4), whole), "s4b1")):
+        problems = Problems()
+        problems.begin_turn()
+        see_gets_nothing(problems, view)
+        problems.end_turn()
+        said = [(p.code, p.about, p.severity) for p in problems.all()]
+        assert said == ([("conversion-refused", "archive", "note")] if tag else [])
+        assert all(f"gets no universal and weights-bf16 of {tag}" in p.text for p in problems.all())
+    actions = plan(seen(part(4), whole)).actions
+    sent = [x for x in actions if isinstance(x, a.Ship) and x.remote == "archive"]
+    assert [(x.save_id, x.form) for x in sent] == [(6, UNIVERSAL)]
 
 
 def test_each_attempt_has_a_folder_of_its_own() -> None:

@@ -42,9 +42,9 @@ class Life:
         self.state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
         nothing = cast("Any", None)
-        config = cast(
-            "Any", type("Config", (), {"remotes": (), "shared_fs": False, "shared_takeover_seconds": 180.0})
-        )
+        values = {"remotes": (), "shared_fs": False, "shared_takeover_seconds": 180.0}
+        values |= {"file": None, "save_dir": tmp_path / "run"}
+        config = cast("Any", type("Config", (), values))
         self.shipping = Shipping(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
         record = self.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "generation": 1})
         self.state.put_ship(1, record)
@@ -83,6 +83,28 @@ def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     assert [p.code for p in life.state.problems.all()] == ["conversion-refused"]
     view = job_view([save_view(1, sealed(1), universal=derived)], local_forms=())
     assert not [a for a in plan(view).actions if isinstance(a, Ship)]
+
+
+def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life, tmp_path: Path) -> None:
+    """A person is told once, with what to do; it clears when the remote has it."""
+    now = time.monotonic()
+    damaged = m.ShipResult(outcome="damaged", reason="a shard is damaged", hint="verify --repair")
+    since = []
+    for _ in range(2):
+        life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        life.hears(damaged)
+        record = life.state.ship(*KEY)
+        assert (record.state, record.reason) == (ShipState.WAITING, "a shard is damaged")
+        assert record.retry_at_seconds >= now + 180.0
+        (problem,) = life.state.problems.all()
+        assert (problem.code, problem.severity) == ("source-damaged", "attention")
+        assert f"verify {tmp_path}/run s1b1 --repair --read-data on the node" in problem.next_step
+        since.append(problem.since)
+    assert since[0] == since[1]
+    assert life.state.rows[1].derived.state is DerivedState.NONE
+    life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+    life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
+    assert life.state.problems.all() == ()
 
 
 def test_what_made_way_is_no_failure(life: Life) -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core import coverage
-from ckptd.core.coverage import KnownManifest
-from ckptd.core.manifest import NodeManifest, sha256_of, to_bytes
+from ckptd.core.coverage import KnownManifest, build_commit
+from ckptd.core.manifest import NodeManifest, manifest_key, sha256_of, to_bytes
+from ckptd.core.manifest_names import name_in
 from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
-from ckptd.daemon.seen import is_written_down
+from ckptd.daemon.seen import is_written_down, parts_in
 from ckptd.daemon.state import JobState
 from ckptd.daemon.waiting import Waiting, waiting_on
 from ckptd.journal import Journal
@@ -23,6 +24,7 @@ from ckptd.remote import messages as m
 from tests.model.commit_code import TWO_NODES, order_of, sealed
 from tests.unit.core_views import job_view, save_view
 from tests.unit.test_daemon_links import IDENTITY, Scene
+from tests.unit.test_many_nodes import manifest as part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,3 +213,32 @@ def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
     for _ in range(2000):  # a quarter of a year of hours
         state.refused_to_retire("sha")
     assert state.refused_lately() == {"sha"}
+
+
+def test_parts_of_others_are_those_of_open_generations() -> None:
+    """Read or by their names; a generation with a COMMIT takes no part any more, disputed or not."""
+    sha = "ab" * 32
+    read = [part("a", (0,), generation=g) for g in (1, 2, 3)]
+    views = tuple(
+        m.ManifestView(key=manifest_key(p, sha), sha256=sha, manifest=p, committed=False) for p in read
+    )
+    name = name_in(manifest_key(part("b", (1,), generation=3), sha))
+    assert name is not None
+    commits = tuple(
+        m.CommitView(
+            key=f"k{p.generation}",
+            sha256=sha,
+            commit=build_commit(
+                [KnownManifest(key=manifest_key(p, sha), sha256=sha, manifest=p)],
+                committed_by="a",
+                committed_at="then",
+                config_digest="c",
+            ),
+            disputed=p.generation == 2,
+        )
+        for p in read[:2]
+    )
+    named = (m.NamedManifest(generation=3, form=ZERO, name=name),)
+    view = m.TagView(tag="s", manifests=views, commits=commits, retired=(), named=named)
+    found = [(p.node, p.generation, p.last_seconds) for p in parts_in(view)]
+    assert found == [("a", 3, 1003), ("b", 3, 1003)]

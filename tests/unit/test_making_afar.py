@@ -18,7 +18,7 @@ from ckptd.core.afar import Attempt, attempts_folder
 from ckptd.core.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
 from ckptd.core.view import UNIVERSAL
-from ckptd.errors import DamagedError, SourceChanged
+from ckptd.errors import SourceChanged
 from ckptd.recover import making
 from ckptd.remote.commit import ship
 from ckptd.remote.directory import DirectoryStore
@@ -288,35 +288,82 @@ def test_a_form_that_cannot_be_made_is_told_to_all(spread: Spread) -> None:
     assert not spread.planned("n1")
 
 
-@pytest.mark.parametrize("is_second_try", [False, True])
-def test_of_a_damaged_object_nothing_is_committed(spread: Spread, is_second_try: bool) -> None:
-    """Also where what was made of it was sent by an attempt that ended before anything was compared."""
+@pytest.mark.parametrize("form", [UNIVERSAL, FP32])
+def test_of_a_damaged_object_nothing_is_committed_until_it_is_mended(tmp_path: Path, form: str) -> None:
+    """All nodes say so, and none makes it again, before what the remote holds is another thing."""
+    spread = Spread(tmp_path, LARGE)
+    wanted = expected(spread, tmp_path / "made", form)
     shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
     good = shard.read_bytes()
-    at = len(good) // 2
-    shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    if is_second_try:
-        count = len(spread.nodes["n0"].shipped())
-        with pytest.raises(DamagedError):
-            spread.ship("n0")
-        assert len(spread.nodes["n0"].shipped()) > count + 2
-    more = {"plan_sha256": spread.planned("n0")[0].plan_sha256} if is_second_try else {}
-    with pytest.raises(DamagedError, match="damaged"):
-        spread.ship("n0", **more)
-    assert read_commit(spread.stores["n0"], (spread.tag, 1, UNIVERSAL)) is None
+    shard.write_bytes(_with_damaged_storages(good))
+    first = spread.ship("n0", form)
+    assert (first.outcome, f"{spread.tag}/{shard.name}" in str(first.reason)) == ("damaged", True)
+    assert len(spread.sent(f"{spread.tag}_{form}")) == len(wanted), "it was found out of what was read of it"
+    for name in NAMES:
+        again = spread.ship(name, form)
+        assert (again.outcome, again.reason, again.hint) == ("damaged", first.reason, first.hint)
+    assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0]
+    assert read_commit(spread.stores["n0"], (spread.tag, 1, form)) is None
+
+    shard.write_bytes(good)
+    assert spread.ship("n1", form).outcome == "committed"
+    commit = read_commit(spread.stores["n0"], (spread.tag, 1, form))
+    assert commit is not None
+    assert commit.commit.folder == f"{spread.tag}_{form}.a3"
+    assert spread.sent(commit.commit.folder) == wanted
+    assert not spread.sent(f"{spread.tag}_{form}")
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_what_was_sent_of_a_shard_that_was_mended_since_is_sent_again(
-    spread: Spread, tmp_path: Path, is_cut: bool
-) -> None:
-    """An attempt that ended early, or found the damage, left objects; by the next one the shard is good."""
+def test_a_bit_of_what_weights_are_made_of_is_seen(tmp_path: Path) -> None:
+    """They read the master weights of a shard; its two moments they neither need nor compare."""
+    outcomes = []
+    for number in range(3):
+        root = tmp_path / str(number)
+        root.mkdir()
+        spread = Spread(root, LARGE)
+        shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_0_" in p.name)
+        data = bytearray(shard.read_bytes())
+        with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
+            largest = sorted(archive.infolist(), key=lambda record: -record.file_size)[:3]
+        begin, size = _payload(bytes(data), largest[number])
+        data[begin + size - 1] ^= 1
+        shard.write_bytes(data)
+        outcomes.append(spread.ship("n0", FP32).outcome)
+        if outcomes[-1] == "committed":
+            assert spread.sent(f"{spread.tag}_{FP32}") == expected(spread, root / "made", FP32)
+    assert sorted(outcomes) == ["committed", "committed", "damaged"]
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_what_planning_reads_of_a_damaged_object_is_not_believed(spread: Spread, is_directory: bool) -> None:
+    """Its pickle against the CRC32 in the zip directory, and that against the manifest's fingerprint."""
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
+    data = bytearray(shard.read_bytes())
+    with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
+        info = next(one for one in archive.infolist() if one.filename.endswith("data.pkl"))
+        at = _payload(bytes(data), info)[0] + 40
+        if is_directory:  # the CRC32 of a storage, as the directory has it
+            at = data.rindex(b"PK\x01\x02") + 16
+    data[at] ^= 1
+    shard.write_bytes(bytes(data))
+    assert spread.ship("n0").outcome == "damaged"
+    assert not spread.planned("n0")
+
+
+def _payload(data: bytes, info: zipfile.ZipInfo) -> tuple[int, int]:
+    """Where a record's bytes begin, and how many."""
+    name, extra = (int.from_bytes(data[info.header_offset + at :][:2], "little") for at in (26, 28))
+    return info.header_offset + 30 + name + extra, info.file_size
+
+
+def test_what_was_sent_of_a_shard_that_was_mended_since_is_sent_again(spread: Spread, tmp_path: Path) -> None:
+    """An attempt that ended early left objects; by the next one the shard is good."""
     wanted = expected(spread, tmp_path / "made")
     shard = next(p for p in (spread.nas / spread.tag).iterdir() if "zero_pp_rank_0_" in p.name)
     good = shard.read_bytes()
     shard.write_bytes(_with_damaged_storages(good))
-    with pytest.raises(Cancelled if is_cut else DamagedError):
-        spread.ship("n0", check=after(spread, "n0", 6, stop) if is_cut else None)
+    with pytest.raises(Cancelled):
+        spread.ship("n0", check=after(spread, "n0", 6, stop))
     shard.write_bytes(good)
     plan_sha256 = spread.planned("n0")[0].plan_sha256
     with pytest.raises(SourceChanged, match="made of other bytes"):

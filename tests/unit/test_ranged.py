@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import tracemalloc
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from ckptd.remote.access import Access
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.open import open_store
 from ckptd.torchfile import mirror
-from ckptd.torchfile.archive import read_directory
+from ckptd.torchfile.archive import Record, read_directory
 from ckptd.torchfile.fingerprint import fingerprint
 from tests.unit.synthetic import write_stage3
 
@@ -57,6 +58,40 @@ def files(tmp_path: Path) -> list[RemoteFile]:
 def ranges_of(tmp_path: Path, files: list[RemoteFile], cache_bytes: int = 4 << 20) -> RemoteRanges:
     """A reader of them."""
     return RemoteRanges(open_store(str(tmp_path)), files, cache_bytes=cache_bytes, check_stop=nothing)
+
+
+@pytest.mark.parametrize(
+    ("read_at", "damaged_at", "is_seen"),
+    [(1000, 400_000, True), (1000, 500_001, False), (600_000, 10, True), (600_000, None, False)],
+    ids=["same-record", "another-record", "outside-any-record", "sound"],
+)
+def test_of_a_file_read_in_part_its_records_prove_what_was_read(
+    tmp_path: Path, files: list[RemoteFile], read_at: int, damaged_at: int | None, is_seen: bool
+) -> None:
+    """What no record covers: the whole file does, and is read for it."""
+    data = bytearray((tmp_path / "0").read_bytes())
+    places = ((0, 500_000), (500_000, 100_000), (700_000, 2_000_000))
+    records = [
+        Record(name=str(at), offset=at, size=size, crc=zlib.crc32(data[at : at + size]))
+        for at, size in places
+    ]
+    if damaged_at is not None:
+        data[damaged_at] ^= 1
+    (tmp_path / "0").write_bytes(data)
+    store = open_store(str(tmp_path))
+    by_path = {files[0].path: records}
+    ranges = RemoteRanges(
+        store, files[:1], cache_bytes=1 << 18, check_stop=nothing, most_block_bytes=1 << 16, records=by_path
+    )
+    ranges.read(0, read_at, 5000)
+    assert ranges.fetched_bytes < 200_000
+    if is_seen:
+        with pytest.raises(DamagedError, match="is damaged: "):
+            ranges.prove(everything=False)
+    else:
+        ranges.prove(everything=False)
+        most = 3_000_001 if read_at == 600_000 else 600_000
+        assert ranges.fetched_bytes <= most + 200_000
 
 
 def test_any_range_by_any_thread_is_the_file(tmp_path: Path, files: list[RemoteFile]) -> None:

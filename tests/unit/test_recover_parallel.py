@@ -125,6 +125,14 @@ def test_where_ranks_do_not_tell_all_is_fetched(grid: Grid, order: list[tuple[in
     assert wanted(copy, 3, 0) == every, "not as many on each"
 
 
+def test_before_degrees_were_recorded_what_is_no_pipeline_has_tensor_ranks() -> None:
+    grid = TENSOR.model_copy(update={"tp": None, "pp": None})
+    held = by_rank(grid, TENSORS)
+    assert optims(wanted(saved(grid, held), 4, 2)) == optims(set(held[2]))
+    pipeline = saved(grid.model_copy(update={"layers": (0, 1)}), held)
+    assert len(optims(wanted(pipeline, 4, 2))) == 8, "its layer files are not known"
+
+
 def test_before_degrees_were_recorded_layer_files_tell_them() -> None:
     grid = Grid(dp=2, mm_count=4, zero_stage=1, layers=(0, 1))
     order = [(d, stage * 2 + t) for stage in (0, 1) for d in range(2) for t in (0, 1)]
