@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.heartbeat import SeenNode
-    from ckptd.recover.jobwide import NodeRow, OpenRow, SafeRow, Verdict
+    from ckptd.recover.jobwide import NodeRow, SafeRow, Verdict
+    from ckptd.recover.opened import OpenRow
 
 
 def is_alive(row: NodeRow) -> bool:
