@@ -26,8 +26,9 @@ from ckptd.convert.options import ClusterReport
 from ckptd.convert.sources import identity_of
 from ckptd.convert.workplace import check_destination, check_place, opened_workplace, remove_workplace
 from ckptd.recover.choose import DESCRIPTION
-from ckptd.recover.ranged import POINTER, Ranged, temporary_place
+from ckptd.recover.ranged import POINTER, Ranged, temporary_place, within_remote
 from ckptd.recover.ranged_reader import RemoteRanges
+from ckptd.recover.ranged_source import directory_remote
 from ckptd.recover.ranged_upload import NOTE, target_exists
 from ckptd.remote.access import Access
 from ckptd.remote.checksums import from_hex
@@ -71,6 +72,9 @@ class Clustered(Ranged):
                 f"({LEAST_BUDGET_BYTES >> 20} MiB at least)",
                 hint="it is of each worker process",
             )
+        if isinstance(source, Path) and directory_remote(source) is not None:
+            # what is committed counts there, and workers may hold it on their own disks, as of a bucket
+            source = os.path.realpath(source)
         super().__init__(
             source, destination, options, environ, on_progress=on_progress, should_stop=should_stop
         )
@@ -86,6 +90,8 @@ class Clustered(Ranged):
         """
         if self._target is not None:
             self._refuse_taken(self._target)
+        elif root := directory_remote(Path(self._destination)):
+            raise within_remote(str(self._destination), root)
         with gathered(self._address, self._options.memory_budget_bytes, self._should_stop) as crew:
             self._crew = crew
             return super().run()

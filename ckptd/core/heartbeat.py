@@ -58,6 +58,8 @@ class Heartbeat(Document):
     """(data-parallel rank, model-parallel rank) of each of them; None: an older release."""
     newest: NewestSave | None = None
     safe: SafeSave | None = None
+    ended: bool = False
+    """The last one of a daemon that was stopped in order: no training that it would see goes on."""
 
 
 class SeenNode(Model):
@@ -71,9 +73,14 @@ class SeenNode(Model):
     """None: it was not read, or cannot be."""
 
     @property
+    def has_ended(self) -> bool:
+        """Its daemon said so."""
+        return self.heartbeat is not None and self.heartbeat.ended
+
+    @property
     def is_dead(self) -> bool:
-        """Not heard of for a while."""
-        return self.seconds_ago is not None and self.seconds_ago > DEAD_SECONDS
+        """Nothing more is to be expected: it has ended, or was not heard of for a while."""
+        return self.has_ended or (self.seconds_ago is not None and self.seconds_ago > DEAD_SECONDS)
 
 
 def heartbeat_key(node: str) -> str:

@@ -40,6 +40,7 @@ class OpenSave:
     """A generation of a tag that is not committed."""
 
     missing: Sequence[NamedShard]
+    branch: int
     step: int
     generation: int
     mm_count: int
@@ -99,6 +100,9 @@ def _is_coming(seen: SeenNode, save: OpenSave) -> bool:
     """
     newest = seen.heartbeat.newest if seen.heartbeat is not None else None
     if seen.is_dead or newest is None or newest.step < save.step:
+        return False
+    # of before a rewind; who was replaced since knows of none, and calls this very save so
+    if newest.branch < save.branch and newest.step > save.step:
         return False
     sent = {part.last_seconds for part in save.parts if part.node == seen.node}
     if not sent:

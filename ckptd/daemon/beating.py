@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import time
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,14 @@ from ckptd.daemon.tenancy import Tenancy
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from ckptd.core.save import SealedSave
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
+
+LAST_WORD_SECONDS = 5.0
+"""How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
 
 
 def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
@@ -68,6 +74,24 @@ def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
             seconds_at_risk=status.seconds_at_risk or 0.0,
         ),
     )
+
+
+def say_ended(
+    jobs: Sequence[Job],
+    results: queue.SimpleQueue[Callable[[], None]],
+    call: Callable[[Callable[[], None]], None],
+) -> None:
+    """The daemon was stopped in order: its remotes hear it from itself, not by its silence."""
+    active = [job for job in jobs if job.state is not None]
+    for job in active:
+        call(job.nodes.say_ended)
+    links = [link for job in active for link in job.links.values()]
+    until = time.monotonic() + LAST_WORD_SECONDS
+    while any(link.beat_order is not None for link in links):
+        try:
+            call(results.get(timeout=max(0.0, until - time.monotonic())))
+        except queue.Empty:
+            return
 
 
 def _newest(save: SealedSave) -> NewestSave:

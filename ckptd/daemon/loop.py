@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import this_node
+from ckptd.daemon.beating import say_ended
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.control import is_drained, missing_after, refused_here
 from ckptd.daemon.exporter import Exporter
@@ -94,6 +95,7 @@ class Daemon:
         self._service.ready()
         try:
             self._loop()
+            say_ended(self.jobs, self._queue, self._call)
         finally:
             self._service.stopping()
             code = self._exit_code()
@@ -127,13 +129,8 @@ class Daemon:
     def _open_job(self, config: JobConfig) -> None:
         daemon = self._loaded.daemon
         try:
-            state_dir = state_dir_of(
-                config.save_dir,
-                config.name,
-                daemon.state_dir,
-                self._environ,
-                jobs_in_daemon=len(self._loaded.jobs),
-            )
+            where = (config.save_dir, config.name, daemon.state_dir, self._environ)
+            state_dir = state_dir_of(*where, jobs_in_daemon=len(self._loaded.jobs))
             job = Job(
                 config,
                 daemon,

@@ -83,19 +83,23 @@ class Nodes:
     def turn(self, now_seconds: float) -> None:
         """Beat where it is due; look where a save cannot be explained."""
         for name, link in self._links.items():
-            job_id = link.settings.job_id
-            if link.attached is None or link.beat_order is not None or job_id is None:
+            if link.attached is None or link.beat_order is not None or link.settings.job_id is None:
                 continue
-            is_kept_for_ever = link.settings.url.startswith(NO_BEAT)
-            if (
-                not is_kept_for_ever
-                and now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
-            ):
+            is_due = now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
+            if is_due and _takes_beats(link):
                 self._beat_at[name] = now_seconds
-                heartbeat = self._heartbeat().model_copy(update={"job_id": job_id})
+                heartbeat = self._heartbeat().model_copy(update={"job_id": link.settings.job_id})
                 self._send(name, link, heartbeat)
             elif self._is_in_doubt and now_seconds - self._looked_at.get(name, 0.0) >= LOOK_SECONDS:
                 self._send(name, link, None)
+
+    def say_ended(self) -> None:
+        """The last heartbeat, where one can be written; no lease is asked for any more."""
+        for link in self._links.values():
+            if link.attached is not None and link.settings.job_id is not None and _takes_beats(link):
+                last = {"job_id": link.settings.job_id, "ended": True}
+                beat = m.Beat(heartbeat=self._heartbeat().model_copy(update=last), node=link.settings.node)
+                link.beat_order = link.order(beat, lambda _: None)
 
     def _send(self, name: str, link: RemoteLink, heartbeat: Heartbeat | None) -> None:
         asked_at = self._looked_at[name] = time.monotonic()
@@ -231,3 +235,7 @@ class Nodes:
             and seen.heartbeat.config_digest != self._digest
         }
         return tuple(sorted(found))
+
+
+def _takes_beats(link: RemoteLink) -> bool:
+    return not link.settings.url.startswith(NO_BEAT)

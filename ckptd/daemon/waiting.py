@@ -121,6 +121,7 @@ def _told(job: Job, row: SaveRow, remote: str, waiting: Waiting) -> Waiting:
 def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> OpenSave:
     return OpenSave(
         missing=waiting.missing,
+        branch=row.save.branch,
         step=row.save.step,
         generation=record.generation or 0,
         mm_count=row.save.grid.mm_count,

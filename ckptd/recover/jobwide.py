@@ -14,6 +14,15 @@ from ckptd.core.coverage import order_of
 from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.manifest import decode_name
 from ckptd.core.view import ZERO
+from ckptd.recover.jobwide_verdict import (
+    ended_seconds_ago,
+    headline,
+    headline_of_end,
+    is_ahead,
+    is_alive,
+    newest_step,
+    seconds_at_risk,
+)
 from ckptd.recover.opened import opened
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.heartbeats import Heartbeats
@@ -56,8 +65,11 @@ class NodeRow:
     heard_seconds_ago: float | None
     is_store_time: bool
     is_dead: bool
+    """Not heard of for a while, and it did not say that it ends."""
+    has_ended: bool
+    """Its daemon was stopped in order when it was heard of last."""
     state: str
-    """What its daemon last said: ok, behind, attention, waiting, paused; unknown."""
+    """What its daemon last said: ok, behind, attention, waiting, paused; ended; unknown."""
     newest_step: int | None
     newest_tag: str | None
     ranks: str
@@ -81,6 +93,8 @@ class JobwideStatus:
     nodes_expected: int
     seconds_at_risk: float | None
     newest_step: int | None
+    ended_seconds_ago: float | None
+    """Since the last of all nodes ended in order; None: the job goes on, or some node fell silent."""
     nodes: tuple[NodeRow, ...] = ()
     uncommitted: tuple[OpenRow, ...] = ()
     problems: tuple[str, ...] = ()
@@ -124,27 +138,32 @@ class Jobwide:
         found = opened(self._store, uncommitted, beyond, seen, self._now_seconds)
         self._problems += found.problems
         rows = self._rows(seen, safe)
-        steps = [row.newest_step for row in rows if row.newest_step is not None]
-        newest = max([*steps, *(row.step for row in found.rows)], default=None)
+        newest = newest_step(rows, seen, found.rows)
+        ended = ended_seconds_ago(rows)
         self._see_nodes(rows)
         identity = self._sight.observation.identity
         shown = _safe(safe, age or 0.0) if safe is not None else None
-        verdict: Verdict = (
-            "not-safe" if shown is None else "behind" if _is_behind(shown, seen, found.rows) else "safe"
-        )
-        alive = sum(not row.is_dead and row.heard_seconds_ago is not None for row in rows)
-        risk = _at_risk(shown, seen)
+        verdict: Verdict = "not-safe" if shown is None else "safe"
+        if shown is not None and (
+            found.rows or any(is_ahead(one, (shown.branch, shown.step)) for one in seen)
+        ):
+            verdict = "behind"
+        alive = sum(map(is_alive, rows))
+        risk = seconds_at_risk(shown, seen, ended)
         return JobwideStatus(
             url=self._sight.url,
             job=identity.job,
             job_id=identity.job_id,
             verdict=verdict,
-            headline=_headline(verdict, shown, alive, len(rows), risk, newest),
+            headline=headline_of_end(verdict, shown, ended, risk, newest)
+            if ended is not None
+            else headline(verdict, shown, alive, len(rows), risk, newest),
             safe=shown,
             nodes_alive=alive,
             nodes_expected=len(rows),
             seconds_at_risk=None if risk is None else round(risk, 1),
             newest_step=newest,
+            ended_seconds_ago=ended,
             nodes=rows,
             uncommitted=found.rows,
             problems=tuple(self._problems),
@@ -171,12 +190,16 @@ class Jobwide:
         return found
 
     def _rows(self, seen: Sequence[SeenNode], safe: CommitView | None) -> tuple[NodeRow, ...]:
-        """Nodes of the safe COMMIT and those that are alive; who left before it is nobody's loss."""
+        """Nodes of the safe COMMIT and those that are alive, or went on after it; who left before it is
+        nobody's loss."""
         shipped = _nodes_of(safe.commit) if safe is not None else set()
         known = {one.node: one for one in seen}
         names = shipped | {one.node for one in seen if not one.is_dead}
         if safe is None:
             names |= set(known)
+        else:
+            beyond = (safe.commit.branch, safe.commit.step)
+            names |= {one.node for one in seen if is_ahead(one, beyond)}
         return tuple(_row(name, known.get(name), is_in_safe=name in shipped) for name in sorted(names))
 
     def _see_nodes(self, rows: Sequence[NodeRow]) -> None:
@@ -188,7 +211,7 @@ class Jobwide:
                 )
         digests: dict[str, list[str]] = {}
         for row in rows:
-            if row.config_digest is not None and not row.is_dead:
+            if row.config_digest is not None and is_alive(row):
                 digests.setdefault(row.config_digest, []).append(row.node)
         if len(digests) > 1:
             fewest = min(digests.values(), key=lambda nodes: (len(nodes), nodes))
@@ -218,13 +241,15 @@ def _nodes_of(commit: Commit) -> set[str]:
 def _row(name: str, seen: SeenNode | None, *, is_in_safe: bool) -> NodeRow:
     beat = seen.heartbeat if seen is not None else None
     age = seen.seconds_ago if seen is not None else None
+    has_ended = seen is not None and seen.has_ended
     return NodeRow(
         node=name,
         node_id=beat.node_id if beat else None,
         heard_seconds_ago=None if age is None else round(age, 1),
         is_store_time=seen is None or seen.is_store_time,
-        is_dead=age is not None and age > DEAD_SECONDS,
-        state=beat.state if beat else "unknown",
+        is_dead=age is not None and age > DEAD_SECONDS and not has_ended,
+        has_ended=has_ended,
+        state="ended" if has_ended else beat.state if beat else "unknown",
         newest_step=beat.newest.step if beat and beat.newest else None,
         newest_tag=beat.newest.tag if beat and beat.newest else None,
         ranks=ranks_in_words(beat.ranks) if beat else "",
@@ -245,38 +270,3 @@ def _safe(view: CommitView, age_seconds: float) -> SafeRow:
         age_seconds=round(age_seconds, 1),
         commit_sha256=view.sha256,
     )
-
-
-def _is_behind(safe: SafeRow, seen: Sequence[SeenNode], opened: Sequence[OpenRow]) -> bool:
-    """A node has, or some shipped, a newer save than the safe one."""
-    newer = [
-        one.heartbeat.newest
-        for one in seen
-        if one.heartbeat is not None and one.heartbeat.newest is not None and not one.is_dead
-    ]
-    return bool(opened) or any((n.branch, n.step) > (safe.branch, safe.step) for n in newer)
-
-
-def _at_risk(safe: SafeRow | None, seen: Sequence[SeenNode]) -> float | None:
-    """Since the safe save was written, by the nodes that said so of that very save; else since its COMMIT."""
-    if safe is None:
-        return None
-    told = [
-        one.heartbeat.safe.seconds_at_risk + (one.seconds_ago or 0.0)
-        for one in seen
-        if one.heartbeat is not None
-        and one.heartbeat.safe is not None
-        and (one.heartbeat.safe.tag, one.heartbeat.safe.step) == (safe.tag, safe.step)
-    ]
-    return max([*told, safe.age_seconds])
-
-
-def _headline(
-    verdict: Verdict, safe: SafeRow | None, alive: int, expected: int, risk: float | None, newest: int | None
-) -> str:
-    nodes = f"{alive}/{expected} nodes"
-    if safe is None:
-        return f"NOT SAFE: nothing is committed yet; {nodes}"
-    text = f"{verdict.upper()}: step {safe.step} committed {ago(safe.age_seconds)} ago, {nodes}"
-    behind = f", step {newest} is not committed yet" if verdict == "behind" and newest is not None else ""
-    return f"{text}{behind}, {ago(risk or 0.0)} of training at risk"

@@ -5,14 +5,16 @@ Part of `ckptd status URL`: from node manifests and heartbeats, by the store's t
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core import coverage
+from ckptd.core.manifest import ROOT
+from ckptd.core.manifest_names import name_in
 from ckptd.core.missing import OpenSave, Part, late
+from ckptd.core.save import Order
 from ckptd.core.view import ZERO
-from ckptd.remote.documents import read_generation
+from ckptd.remote.documents import read_generation, stem_of_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
     from ckptd.core.heartbeat import SeenNode
     from ckptd.core.manifest import NodeManifest
     from ckptd.core.missing import Lost
-    from ckptd.core.save import Order
     from ckptd.remote.documents import Stem
     from ckptd.remote.store import Store
 
+    Members = tuple[KnownManifest, ...]
+
 MOST_OPEN = 3
-"""Uncommitted saves that are looked into, the newest by the numbers in their tags."""
+"""Uncommitted saves that are looked into, the last that were saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class OpenRow:
 
     tag: str
     generation: int
+    branch: int
     step: int
     nodes: tuple[str, ...]
     missing: int
@@ -56,22 +60,18 @@ def opened(
     seen: Sequence[SeenNode],
     now_seconds: float,
 ) -> Opened:
-    """Those beyond the safe one.
+    """Those beyond the safe one that no rewind left behind.
 
     Raises:
         RemoteError: the remote stopped answering.
     """
-    stems = [where for where in uncommitted if where[2] == ZERO]
-    stems.sort(key=lambda where: (_number(where[0]), where[1]), reverse=True)
-    read = {w: coverage.newest_revisions(read_generation(store, w)) for w in stems[:MOST_OPEN]}
+    read = _newest(store, uncommitted, safe)
     rows: list[OpenRow] = []
     problems: list[str] = []
     on_their_way: dict[str, int] = {}
-    for where, members in read.items():
-        lead = max((k.manifest for k in members), key=_order, default=None)
-        if lead is None or (safe is not None and _order(lead) <= safe):
-            continue
-        of_tag = [known for (tag, *_), parts in read.items() if tag == where[0] for known in parts]
+    for members in read:
+        lead = _lead(members)
+        of_tag = [known for parts in read for known in parts if known.manifest.tag == lead.tag]
         save = _open_save(store, members, of_tag, lead, now_seconds)
         newer = on_their_way.get(lead.tag)
         lost = late(save, seen) if newer is None else None
@@ -85,6 +85,7 @@ def opened(
             OpenRow(
                 tag=lead.tag,
                 generation=lead.generation,
+                branch=lead.branch,
                 step=lead.step,
                 nodes=tuple(sorted({known.manifest.node for known in members})),
                 missing=len(save.missing),
@@ -104,6 +105,7 @@ def _open_save(
     infos = [info for info in (store.stat(known.key) for known in members) if info is not None]
     return OpenSave(
         missing=coverage.absent(members),
+        branch=lead.branch,
         step=lead.step,
         generation=lead.generation,
         mm_count=lead.grid.mm_count,
@@ -122,10 +124,46 @@ def _problem(lead: NodeManifest, lost: Lost, *, is_one_of_several: bool) -> str:
     return f"{lead.tag}{which} is not committed: {lost.text}{again}"
 
 
-def _order(manifest: NodeManifest) -> tuple[int, int, int]:
-    return manifest.branch, manifest.step, manifest.save_seq
+# --- which are looked into -------------------------------------------------------------------------------
 
 
-def _number(tag: str) -> int:
-    found = re.search(r"(\d{1,18})(?!.*\d)", tag)
-    return int(found[1]) if found else 0
+def _newest(store: Store, uncommitted: Sequence[Stem], safe: Order | None) -> list[Members]:
+    """What was shipped of each save beyond `safe` on the newest branch, newest save first.
+
+    Each manifest of a thousand nodes is a request, and after a rewind a larger step is no newer save (P9).
+    So the last that were saved are read; (branch, step, save_seq) tells which of them the run still wants.
+    """
+    saved = _saved_at(store, {where for where in uncommitted if where[2] == ZERO})
+    last = sorted(saved, key=lambda where: (saved[where], where), reverse=True)[:MOST_OPEN]
+    read = [
+        members for where in last if (members := coverage.newest_revisions(read_generation(store, where)))
+    ]
+    read.sort(key=lambda members: _order(_lead(members)), reverse=True)
+    orders = [_order(_lead(members)) for members in read]
+    return [
+        members
+        for order, members in zip(orders, read, strict=True)
+        if order.branch == orders[0].branch and (safe is None or order > safe)
+    ]
+
+
+def _lead(members: Members) -> NodeManifest:
+    """The one that tells the order of their save: a node that was replaced may not know of a rewind."""
+    return max((known.manifest for known in members), key=_order)
+
+
+def _order(manifest: NodeManifest) -> Order:
+    return Order(manifest.branch, manifest.step, manifest.save_seq)
+
+
+def _saved_at(store: Store, wanted: set[Stem]) -> dict[Stem, tuple[int, int]]:
+    """When each was saved, unix seconds as names of manifests tell (0: an early release's), and when its last
+    part came, by the store's time in ns."""
+    found: dict[Stem, tuple[int, int]] = {}
+    for info in store.list(f"{ROOT}/nodes/"):
+        where = stem_of_key(info.key.rpartition("/")[0])
+        if where is not None and where in wanted:
+            name = name_in(info.key)
+            saved, came = found.get(where, (0, 0))
+            found[where] = max(saved, name.last_seconds if name else 0), max(came, info.mtime_ns)
+    return found

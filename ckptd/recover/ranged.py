@@ -173,8 +173,7 @@ class Ranged:
         """Before anything is planned: a whole checkpoint is there, or a remote of ckptd is above."""
         for root in ancestors(target.url)[:4]:
             if is_root(root, target.access, must_answer=False):
-                msg = f"{target} lies in the remote of ckptd {root}, which its daemons keep"
-                raise errors.RefusedError(msg, hint="choose a place outside it")
+                raise within_remote(str(target), root)
         if target.store.stat(f"{target.name}/{DESCRIPTION}") is not None:
             raise target_exists(str(target), is_whole=True)
 
@@ -247,6 +246,12 @@ def convert_copy(
     """A committed copy, whose shards lie directly in its folder, as the new folder `target` here."""
     source = of_copy(copy)
     return Ranged(source, target, options, os.environ, on_progress=on_progress, work_dir=work_dir).run()
+
+
+def within_remote(place: str, root: str) -> errors.RefusedError:
+    """Nothing is made in a remote of ckptd."""
+    msg = f"{place} lies in the remote of ckptd {root}, which its daemons keep"
+    return errors.RefusedError(msg, hint="choose a place outside it")
 
 
 def _target(url: str, environ: Mapping[str, str]) -> Destination:

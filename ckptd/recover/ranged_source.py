@@ -6,6 +6,7 @@ is committed exists (P3), and its manifests say what every byte must be (P2).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ _POINTER_LIMIT_BYTES = 4096
 
 
 def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
-    """Find the checkpoint that a URL means.
+    """Find the checkpoint that a URL, or the absolute path of a folder, means.
 
     Raises:
         NotFoundError: no shards and no `latest` there. RefusedError: in a remote of ckptd, and not committed.
@@ -55,11 +56,19 @@ def of_copy(copy: Copy) -> RemoteSource:
 
 
 def ancestors(url: str) -> list[str]:
-    """The URL and those above it that can be the root of a remote."""
+    """The URL, or absolute path, and those above it that can be the root of a remote."""
+    if "://" not in url:
+        return [url, *map(str, Path(url).parents)]
     scheme, _, rest = url.partition("://")
     parts = rest.split("/")
     least = 2 if is_s3(url) else 1
     return [f"{scheme}://{'/'.join(parts[:n])}" for n in range(len(parts), least - 1, -1)]
+
+
+def directory_remote(folder: Path) -> str | None:
+    """The root of the directory remote that a folder, there or yet to be made, lies in; None: in none."""
+    roots = ancestors(os.path.realpath(folder))[:4]
+    return next((root for root in roots if os.path.lexists(os.path.join(root, IDENTITY_KEY))), None)
 
 
 def is_root(url: str, access: Access, *, must_answer: bool) -> bool:

@@ -25,7 +25,7 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
-from ckptd.core.manifest_names import absent_by_names, named_conflict
+from ckptd.core.manifest_names import absent_by_names, named_conflict, node_in
 from ckptd.core.save import mark_of_manifest
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.remote import attempts
@@ -334,10 +334,11 @@ def one_writer(ground: Ground, order: ShipOrder) -> None:
         return
     node = order.manifest.node
     for info in ground.store.list(f"{ROOT}/nodes/"):
-        other = info.key.rsplit("/", 1)[1].partition("~")[0]
+        other = node_in(info.key)
         if other != node:
             msg = f"{ground.store.url} enforces no create-only write and node {other} writes there too"
-            raise RefusedError(msg, hint="one node per such store; nothing is committed by this one")
+            cure = f'if this is that node under another name: node_name = "{other}" in the job file'
+            raise RefusedError(msg, hint=f"one node per such store, nothing is committed by this one; {cure}")
 
 
 def now_utc() -> str:

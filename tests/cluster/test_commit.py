@@ -66,3 +66,10 @@ def test_two_nodes_make_one_commit(tmp_path: Path, moto: Server, run: runs.Run, 
         assert list(here.commits()) == ["global_step2~g1"]
         for node in here.nodes.values():
             assert not {"commit-waiting", "commit-incomplete"} & node.problems()
+        assert not any(beat["ended"] for beat in here.documents("heartbeats").values())
+        assert [node.stop() for node in here.nodes.values()] == [0, 0]
+        assert [beat["ended"] for beat in here.documents("heartbeats").values()] == [True, True]
+        if not on_s3:
+            told = here.nodes["a"].ckptd("status", here.nas)
+            assert told.returncode == 0, told.stdout + told.stderr
+            assert told.stdout.startswith("run  SAFE: ended ")

@@ -50,6 +50,8 @@ class Judge:
     """Nodes that were configured otherwise: they may delete nothing."""
     live: dict[str, Committed] = field(default_factory=dict)
     entombed: set[str] = field(default_factory=set)
+    risen: set[str] = field(default_factory=set)
+    """COMMITs that a late request created again under their tombstone: they count no more, and must go."""
     made: dict[int, list[str]] = field(default_factory=dict)
     """Save → keys of all COMMITs that it ever had and nobody disputed."""
     disputed: dict[str, float] = field(default_factory=dict)
@@ -92,9 +94,13 @@ class Judge:
             if key not in self.entombed:
                 raise Broken(f"{key} was removed without a tombstone")
             self.live.pop(key, None)
+            self.risen.discard(key)
             return
         if before is not None:
             raise Broken(f"{key} was replaced")
+        if key in self.entombed and self.remote.is_late:
+            self.risen.add(key)
+            return
         commit = self._read(key, json.loads(after))
         self.live[key] = commit
         self.came[key] = self.clock()
@@ -162,7 +168,10 @@ class Judge:
 
     def _latest(self, after: bytes | None) -> None:
         folder = None if after is None else after.decode()
-        if folder is not None and all(c.folder != folder for c in self.live.values()):
+        # one that comes late is another's word until the next that points: ckptd decides by COMMITs (P6)
+        if folder is None or self.remote.is_late:
+            return
+        if all(c.folder != folder for c in self.live.values()):
             raise Broken(f"latest names {folder}, which is not committed")
 
     def on_prune(self, daemon: Daemon, row: Row) -> None:
@@ -221,7 +230,7 @@ class Judge:
             rest = [f for f in self.remote.folders if f.endswith(f"/nodes/{where}")]
             if rest:
                 raise Broken(f"{name} was let go, and {rest[0]} is there still")
-        gone = [key for key in self.entombed if key in self.live]
+        gone = [key for key in self.entombed if key in self.live or key in self.risen]
         if gone:
             raise Broken(f"{gone[0]} was let go and is there still")
 

@@ -1,7 +1,7 @@
 """The one remote of a fleet: objects without bytes, strongly consistent; each request counts and takes time.
 
-What is stored of a shard is a line that says which save wrote it. Answers may get lost after the deed, and
-the last request of a process that dies may still arrive.
+What is stored of a shard is a line that says which save wrote it. Answers may get lost after the deed, the
+last request of a process that dies may still arrive, and a request may be delivered twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _DOCUMENTS = (
     *(f"_ckptd/{name}" for name in ("commits", "retired", "disputes", "decisions", "pins")),
 )
 LATE_SECONDS = 30.0
-"""How long after its sender's death a request may arrive."""
+"""How long after its sender's death a request may arrive, and how long after its answer a second time."""
+_REPEATED = ("create", "upload", "put")
+"""What a network may deliver twice: a removal that comes late hits what a successor sent (adr/0098)."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Remote:
     folders: dict[str, dict[str, bytes]] = field(default_factory=dict)
     on_change: Callable[[str, str, bytes | None, bytes | None], None] = lambda *_: None
     changes: int = 0
+    is_late: bool = False
+    """What changes now was asked for a while ago, by somebody who may have done other things since."""
     version: int = 0
     """Changes of anything that an observation tells."""
     _manifests: int = 0
@@ -118,6 +122,8 @@ class Network:
     refused: float = 0.0
     late: float = 0.5
     """Of a process that dies while it waits: its request was under way."""
+    twice: float = 0.0
+    """A write that was answered is delivered again, a while later."""
 
 
 class FleetStore:
@@ -162,15 +168,27 @@ class FleetStore:
         except Killed:
             # a removal that comes late may hit what a successor sent: no order survives that (adr/0098)
             if deed is not None and verb in ("create", "upload") and chance.random() < network.late:
-                engine = self.program.engine
-                engine.at(engine.now + chance.random() * LATE_SECONDS, deed)
+                self._deliver_later(deed)
             raise
         if self.is_refused():
             raise RemoteUnreachable("no answer")
         if deed is not None:
             deed()
+            if network.twice and verb in _REPEATED and chance.random() < network.twice:
+                self._deliver_later(deed)
             if network.lost and chance.random() < network.lost:
                 raise RemoteUnreachable("the answer was lost")
+
+    def _deliver_later(self, deed: Callable[[], None]) -> None:
+        assert self.program is not None
+        engine = self.program.engine
+
+        def deliver() -> None:
+            self.remote.is_late = True
+            deed()
+            self.remote.is_late = False
+
+        engine.at(engine.now + self._chance.random() * LATE_SECONDS, deliver)
 
     def get(self, key: str) -> bytes | None:
         if self.ahead:

@@ -149,6 +149,7 @@ class Fleet:
             jitter=jitter,
             lost=chance.choice([0.0, 0.0, 0.01, 0.05]),
             refused=chance.choice([0.0, 0.0, 0.02]),
+            twice=chance.choice([0.0, 0.05, 0.2]),
         )
 
     def _drawn_odd(self) -> int | None:
@@ -205,7 +206,7 @@ class Fleet:
             for daemon in self.daemons:
                 if daemon is not None:
                     daemon.program.stir()
-        if after is not None and key.startswith("_ckptd/commits/"):
+        if after is not None and key in self.judge.live:
             self.committed_at.setdefault(self.judge.live[key].number, self.engine.now)
 
     # --- what happens ----------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ class Fleet:
         self.say("all heals")
         self._settle()
         if self.shape.faults:
-            self.network.lost = self.network.refused = 0.0
+            self.network.lost = self.network.refused = self.network.twice = 0.0
             self.network.latency_seconds, self.network.jitter = 0.02, 1.0
         for slot in range(self.shape.nodes):
             self.start(slot)

@@ -183,7 +183,13 @@ def lost(
 ) -> Lost | None:
     """Of generation 1 of a save at step 9."""
     save = OpenSave(
-        missing=missing, step=9, generation=1, mm_count=mm_count, age_seconds=age_seconds, parts=parts
+        missing=missing,
+        branch=0,
+        step=9,
+        generation=1,
+        mm_count=mm_count,
+        age_seconds=age_seconds,
+        parts=parts,
     )
     return late(save, seen)
 

@@ -14,6 +14,8 @@ import pytest
 from ckptd.core.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
 from ckptd.core.layouts import Grid
 from ckptd.core.manifest import to_bytes
+from ckptd.recover.jobwide import Jobwide, JobwideStatus
+from ckptd.recover.sight import look_at_remote
 from ckptd.remote.directory import DirectoryStore
 from tests.stores.scene import Node, archive
 
@@ -53,7 +55,13 @@ def nas(tmp_path: Path) -> Path:
 
 
 def ship(
-    store: DirectoryStore, tmp_path: Path, number: int, tag: str = "global_step5", step: int = 5
+    store: DirectoryStore,
+    tmp_path: Path,
+    number: int,
+    tag: str = "global_step5",
+    step: int = 5,
+    branch: int = 0,
+    at_seconds: int = 0,
 ) -> None:
     """Node `number` ships its shard of a save of four ranks; node 0 the model states too."""
     node = Node(tmp_path / f"save{number}", name=f"n{number}", dp=NODES, tag=tag)
@@ -61,7 +69,8 @@ def ship(
     for path in (node.save_dir / tag).iterdir():
         if f"rank_{number}_" not in path.name and not (number == 0 and path.name.startswith("mp_rank")):
             path.unlink()
-    node.ship(node.attached(store), node.order(node.sealed(step=step)))
+    save = node.sealed(step=step, branch=branch, seconds=at_seconds)
+    node.ship(node.attached(store), node.order(save))
 
 
 def put(nas: Path, heartbeat: Heartbeat, seconds_ago: float = 0.0) -> None:
@@ -70,6 +79,19 @@ def put(nas: Path, heartbeat: Heartbeat, seconds_ago: float = 0.0) -> None:
     DirectoryStore(str(nas), owner="t").put(key, to_bytes(heartbeat))
     at = time.time() - seconds_ago
     os.utime(nas / key, (at, at))
+
+
+def aged(nas: Path, seconds: float, below: str = "") -> None:
+    """All documents but heartbeats, or those in a folder, lie there since so long."""
+    at = time.time() - seconds
+    for path in (nas / "_ckptd" / below).rglob("*.json"):
+        if path.parent.name != "heartbeats":
+            os.utime(path, (at, at))
+
+
+def looked(nas: Path) -> JobwideStatus:
+    """What is printed, as data."""
+    return Jobwide(look_at_remote("nas", str(nas), None)).look()
 
 
 def status(nas: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -127,6 +149,97 @@ def test_a_save_that_lacks_a_nodes_part_is_behind_and_says_whose(nas: Path, tmp_
     done = status(nas)
     assert done.returncode == 1
     assert "global_step9 is not committed: missing rank 3 (last seen on n3, 14 min ago)" in done.stdout
+
+
+@pytest.mark.parametrize("are_times_named", [True, False], ids=["named", "of an early release"])
+def test_after_a_rewind_the_new_branch_is_told(nas: Path, tmp_path: Path, are_times_named: bool) -> None:
+    """30, 40 and 50 never became whole; the run went back to 5 and saved 8, which lacks rank 3."""
+    store = DirectoryStore(str(nas), owner="t")
+    for at, (step, branch) in enumerate(((30, 0), (40, 0), (50, 0), (8, 1))):
+        for number in range(3):
+            # of a node that was replaced and knows of no rewind
+            known = 0 if number == 2 else branch
+            at_seconds = 100 * at if are_times_named else 0
+            ship(store, tmp_path, number, f"global_step{step}", step, known, at_seconds)
+    aged(nas, 600)
+    if not are_times_named:
+        # then the store's times tell what came last
+        aged(nas, 500, "nodes/global_step8~g1~zero")
+    for number in range(3):
+        newest = NewestSave(tag="global_step8", branch=1, step=8, written_seconds_ago=1)
+        put(nas, beat(number).model_copy(update={"newest": newest}))
+    for seconds_ago in (14 * 60, 0):
+        # dead, or alive with nothing but what it had before the rewind
+        put(nas, beat(3, step=50), seconds_ago)
+        found = looked(nas)
+        assert "step 8 is not committed yet" in found.headline
+        assert found.newest_step == 8
+        assert [(row.tag, row.branch) for row in found.uncommitted] == [("global_step8", 1)]
+        told = " ".join(found.problems)
+        assert "global_step8 is not committed: missing rank 3 (last seen on n3, " in told
+        assert not any(f"global_step{step}" in told for step in (30, 40, 50))
+
+
+# --- the end ---------------------------------------------------------------------------------------------
+
+DAYS = 3 * 86_400
+
+
+def ended(number: int, **more: Any) -> Heartbeat:
+    """A node's last heartbeat."""
+    return beat(number, **more).model_copy(update={"ended": True})
+
+
+def test_a_job_that_ended_in_order_stays_safe(nas: Path) -> None:
+    aged(nas, DAYS + 60)
+    for number in range(NODES):
+        put(nas, ended(number), seconds_ago=DAYS + number)
+    done = status(nas)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0].rstrip() == "job  SAFE: ended 3 d ago, newest step 5 committed"
+    assert "dead?" not in done.stdout
+    found = looked(nas)
+    assert (found.problems, found.seconds_at_risk) == ((), 660)
+    assert found.ended_seconds_ago == pytest.approx(DAYS, abs=200)
+    assert {node.state for node in found.nodes} == {"ended"}
+
+
+def test_the_end_of_a_job_whose_last_save_is_not_committed(nas: Path) -> None:
+    aged(nas, DAYS + 60)
+    for number in range(NODES):
+        put(nas, ended(number, step=9 if number else 5), seconds_ago=DAYS)
+    found = looked(nas)
+    assert found.exit_code == 3
+    assert found.headline == (
+        "BEHIND: ended 3 d ago, step 9 is not committed, step 5 is, 11 min of training at risk"
+    )
+
+
+def test_a_part_of_a_node_that_has_ended_is_on_no_way(nas: Path, tmp_path: Path) -> None:
+    store = DirectoryStore(str(nas), owner="t")
+    for number in range(3):
+        ship(store, tmp_path, number, tag="global_step9", step=9)
+    aged(nas, 600)
+    for number in range(NODES):
+        put(nas, beat(number, step=9))
+    assert looked(nas).exit_code == 3
+    for number in range(NODES):
+        put(nas, ended(number, step=9))
+    found = looked(nas)
+    assert found.exit_code == 1
+    assert "global_step9 is not committed: missing rank 3 (last seen on n3" in found.problems[0]
+
+
+def test_one_node_that_ended_or_died_is_not_the_job(nas: Path) -> None:
+    put(nas, ended(3), seconds_ago=DAYS)
+    found = looked(nas)
+    assert (found.exit_code, found.ended_seconds_ago) == (0, None)
+    assert found.headline.startswith("SAFE: step 5 committed ")
+    assert found.headline.endswith(", 3/4 nodes, 11 min of training at risk")
+    for number in range(NODES):
+        put(nas, beat(3) if number == 3 else ended(number), seconds_ago=DAYS)
+    found = looked(nas)
+    assert (found.exit_code, found.problems) == (1, ("node n3 has not been heard of for 3 d",))
 
 
 def cells_beat(name: str, *cells: tuple[int, int], step: int, last: int = 0) -> Heartbeat:
@@ -244,9 +357,9 @@ def test_the_document_keeps_its_shape(nas: Path) -> None:
             "nodes_alive",
             "nodes_expected",
         ),
-        *("seconds_at_risk", "newest_step", "nodes", "uncommitted", "problems", "clock"),
+        *("seconds_at_risk", "newest_step", "ended_seconds_ago", "nodes", "uncommitted", "problems", "clock"),
     }
     assert set(found["nodes"][0]) == {
-        *("node", "node_id", "heard_seconds_ago", "is_store_time", "is_dead", "state", "newest_step"),
-        *("newest_tag", "ranks", "ckptd_version", "config_digest", "is_in_safe"),
+        *("node", "node_id", "heard_seconds_ago", "is_store_time", "is_dead", "has_ended", "state"),
+        *("newest_step", "newest_tag", "ranks", "ckptd_version", "config_digest", "is_in_safe"),
     }
