@@ -130,10 +130,14 @@ class Cluster:
 
     def read(self, key: str) -> str:
         """A small object."""
+        return self.data(key).decode()
+
+    def data(self, key: str) -> bytes:
+        """An object."""
         if self.server is None:
-            return (self.nas / key).read_text()
+            return (self.nas / key).read_bytes()
         answer = self.server.client().get_object(Bucket=servers.BUCKET, Key=f"{PREFIX}/{key}")
-        return str(answer["Body"].read().decode())
+        return bytes(answer["Body"].read())
 
     def commits(self) -> dict[str, dict[str, Any]]:
         """`<tag>~g<n>` → COMMIT of the ZeRO form."""

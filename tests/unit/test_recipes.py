@@ -1,4 +1,4 @@
-"""Every command line of ckptd that a recipe holds is one that ckptd takes: examples/, config/, docs/, the README.
+"""Every command line of ckptd in examples/, config/, docs/ and the README is one that ckptd takes.
 
 A launch script that names an option which is not there ends where it is needed most: in a restart at night.
 """
@@ -42,7 +42,7 @@ def name_of(path: Path) -> str:
 
 
 def in_shell(text: str) -> Iterator[list[str]]:
-    """Words after `ckptd` of each command of a shell text; a quoted sentence is one word, and none of them."""
+    """Words after `ckptd` of each command of a shell text; a quoted sentence is one word, and no command."""
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
