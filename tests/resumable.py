@@ -1,4 +1,4 @@
-"""For tests of hours: `pytest -p tests.resumable --minutes M …` ends in time, the next run goes on from there.
+"""For tests of hours: `pytest -p tests.resumable --minutes M …` ends in time, the next run goes on there.
 
 What has passed is remembered in `.build/finished`, by the code that it passed with; what failed is run again.
 """
