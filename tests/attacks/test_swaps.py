@@ -211,11 +211,11 @@ def test_the_same_swaps_lead_outside_where_links_are_followed(
     assert scene.escaped() or "secret" in (scene.made() or "")
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", SITES if FULL else list(SITES)[::3])
 def test_a_hundred_thousand_flips(tmp_path: Path, site: str) -> None:
     """Another process swaps as fast as it can while everything that may be repeated is repeated.
 
-    Two thousand of them without CKPTD_FULL=1.
+    Two thousand of them, of every third site, without CKPTD_FULL=1.
     """
     scene = SwapScene(tmp_path / "x")
     (scene.save_dir / "_ckptd" / "trash" / ASIDE / "inner").mkdir(parents=True)

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.stores, pytest.mark.faults]
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[servers.Server]:
-    """rclone, or Ceph's gateway (`make rgw-packages`), and variables that lead there, small parts among them."""
+    """rclone, or Ceph's gateway (`make rgw-packages`), and variables that lead there; small parts."""
     if request.param == "ceph" and (reason := rgw.missing()) is not None:
         pytest.skip(reason)
     start = {"rclone": servers.rclone, "ceph": rgw.rgw}[request.param]
