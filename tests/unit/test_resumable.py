@@ -19,7 +19,7 @@ def test_it_ends_in_time_and_goes_on(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_long=TESTS)
 
     def run(minutes: int) -> tuple[int, dict[str, int]]:
-        done = pytester.runpytest_inprocess("-p", "tests.resumable", "--minutes", minutes, "-p", "no:xdist")
+        done = pytester.runpytest_inprocess("-p", "tests.resumable", "--minutes", str(minutes), "-p", "no:xdist")
         return int(done.ret), done.parseoutcomes()
 
     assert run(0) == (0, {"passed": 1})
