@@ -18,7 +18,15 @@ def main() -> int:
     first = next(i for i, a in enumerate(given) if not a.startswith("--"))
     command = given[first:]
     names = os.environ["CKPTD_TEST_NODES"].split()
-    nodes = []
+    nodes: list[subprocess.Popen[bytes]] = []
+    told: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        told.append(number)
+        for node in nodes:
+            node.send_signal(number)
+
+    signal.signal(signal.SIGTERM, pass_on)
     for number, name in enumerate(names):
         slurm = {
             "SLURM_NODEID": str(number),
@@ -26,12 +34,8 @@ def main() -> int:
             "SLURM_JOB_NUM_NODES": str(len(names)),
         }
         nodes.append(subprocess.Popen(command, env=os.environ | slurm))
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        for node in nodes:
-            node.send_signal(number)
-
-    signal.signal(signal.SIGTERM, pass_on)
+        if told:  # while this one was started
+            nodes[-1].send_signal(told[0])
     return max((code if code >= 0 else 128 - code) for code in (node.wait() for node in nodes))
 
 

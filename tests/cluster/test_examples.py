@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.cluster import runs
+from tests.e2e.harness import PATIENCE_SECONDS
 from tests.real import REPOSITORY
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLES = REPOSITORY / "examples"
 TRAIN = """#!/bin/sh
-# what a trainer does: save once, on this node's own disk
-echo "$CKPTD_CHOICE" >> "$WORK/trained-${SLURMD_NODENAME:-$NODE_NAME}"
-mkdir -p "$WORK/${SLURMD_NODENAME:-$NODE_NAME}/nvme/run/$1"
-cp "$SAVES/node${SLURM_NODEID:-$NODE_RANK}/$1/"* "$WORK/${SLURMD_NODENAME:-$NODE_NAME}/nvme/run/$1/"
-while [ ! -e "$WORK/nas/_ckptd/commits/$1~g1~zero.json" ] && [ $((n=${n:-0}+1)) -lt 900 ]; do sleep 0.2; done
-exit 7
+# what a trainer does: train until TERM, then save on this node's own disk, which takes a while, and end
+echo "$CKPTD_CHOICE" >> "$WORK/trained-$SLURMD_NODENAME"
+[ $# = 0 ] && exit 7
+save() {
+    sleep 1
+    mkdir -p "$WORK/$SLURMD_NODENAME/nvme/run/$1"
+    cp "$SAVES/node${SLURM_NODEID:-$NODE_RANK}/$1/"* "$WORK/$SLURMD_NODENAME/nvme/run/$1/"
+    exit 7
+}
+trap 'save "$1"' TERM
+echo training
+while :; do sleep 0.2; done
 """
 
 
@@ -54,8 +62,8 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def launch(work: Path, script: str, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A launch script of examples/, as a user starts it."""
+def begin(work: Path, script: str, *command: str, **more: str) -> subprocess.Popen[bytes]:
+    """A launch script of examples/, as a user starts it; what it says is added to `output`."""
     environment = {
         "PATH": f"{work / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CKPTD_JOB": str(work / "run.toml"),
@@ -64,39 +72,89 @@ def launch(work: Path, script: str, *command: str, **more: str) -> subprocess.Co
         "WORK": str(work),
         "SAVES": str(runs.LOCAL_2.save_dir(0).parent),
     }
-    return subprocess.run(
-        [str(EXAMPLES / script), *command],
-        env=os.environ | environment | more,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    with (work / "output").open("ab") as out:
+        return subprocess.Popen(
+            [str(EXAMPLES / script), *command],
+            env=os.environ | environment | more,
+            cwd=REPOSITORY,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
 
 
-def test_slurm_starts_fresh_then_resumes_and_refuses_to_guess(work: Path) -> None:
-    """Nothing committed: 4, fresh; then 0, one tag for all; a remote that is away: nothing is trained."""
-    assert subprocess.run(
+def end_of(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code; nothing that it started outlives it."""
+    try:
+        return process.wait(400)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def launch(work: Path, script: str, *command: str, **more: str) -> tuple[int, str]:
+    """Its exit code and what was said."""
+    (work / "output").write_text("")
+    return end_of(begin(work, script, *command, **more)), (work / "output").read_text()
+
+
+def terminated(work: Path, *scripts: Callable[[], subprocess.Popen[bytes]]) -> tuple[set[int], str]:
+    """TERM to each script once both nodes train and are watched, as at the end of an allocation."""
+    (work / "output").write_text("")
+    started = [script() for script in scripts]
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (said := (work / "output").read_text()).count("watching") < 2 or said.count("training\n") < 2:
+            assert time.monotonic() < deadline, said
+            assert all(process.poll() is None for process in started), said
+            time.sleep(0.1)
+        for process in started:
+            process.terminate()
+        return {end_of(process) for process in started}, (work / "output").read_text()
+    finally:
+        for process in started:
+            process.kill()
+            end_of(process)
+
+
+def test_a_run_from_slurm_to_torchrun_and_back(work: Path) -> None:
+    """Nothing committed: fresh; then from one tag on every node; a remote that is away: nothing is trained.
+
+    TERM reaches trainers alone; what they save then is committed when the script ends, though they are gone.
+    """
+    initialised = subprocess.run(
         [work / "bin" / "ckptd", "check", "--init-remote", work / "run.toml"],
         env=os.environ | {"SLURMD_NODENAME": "a"},
         capture_output=True,
         check=False,
         timeout=120,
-    ).returncode == 0  # fmt: skip
-    done = launch(work, "slurm/job.sbatch", str(work / "train.sh"), "global_step2")
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert "all nodes: fresh" in done.stdout
-    done = launch(work, "slurm/job.sbatch", str(work / "train.sh"), "global_step4")
-    assert done.returncode == 7, done.stdout + done.stderr
+    )
+    assert initialised.returncode == 0
+    commits, train = work / "nas" / "_ckptd" / "commits", str(work / "train.sh")
+    codes, said = terminated(work, partial(begin, work, "slurm/job.sbatch", train, "global_step2"))
+    assert codes == {7}, said
+    assert "all nodes: fresh" in said
+    assert (commits / "global_step2~g1~zero.json").exists(), said
+
+    def node(rank: int) -> subprocess.Popen[bytes]:
+        given = {"NNODES": "2", "NODE_RANK": str(rank), "SLURMD_NODENAME": "ab"[rank]}
+        return begin(work, "torchrun/node.sh", train, "global_step4", **given)
+
+    codes, said = terminated(work, partial(node, 0), partial(node, 1))
+    assert codes == {7}, said
+    assert (commits / "global_step4~g1~zero.json").exists(), said
+    code, said = launch(work, "slurm/job.sbatch", train)
+    assert code == 7, said
+    assert "all nodes: resume global_step4" in said
     for name in ("a", "b"):
-        assert (work / f"trained-{name}").read_text().splitlines() == ["fresh", "resume global_step2"]
-        assert (work / name / "nvme" / "run" / "latest").read_text() == "global_step2"
+        trained = (work / f"trained-{name}").read_text().splitlines()
+        assert trained == ["fresh", "resume global_step2", "resume global_step4"]
+        assert (work / name / "nvme" / "run" / "latest").read_text() == "global_step4"
     (work / "nas").rename(work / "away")
-    done = launch(work, "slurm/job.sbatch", str(work / "train.sh"), "global_step2")
-    assert done.returncode == 69, done.stdout + done.stderr
-    assert "nothing was trained" in done.stderr
-    assert (work / "trained-a").read_text().count("\n") == 2
+    code, said = launch(work, "slurm/job.sbatch", train, "global_step2")
+    assert code == 69, said
+    assert "nothing was trained" in said
+    assert (work / "trained-a").read_text().count("\n") == 3
 
 
 def test_nodes_that_disagree_do_not_train(work: Path) -> None:
@@ -104,9 +162,9 @@ def test_nodes_that_disagree_do_not_train(work: Path) -> None:
         work / "bin" / "ckptd",
         '#!/bin/sh\n[ "$SLURM_NODEID" = 0 ] && { echo /x/global_step2; exit 0; }\nexit 4\n',
     )
-    done = launch(work, "slurm/job.sbatch", str(work / "train.sh"), "global_step2")
-    assert done.returncode == 65
-    assert "nodes disagree" in done.stderr
+    code, said = launch(work, "slurm/job.sbatch", str(work / "train.sh"), "global_step2")
+    assert code == 65
+    assert "nodes disagree" in said
     assert not list(work.glob("trained-*"))
 
 
@@ -117,6 +175,6 @@ def test_torchrun_trains_on_0_and_4_alone(work: Path, code: int, expected: int) 
         f'#!/bin/sh\n[ "$1" = resume ] && {{ echo /x/global_step2; exit {code}; }}\nexec sleep 600\n',
     )
     program(work / "train.sh", '#!/bin/sh\necho "$CKPTD_CHOICE" > "$WORK/trained"\nexit 7\n')
-    done = launch(work, "torchrun/node.sh", str(work / "train.sh"), NNODES="2", NODE_RANK="0")
-    assert done.returncode == expected, done.stderr
+    ended, said = launch(work, "torchrun/node.sh", str(work / "train.sh"), NNODES="2", NODE_RANK="0")
+    assert ended == expected, said
     assert (work / "trained").exists() == (code in (0, 4))

@@ -171,10 +171,13 @@ def test_another_configuration_deletes_nothing_and_says_so(tmp_path: Path) -> No
             assert here.nodes["a"].local_tags() == {"global_step2", "global_step4"}
 
 
-def test_daemons_killed_at_any_time_end_in_one_commit(tmp_path: Path) -> None:
-    """kill -9 of either daemon at a random moment, started again, several times."""
+@pytest.mark.parametrize("store", ["directory", pytest.param("moto", marks=pytest.mark.full)])
+def test_daemons_killed_at_any_time_end_in_one_commit(
+    tmp_path: Path, store: str, request: pytest.FixtureRequest
+) -> None:
+    """kill -9 of either daemon at a random moment, started again, several times; on a directory and on S3."""
     rng = random.Random(SEED)
-    with cluster(tmp_path) as here:
+    with cluster(tmp_path, None if store == "directory" else request.getfixturevalue(store)) as here:
         pair(here)
         for number, name in enumerate(("a", "b")):
             here.nodes[name].write(RUN, number, 2)
@@ -188,7 +191,7 @@ def test_daemons_killed_at_any_time_end_in_one_commit(tmp_path: Path) -> None:
         assert list(here.commits()) == [f"{TAG}~g1"]
         for number in (0, 1):
             for path in (RUN.save_dir(number) / TAG).glob("*optim*"):
-                assert (here.nas / TAG / path.name).read_bytes() == path.read_bytes()
+                assert here.read_bytes(f"{TAG}/{path.name}") == path.read_bytes()
         assert not here.documents("disputes")
 
 

@@ -31,7 +31,7 @@ from ckptd.recover.ranged_upload import NOTE
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, clustered, content, got, until, url
 from tests.real import Recipe, prepare, save_dir_of
-from tests.stores import servers
+from tests.stores import rgw, servers
 from tests.stores.proxy import Fault, proxy
 
 TAG = "global_step2"
@@ -39,13 +39,17 @@ STAGE_3 = Recipe(stage=3, world_size=2)
 pytestmark = [pytest.mark.stores, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
-    """rclone, and variables that lead there, small parts among them."""
-    with (
-        servers.rclone(tmp_path_factory.mktemp("rclone")) as found,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+@pytest.fixture(
+    scope="module", params=["rclone", pytest.param("ceph", marks=[pytest.mark.full, pytest.mark.root])]
+)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[servers.Server]:
+    """rclone, or Ceph's gateway (`make rgw-packages`), and variables that lead there; small parts."""
+    if request.param == "ceph" and (reason := rgw.missing()) is not None:
+        pytest.skip(reason)
+    start = {"rclone": servers.rclone, "ceph": rgw.rgw}[request.param]
+    with start(tmp_path_factory.mktemp(request.param)) as found, pytest.MonkeyPatch.context() as patch:
         for name, value in servers.environment(found, CKPTD_REMOTE_PART_SIZE=scene.PART_SIZE).items():
             patch.setenv(name, value)
         yield found
