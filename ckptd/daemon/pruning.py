@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.actions import Prune
     from ckptd.core.listing import SaveDirListing
+    from ckptd.core.permit import DeletePermit
     from ckptd.daemon.state import JobState
     from ckptd.errors import CkptdError
     from ckptd.observe.audit import Audit
@@ -71,16 +72,8 @@ class Pruner:
         if action.save_id in self._pruning:
             return
         self._pruning.add(action.save_id)
-        intent = DeletionIntent(
-            tag=permit.tag,
-            generation=permit.generation,
-            folder=permit.folder,
-            files=permit.files,
-            commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
-            reason=permit.reason,
-        )
         name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
-        deletion_id = state.journal.intend_deletion(action.save_id, name, intent)
+        deletion_id = state.journal.intend_deletion(action.save_id, name, _intent(permit))
         state.confirmations.pop(action.save_id, None)
         state.deleted_at.append(begun_at := time.monotonic())
         planned = state.listing
@@ -207,6 +200,17 @@ class Pruner:
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
         self.later()
+
+
+def _intent(permit: DeletePermit) -> DeletionIntent:
+    return DeletionIntent(
+        tag=permit.tag,
+        generation=permit.generation,
+        folder=permit.folder,
+        files=permit.files,
+        commits=tuple((c.remote, c.key, c.sha256) for c in permit.commits),
+        reason=permit.reason,
+    )
 
 
 def _check_no_save_began(save_dir_fd: int, planned: SaveDirListing, tag: str, trainer: str) -> None:
