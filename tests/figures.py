@@ -155,7 +155,7 @@ def rows_now(folder: Path) -> dict[str, dict[str, Any]]:
         several = f" ({', '.join(faults)})" if len(faults) > 1 else ""
         cells = [
             f"`{figure['name']}`{several}",
-            f"{figure['runs']:,}".replace(",", " "),
+            f"{figure['runs']:,}{_of(figure)}".replace(",", " "),
             f"{figure['crashes']:,}".replace(",", " ") if figure.get("crashes") else "",
             str(figure["violations"]),
             f"`{figure['command']}`",
@@ -163,6 +163,11 @@ def rows_now(folder: Path) -> dict[str, dict[str, Any]]:
         ]
         found[figure["name"]] = {"cells": cells, "faults": faults}
     return found
+
+
+def _of(figure: dict[str, Any]) -> str:
+    """What of what was run, where that is known."""
+    return f" ({figure['reach'].replace(', ', '; ')})" if figure.get("reach") else ""
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
