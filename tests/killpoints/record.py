@@ -167,6 +167,8 @@ class Record:
             "code": Counter(row["code"] for row in self._rows),
             "date": datetime.now(UTC).date().isoformat(),
         }
+        if not self._is_kept:
+            figure["met"] = sorted({hit for row in self._rows for hit in row["hits"]})
         print(json.dumps(figure), flush=True)
         if self._is_kept and self._is_whole:
             (BUILD / "figures").mkdir(parents=True, exist_ok=True)
