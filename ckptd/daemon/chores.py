@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from ckptd.convert import supervise
 from ckptd.convert.workplace import partial_name
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
-from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.backoff import backoff_seconds, changed_seconds
 from ckptd.daemon.converting import PLACE, Signals, make_universal
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
-from ckptd.errors import CkptdError, NoSpaceError, RefusedError, UsageError, from_os_error
+from ckptd.errors import CkptdError, NoSpaceError, RefusedError, StorageError, UsageError, from_os_error
 from ckptd.local import fs, hold
 from ckptd.observe.logs import doing
 
@@ -206,6 +206,9 @@ class Chores:
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
+        elif isinstance(error, StorageError):  # ever more seldom: each time a whole save may be read
+            update["lacks"] = derived.lacks + 1
+            update["retry_at_seconds"] = time.monotonic() + changed_seconds(derived.lacks + 3)
         elif isinstance(error, RefusedError | UsageError):
             update["state"] = DerivedState.REFUSED
         else:
