@@ -17,6 +17,7 @@ from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
 from ckptd.errors import CkptdError, NoSpaceError, RefusedError, StorageError, UsageError, from_os_error
 from ckptd.local import fs, hold
+from ckptd.local.scan import read_pointer
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
+
+POINTER = "latest_universal"
 
 
 class Chores:
@@ -253,10 +256,17 @@ class Chores:
         )
 
     def point_universal(self, action: PointUniversal, save_dir_fd: int) -> None:
-        """Rewrite `latest_universal` at once: one small atomic file."""
+        """Rewrite `latest_universal` at once: one small atomic file.
+
+        One that cannot be read back would be written again at every turn: not before the next one is due.
+        """
         target = f"{PLACE}/{action.tag}" if action.tag else None
         fs.point_latest_universal(save_dir_fd, target)
-        self._wake()
+        if read_pointer(save_dir_fd, POINTER) == target:
+            self._state.failures.pop(POINTER, None)
+            self._wake()
+        else:
+            self.refused(POINTER, StorageError(f"{POINTER} was written and cannot be read"))
 
     def refused(self, what: str, error: CkptdError) -> None:
         """Something small failed in the deciding thread; the next turn tries again."""
