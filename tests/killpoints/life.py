@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.convert.sandbox import die_with_parent
+from ckptd.errors import CkptdError
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
@@ -24,10 +25,19 @@ from tests.killpoints.standins import Clock
 
 TURNS = 400
 """A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
+TURNS_AFTER = 1200
+"""After an error: removals that failed count for the seat belt, which lets go again after an hour."""
 HURT_SECONDS = 300.0
+HURT_TURNS = 2500
+"""While an error lasts a job is opened anew every ten seconds, some dozen turns each time; one that turns
+without a pause takes more."""
 DEFECT: Callable[[], None] | None = None
 """What is put in before a life begins, to see that it is found."""
 _open, _write, _rename = os.open, os.write, os.rename
+
+
+class Ended(Exception):
+    """The daemon could not start and said why; a service starts it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +173,18 @@ def live(
     )
     scenario = place.scenario
     with quiet():
-        process = Process(
-            place.root / "run.toml",
-            place.root / "shelf",
-            seams,
-            clock,
-            place.tell,
-            is_eager=scenario.is_eager,
-            lanes=scenario.lanes,
-        )
+        try:
+            process = Process(
+                place.root / "run.toml",
+                place.root / "shelf",
+                seams,
+                clock,
+                place.tell,
+                is_eager=scenario.is_eager,
+                lanes=scenario.lanes,
+            )
+        except CkptdError as error:
+            raise Ended(error.message) from error
         if DEFECT is not None:
             DEFECT()
         while True:
@@ -216,14 +229,15 @@ def _note(place: Place, clock: Clock, text: str) -> None:
 def _turns(place: Place, process: Process, is_safe: Callable[[Place], bool] | None) -> None:
     """Until nothing is left to do; while an error persists, until it ends."""
     seams = process.seams
-    quiet_turns = 0
-    for _ in range(TURNS):
+    quiet_turns = hurt_turns = turns = 0
+    while turns < (TURNS_AFTER if seams.hit else TURNS) and hurt_turns < HURT_TURNS:
         process.turn()
         if seams.is_hurting:
-            quiet_turns = 0
+            quiet_turns, hurt_turns = 0, hurt_turns + 1
             if time.monotonic() > seams.hit_at_seconds + HURT_SECONDS:
                 _heal(place, process, is_safe)
             continue
+        turns += 1
         quiet_turns = quiet_turns + 1 if process.is_idle else 0
         if quiet_turns >= 3:
             break
@@ -255,6 +269,9 @@ def fork(place: Place, *fates: Fate, **more: object) -> int:
         try:
             live(place, fates, **more)  # type: ignore[arg-type]
             code = 0
+        except Ended as error:
+            place.tell(f"said ended: {error}")
+            code = ENDED
         except Exception:
             place.tell(f"VIOLATION {traceback.format_exc(limit=-6)!r}")
         finally:
@@ -263,4 +280,4 @@ def fork(place: Place, *fates: Fate, **more: object) -> int:
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-KILLED = -signal.SIGKILL
+KILLED, ENDED = -signal.SIGKILL, 3

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.killpoints import judge as judging
-from tests.killpoints.life import KILLED, SCENARIOS, Place, Scenario, fork, left_of
+from tests.killpoints.life import ENDED, KILLED, SCENARIOS, Place, Scenario, fork, left_of
 from tests.killpoints.seams import WRITES, Fate
 
 SIDES = ("before", "after", "half")
@@ -154,14 +154,17 @@ def _kill(point: Point, place: Place) -> Outcome:
 
 
 def _fail(point: Point, place: Place) -> Outcome:
-    """Errors, each while a save is worked on, and the rest of the life."""
-    code = fork(
-        place,
-        *point.fates,
-        reads=True,
-        at_rest=lambda place: judging.judge(place).wrong,
-        is_safe=judging.newest_is_safe,
-    )
+    """Errors, each while a save is worked on, and the rest of the life; one at the start may end the start."""
+    for fates in (point.fates, point.fates[1:]):
+        code = fork(
+            place,
+            *fates,
+            reads=True,
+            at_rest=lambda place: judging.judge(place).wrong,
+            is_safe=judging.newest_is_safe,
+        )
+        if code != ENDED:
+            break
     wrong = [f"the process ended with {code}"] if code else []
     wrong += judging.judge_end(place, hurts=sum(fate.is_persistent for fate in point.fates)).wrong
     said = tuple(line[5:] for line in place.told() if line.startswith("said "))

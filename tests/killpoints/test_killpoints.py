@@ -96,9 +96,9 @@ def test_a_sample_of_points(kind: str, scenario: str, number: int) -> None:
 READ = {
     "what lies in save_dir": "readdir @ local/scan.py:scan:",
     "which files lie in a folder": "listdir @ local/scan.py:_walk:",
-    "a shard while it is sealed": "convert/inspect_child.py:",
+    "a shard while it is sealed": "pread @ convert/inspect_child.py:_facts:",
     "a shard while it is shipped": "preadv @ remote/source.py:read_into:",
-    "a shard while it is converted": "preadv @ convert/direct.py:",
+    "a shard while it is converted": "copy_file_range @ pages.py:copy_range:",
 }
 
 
