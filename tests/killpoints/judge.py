@@ -215,9 +215,10 @@ def _names(folder: Path) -> set[str]:
 
 
 def _judge_leftovers(place: Place, wrong: list[str], most_temporaries: int) -> None:
+    rmdirs = sum(hit.split()[1] == "rmdir" for hit in place.hits)  # empty folders, until the next start
     for name in ("trash", "hold", "staging"):
         left = _names(place.save_dir / "_ckptd" / name)
-        if left:
+        if len(left) > (rmdirs if name == "trash" else 0):
             wrong.append(f"_ckptd/{name} holds {sorted(left)}")
     found = [p for f in (place.save_dir, place.remote) for p in f.rglob("*") if p.name.startswith(TEMPORARY)]
     if len(found) > most_temporaries or any(p.name.startswith(TEMPORARY[1]) for p in found):

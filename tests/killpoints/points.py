@@ -154,7 +154,8 @@ def _kill(point: Point, place: Place) -> Outcome:
 
 
 def _fail(point: Point, place: Place) -> Outcome:
-    """Errors, each while a save is worked on, and the rest of the life; one at the start may end the start."""
+    """Errors, each while a save is worked on, and the rest of the life; the first may end a start."""
+    code = ENDED
     for fates in (point.fates, point.fates[1:]):
         code = fork(
             place,
