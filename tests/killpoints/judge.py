@@ -200,7 +200,8 @@ def judge_end(place: Place, *, deaths: int = 0, hurts: int = 0) -> Verdict:
         wrong.append(f"_ckptd/derived/universal holds {sorted(made)}")
     # what an unlink leaves that fails itself, nobody else removes
     unlinks = sum(hit.split()[1] == "unlink" for hit in place.hits)
-    _judge_leftovers(place, wrong, deaths + hurts + unlinks)
+    lasted = any(hit.split()[1] == "unlink" and ":once" not in hit for hit in place.hits)
+    _judge_leftovers(place, wrong, deaths + hurts + unlinks + (1000 if lasted else 0))
     if verdict.garbage:
         wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
     code = place.last_of("exit", "0")
