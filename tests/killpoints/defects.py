@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckptd import files
 from ckptd.daemon import recovery
 from ckptd.errors import CkptdError
-from ckptd.local import fs, scan
+from ckptd.local import fs
 from tests.killpoints.standins import put
 
 
@@ -91,19 +91,6 @@ def swallowed_errors() -> None:
     put(JobState, "note_failure", nothing)
 
 
-def unlisted() -> None:
-    """A folder that cannot be listed counts as one that is not there (P17)."""
-    list_folder = scan.scan_folder
-
-    def blind(save_dir_fd: int, tag: str, before: object = None) -> object:
-        try:
-            return list_folder(save_dir_fd, tag, before)  # type: ignore[arg-type]
-        except OSError:
-            return None
-
-    put(scan, "scan_folder", blind)
-
-
 @dataclass(frozen=True, slots=True)
 class Defect:
     """How it is put in, which kind of points must find it, and what they say then."""
@@ -121,6 +108,5 @@ DEFECTS = {
     "forgotten_prunes": Defect(forgotten_prunes, "kill", ("unlink", "renameat2"), "save_dir holds"),
     "pruned_in_place": Defect(pruned_in_place, "kill", ("unlink",), "save_dir holds"),
     "flushed_again": Defect(flushed_again, "errors", ("fdatasync",), "was tried again"),
-    "unlisted": Defect(unlisted, "errors", ("listdir", "open-read"), "status said nothing"),
     "swallowed_errors": Defect(swallowed_errors, "errors", ("fdatasync",), "status said nothing"),
 }
