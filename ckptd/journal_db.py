@@ -32,6 +32,9 @@ _PASSING = {
     sqlite3.SQLITE_READONLY,
 }
 
+_WRITE_VERSION_AT, _NEWEST_VERSION = 18, 2
+"""In the database's header; with a larger one SQLite opens the file for reading alone, and says READONLY."""
+
 
 class Database(sqlite3.Connection):
     """A connection whose statements fail in words of the tree.
@@ -100,10 +103,21 @@ def connect(path: Path) -> Database:
 
 def _in_words(error: sqlite3.Error, path: Path) -> JournalFailed:
     is_passing = getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
-    kind = JournalFailed if is_passing else JournalDamaged
     is_closed = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY
+    is_damaged = not is_passing or (is_closed and _forbids_writing(path))
+    kind = JournalDamaged if is_damaged else JournalFailed
     hint = "run this as the user that ckptd runs as; else the file system is read-only" if is_closed else ""
     return kind(f"the journal {path}: {error}", hint=hint)
+
+
+def _forbids_writing(path: Path) -> bool:
+    """Whether the file itself says that only a later SQLite may write it: none that we made does."""
+    try:
+        with path.open("rb") as stream:
+            header = stream.read(_WRITE_VERSION_AT + 1)
+    except OSError:
+        return False
+    return header[_WRITE_VERSION_AT:] > bytes([_NEWEST_VERSION])
 
 
 class Transaction:

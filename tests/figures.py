@@ -222,7 +222,7 @@ def rows_now(figures: list[dict[str, Any]]) -> dict[str, Row]:
         found[figure["name"]] = Row(
             name=figure["name"],
             faults=tuple(fault for fault in dict.fromkeys(faults) if fault in FAULTS),
-            runs=_grouped(figure["runs"]),
+            runs=f"{_grouped(figure['runs'])}{_of(figure)}",
             deaths=_grouped(figure["crashes"]) if figure.get("crashes") else "",
             violations=str(figure["violations"]),
             seconds="" if not seconds else _grouped(round(seconds)) if seconds >= 100 else f"{seconds:.1f}",
@@ -246,6 +246,11 @@ def _code(figure: dict[str, Any]) -> str:
     )
     more = f" and {len(commits) - 2} more" if len(commits) > 2 else ""
     return ", ".join(commits[:2]) + more if commits else str(figure.get("commit", ""))
+
+
+def _of(figure: dict[str, Any]) -> str:
+    """What of what was run, where that is known."""
+    return f" ({figure['reach'].replace(', ', '; ')})" if figure.get("reach") else ""
 
 
 def table(rows: dict[str, Row]) -> str:

@@ -73,7 +73,7 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
         return {"final": True, "bytes": 0, "archive": "torn", "reason": error.message}
     except OSError as error:
         reason = f"{path} cannot be read ({error.strerror})"
-        return {"final": True, "bytes": 0, "archive": "torn", "reason": reason}
+        return {"final": True, "bytes": 0, "archive": "torn", "reason": reason, "is_unread": True}
 
 
 def _identity(status: os.stat_result) -> list[int]:

@@ -36,22 +36,24 @@ def inspect_files(
     *,
     identities: Mapping[str, FileIdentity] | None = None,
     timeout_seconds: float = 120.0,
+    is_final: bool = True,
 ) -> list[FileFacts]:
     """Inspect files below `folder`; one `FileFacts` per path, in the order given.
 
     A child that dies or prints nothing for `timeout_seconds` yields `FileFacts` with a reason for the
     file it was reading; the others are read by a new child. Never raises for what a file contains.
-    `identities`: which files are meant, by path (P4).
+    `identities`: which files are meant, by path (P4). A file that the disk refuses to give is torn, with a
+    reason; unless `is_final` is False: a disk that refuses now may give it later, and then it is whole.
 
     Raises:
         SourceChanged: a path names another file than the one that is meant.
-        StorageError: children cannot be started at all.
+        StorageError: children cannot be started at all; or a file cannot be read, if that is not final.
     """
     found: list[FileFacts] = []
     asked = [_asked(path, (identities or {}).get(path)) for path in relative_paths]
     for start in range(0, len(asked), BATCH_FILES):
         batch = asked[start : start + BATCH_FILES]
-        found += _inspect_batch(os.path.abspath(folder), batch, timeout_seconds)
+        found += _inspect_batch(os.path.abspath(folder), batch, timeout_seconds, is_final=is_final)
     return found
 
 
@@ -63,7 +65,9 @@ def probe_restrictions() -> tuple[str, ...]:
     return ()
 
 
-def _inspect_batch(folder: str, asked: list[dict[str, Any]], timeout_seconds: float) -> list[FileFacts]:
+def _inspect_batch(
+    folder: str, asked: list[dict[str, Any]], timeout_seconds: float, *, is_final: bool
+) -> list[FileFacts]:
     paths: list[str] = [item["path"] for item in asked]
     results: list[FileFacts | None] = [None] * len(paths)
     partial: list[dict[str, Any]] = [{} for _ in paths]
@@ -84,6 +88,10 @@ def _inspect_batch(folder: str, asked: list[dict[str, Any]], timeout_seconds: fl
                     raise SourceChanged(
                         f"{paths[at]} was replaced or written since it was listed",
                         hint="the next turn looks again",
+                    )
+                if line.get("is_unread") and not is_final:
+                    raise StorageError(
+                        str(line.get("reason")), hint="it is read again; if it lasts, see to the disk"
                     )
                 if line.get("final"):
                     results[at] = _facts_of(paths[at], partial[at])

@@ -99,6 +99,8 @@ class DerivedRecord(Model):
     is_source_verified: bool = False
     bytes: int = 0
     tries: int = 0
+    lacks: int = 0
+    """How often this node's disk refused: that passes, and does not count as a try."""
     retry_at_seconds: float = 0.0
     """Monotonic; reset by a restart."""
     reason: str | None = None

@@ -34,7 +34,7 @@ def seldom_seconds(failures: int) -> float:
 
 
 def changed_seconds(tries: int) -> float:
-    """Before a source that changed while it was sent is sent again, from its first byte: 2 s … an hour."""
+    """Before a whole save is read again, as its source changed or a disk refused: 2 s … an hour."""
     return doubled(_CHANGED_SECONDS, tries, _CHANGED_MOST_SECONDS)
 
 

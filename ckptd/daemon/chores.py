@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from ckptd.convert import supervise
 from ckptd.convert.workplace import partial_name
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
-from ckptd.daemon.backoff import backoff_seconds
+from ckptd.daemon.backoff import backoff_seconds, changed_seconds
 from ckptd.daemon.converting import PLACE, Signals, make_universal
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
-from ckptd.errors import CkptdError, NoSpaceError, RefusedError, UsageError, from_os_error
+from ckptd.errors import CkptdError, NoSpaceError, RefusedError, StorageError, UsageError, from_os_error
 from ckptd.local import fs, hold
+from ckptd.local.scan import read_pointer
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
+
+POINTER = "latest_universal"
 
 
 class Chores:
@@ -206,6 +209,9 @@ class Chores:
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
+        elif isinstance(error, StorageError):  # ever more seldom: each time a whole save may be read
+            update["lacks"] = derived.lacks + 1
+            update["retry_at_seconds"] = time.monotonic() + changed_seconds(derived.lacks + 3)
         elif isinstance(error, RefusedError | UsageError):
             update["state"] = DerivedState.REFUSED
         else:
@@ -250,10 +256,17 @@ class Chores:
         )
 
     def point_universal(self, action: PointUniversal, save_dir_fd: int) -> None:
-        """Rewrite `latest_universal` at once: one small atomic file."""
+        """Rewrite `latest_universal` at once: one small atomic file.
+
+        One that cannot be read back would be written again at every turn: not before the next one is due.
+        """
         target = f"{PLACE}/{action.tag}" if action.tag else None
         fs.point_latest_universal(save_dir_fd, target)
-        self._wake()
+        if read_pointer(save_dir_fd, POINTER) == target:
+            self._state.failures.pop(POINTER, None)
+            self._wake()
+        else:
+            self.refused(POINTER, StorageError(f"{POINTER} was written and cannot be read"))
 
     def refused(self, what: str, error: CkptdError) -> None:
         """Something small failed in the deciding thread; the next turn tries again."""

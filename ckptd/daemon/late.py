@@ -88,7 +88,7 @@ class Late:
         def work() -> list[FileFacts] | None:
             try:
                 fs.flush(fd, folder.tag, list(identities))
-                facts = supervise.inspect_files(root, list(identities), identities=identities)
+                facts = supervise.inspect_files(root, list(identities), identities=identities, is_final=False)
                 again = scan_folder(fd, folder.tag)
             finally:
                 os.close(fd)

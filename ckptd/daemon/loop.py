@@ -28,7 +28,7 @@ from ckptd.daemon.service import Service
 from ckptd.daemon.setup import is_free
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
-from ckptd.errors import CkptdError, ConfigError, LockHeld
+from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
 from ckptd.local.state_dir import state_dir_of
 from ckptd.observe.logs import about
 
@@ -141,10 +141,11 @@ class Daemon:
                 is_patient=not self._once,
             )
             job.open()
-        except CkptdError as error:
-            self.invalid.append(Invalid(config.name, str(config.save_dir), error, time.time()))
+        except (CkptdError, OSError) as error:
+            told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
+            self.invalid.append(Invalid(config.name, str(config.save_dir), told, time.time()))
             with about(config.name):
-                log.error("job %s does not run: %s", config.name, error)
+                log.error("job %s does not run: %s", config.name, told)
         else:
             self.jobs.append(job)
 

@@ -74,7 +74,7 @@ class Reading:
 
         self._workers.submit(
             f"inspecting {folder.tag}",
-            lambda: supervise.inspect_files(root, paths, identities=identities),
+            lambda: supervise.inspect_files(root, paths, identities=identities, is_final=False),
             then,
             failed,
         )

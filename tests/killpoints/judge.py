@@ -138,7 +138,7 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
         is_safe = (save.step, "zero") in verdict.committed or len(newer) >= 2
         if save.step == newest and not is_here:
             verdict.wrong.append(f"the newest save, {folder.name}, is not here any more (P5)")
-        elif not is_here and not is_safe and not (is_constant and place.last_of("hit", "")):
+        elif not is_here and not is_safe and not (is_constant and place.hits):
             verdict.wrong.append(f"step {save.step} is neither here nor committed (P1)")
     names = {"latest", "latest_universal", "_ckptd"}
     names |= {trainer.tag_of(s.step, is_constant=is_constant) for s in written}
@@ -159,7 +159,7 @@ def judge_rest(place: Place) -> list[str]:
     forms = ("zero", "universal") if place.scenario.universal else ("zero",)
     newest = place.saves[place.written - 1]
     missing = {(newest.step, form) for form in forms} - verdict.committed
-    if missing and not place.last_of("hit", ""):
+    if missing and not place.hits:
         verdict.wrong.append(f"{sorted(missing)} is not committed")
     if verdict.garbage:
         verdict.wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
@@ -167,11 +167,18 @@ def judge_rest(place: Place) -> list[str]:
     return verdict.wrong
 
 
-def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdict:
+def newest_is_safe(place: Place) -> bool:
+    """Whether the newest save is committed in every form."""
+    forms = ("zero", "universal") if place.scenario.universal else ("zero",)
+    wanted = {(save.step, form) for save in place.saves[: place.written][-1:] for form in forms}
+    return wanted <= judge(place).committed
+
+
+def judge_end(place: Place, *, deaths: int = 0, hurts: int = 0) -> Verdict:
     """What must hold as well once all is done: everything arrived, nothing is left lying (P1, P7).
 
-    A process that is killed leaves at most one temporary of a document, which nothing reads. After an error
-    older forms than the newest may have been skipped.
+    A process that is killed leaves at most one temporary of a document, which nothing reads; so does each of
+    `hurts` errors that lasted. After an error older forms than the newest may have been skipped.
     """
     verdict = judge(place)
     scenario, wrong = place.scenario, verdict.wrong
@@ -180,7 +187,7 @@ def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdic
     expected = {(save.step, form) for save in place.saves[-2:] for form in forms}
     if place.was_found_first:
         expected |= {(place.saves[0].step, form) for form in forms} & verdict.committed
-    optional = {(place.saves[-2].step, "universal")} if place.last_of("hit", "") else set()
+    optional = {(place.saves[-2].step, "universal")} if place.hits else set()
     if not expected - optional <= verdict.committed <= expected:
         wrong.append(f"committed are {sorted(verdict.committed)}, wanted {sorted(expected)}")
     last = place.tag(-1)
@@ -192,7 +199,9 @@ def judge_end(place: Place, *, deaths: int = 0, is_hurt: bool = False) -> Verdic
     if made - first != ({last} if scenario.universal else set()):
         wrong.append(f"_ckptd/derived/universal holds {sorted(made)}")
     # what an unlink leaves that fails itself, nobody else removes
-    _judge_leftovers(place, wrong, deaths + is_hurt + (place.last_of("hit", "") == "unlink"))
+    unlinks = sum(hit.split()[1] == "unlink" for hit in place.hits)
+    lasted = any(hit.split()[1] == "unlink" and ":once" not in hit for hit in place.hits)
+    _judge_leftovers(place, wrong, deaths + hurts + unlinks + (1000 if lasted else 0))
     if verdict.garbage:
         wrong.append(f"{verdict.garbage} objects in the remote belong to nothing")
     code = place.last_of("exit", "0")
@@ -207,9 +216,10 @@ def _names(folder: Path) -> set[str]:
 
 
 def _judge_leftovers(place: Place, wrong: list[str], most_temporaries: int) -> None:
+    rmdirs = sum(hit.split()[1] == "rmdir" for hit in place.hits)  # empty folders, until the next start
     for name in ("trash", "hold", "staging"):
         left = _names(place.save_dir / "_ckptd" / name)
-        if left:
+        if len(left) > (rmdirs if name == "trash" else 0):
             wrong.append(f"_ckptd/{name} holds {sorted(left)}")
     found = [p for f in (place.save_dir, place.remote) for p in f.rglob("*") if p.name.startswith(TEMPORARY)]
     if len(found) > most_temporaries or any(p.name.startswith(TEMPORARY[1]) for p in found):

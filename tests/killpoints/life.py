@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.convert.sandbox import die_with_parent
+from ckptd.errors import CkptdError
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
@@ -24,10 +25,19 @@ from tests.killpoints.standins import Clock
 
 TURNS = 400
 """A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
+TURNS_AFTER = 1200
+"""After an error: removals that failed count for the seat belt, which lets go again after an hour."""
 HURT_SECONDS = 300.0
+HURT_TURNS = 2500
+"""While an error lasts a job is opened anew every ten seconds, some dozen turns each time; one that turns
+without a pause takes more."""
 DEFECT: Callable[[], None] | None = None
 """What is put in before a life begins, to see that it is found."""
 _open, _write, _rename = os.open, os.write, os.rename
+
+
+class Ended(Exception):
+    """The daemon could not start and said why; a service starts it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +137,11 @@ class Place:
         """The first save lay there before any daemon had noted that it runs: never deleted (P5)."""
         return "found-first" in self.told()
 
+    @property
+    def hits(self) -> list[str]:
+        """The calls that failed, each with its error and its site."""
+        return [line.removeprefix("hit ") for line in self.told() if line.startswith("hit ")]
+
     def last_of(self, word: str, default: str) -> str:
         """The last thing told under a word."""
         found = [line.split(" ", 1)[1] for line in self.told() if line.startswith(f"{word} ")]
@@ -140,29 +155,40 @@ def live(
     upto: int = len(trainer.STEPS),
     reads: bool = False,
     at_rest: Callable[[Place], list[str]] | None = None,
+    is_safe: Callable[[Place], bool] | None = None,
 ) -> None:
     """In a process of its own: from a start to the end of the story, or to the next kill.
 
     An error that persists ends after `HURT_SECONDS` of the clock's time; the life must end well all the same.
-    `at_rest` says what is wrong whenever nothing is left to do for a save.
+    `at_rest` says what is wrong whenever nothing is left to do for a save, `is_safe` whether an error that
+    nobody was told of has hindered nothing.
     """
     clock = Clock(float(place.last_of("clock", "0")) + 1)
-    seams = Seams(_due(fates, place.written), lambda text: _note(place, clock, text), reads=reads)
+    seams = Seams(
+        _due(fates, place.written),
+        lambda text: _note(place, clock, text),
+        reads=reads,
+        is_sited=reads and not fates,
+        root=f"{place.root}/",
+    )
     scenario = place.scenario
     with quiet():
-        process = Process(
-            place.root / "run.toml",
-            place.root / "shelf",
-            seams,
-            clock,
-            place.tell,
-            is_eager=scenario.is_eager,
-            lanes=scenario.lanes,
-        )
+        try:
+            process = Process(
+                place.root / "run.toml",
+                place.root / "shelf",
+                seams,
+                clock,
+                place.tell,
+                is_eager=scenario.is_eager,
+                lanes=scenario.lanes,
+            )
+        except CkptdError as error:
+            raise Ended(error.message) from error
         if DEFECT is not None:
             DEFECT()
         while True:
-            _turns(place, process)
+            _turns(place, process, is_safe)
             number = place.written
             if number >= upto:
                 break
@@ -171,21 +197,17 @@ def live(
                 place.tell(f"VIOLATION at rest after save {number}: {text}")
             trainer.write(place.save_dir, trainer.saves()[number], is_constant=scenario.is_constant)
             place.tell(f"written {number + 1}")
-            seams.arm(seams.fate if _is_error(fates) else _due(fates, number + 1))
+            seams.arm(_due(fates, number + 1))
             seams.is_open = True
         process.until_well(TURNS)
+        if seams.is_hurting:  # met only while all was well
+            _turns(place, process, is_safe)
+            process.until_well(TURNS)
         seams.is_open = False
         process.publish()
         place.tell(f"exit {process.exit_code}")
         place.tell(f"problems {[p.text for p in process.problems]}")
-    _note(place, clock, f"calls {json.dumps(seams.parts)}")
-    if seams.hit:
-        place.tell(f"hit {seams.hit}")
-    place.tell("idle")
-
-
-def _is_error(fates: tuple[Fate, ...]) -> bool:
-    return any(fate.save is None for fate in fates)
+    _note(place, clock, "idle" if fates else f"calls {json.dumps(seams.parts)}")
 
 
 def _due(fates: tuple[Fate, ...], save: int) -> Fate:
@@ -204,17 +226,18 @@ def _note(place: Place, clock: Clock, text: str) -> None:
     place.tell(text)
 
 
-def _turns(place: Place, process: Process) -> None:
+def _turns(place: Place, process: Process, is_safe: Callable[[Place], bool] | None) -> None:
     """Until nothing is left to do; while an error persists, until it ends."""
     seams = process.seams
-    quiet_turns = 0
-    for _ in range(TURNS):
+    quiet_turns = hurt_turns = turns = 0
+    while turns < (TURNS_AFTER if seams.hit else TURNS) and hurt_turns < HURT_TURNS:
         process.turn()
         if seams.is_hurting:
-            quiet_turns = 0
+            quiet_turns, hurt_turns = 0, hurt_turns + 1
             if time.monotonic() > seams.hit_at_seconds + HURT_SECONDS:
-                _heal(place, process)
+                _heal(place, process, is_safe)
             continue
+        turns += 1
         quiet_turns = quiet_turns + 1 if process.is_idle else 0
         if quiet_turns >= 3:
             break
@@ -225,14 +248,15 @@ def _turns(place: Place, process: Process) -> None:
             place.tell(f"VIOLATION {problem.text}")
 
 
-def _heal(place: Place, process: Process) -> None:
-    """The error ends; by now status must have said something (P17)."""
+def _heal(place: Place, process: Process, is_safe: Callable[[Place], bool] | None) -> None:
+    """The error ends; by now status must have said something, if anything was hindered (P17)."""
     told = [p for p in process.problems if p.code not in ("save-overdue", "trainer-may-outrun")]
-    if not told:
+    process.seams.is_open = False
+    if not told and not (is_safe is not None and is_safe(place)):
         place.tell(f"SILENT while {process.seams.hit} failed, status said nothing")
     for problem in told:
         place.tell(f"said {problem.code}: {problem.text}")
-    process.seams.fate = Fate()
+    process.seams.fate, process.seams.is_open = Fate(), True
 
 
 def fork(place: Place, *fates: Fate, **more: object) -> int:
@@ -245,6 +269,9 @@ def fork(place: Place, *fates: Fate, **more: object) -> int:
         try:
             live(place, fates, **more)  # type: ignore[arg-type]
             code = 0
+        except Ended as error:
+            place.tell(f"said ended: {error}")
+            code = ENDED
         except Exception:
             place.tell(f"VIOLATION {traceback.format_exc(limit=-6)!r}")
         finally:
@@ -253,4 +280,4 @@ def fork(place: Place, *fates: Fate, **more: object) -> int:
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-KILLED = -signal.SIGKILL
+KILLED, ENDED = -signal.SIGKILL, 3

@@ -2,7 +2,7 @@
 
 A life of four saves is killed up to once for each of them, and goes on until nothing is left to do before
 the next one is written: a death costs a restart, not a life. Some lives die once, in a process that has
-lived from the beginning.
+lived from the beginning. Errors likewise: one for each save, and one before the first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.killpoints import judge as judging
-from tests.killpoints.life import KILLED, SCENARIOS, Place, Scenario, fork, left_of
+from tests.killpoints.life import ENDED, KILLED, SCENARIOS, Place, Scenario, fork, left_of
 from tests.killpoints.seams import WRITES, Fate
 
 SIDES = ("before", "after", "half")
 ALONE = 40
 """Of so many lives one is lived once for each of its deaths."""
 VERIFIED = 10
+AT_RANDOM = 20_000
+"""Lives with errors that are drawn besides those that go through all sites."""
+OFTEN = ("once", "here", "always")
 CODES = (
     errno.EIO,
     errno.ENOSPC,
@@ -62,28 +65,27 @@ class Point:
 def _shown(fate: Fate) -> str:
     if fate.side != "fail":
         return f"{fate.save}/{fate.side}:{fate.at}"
-    often = "always" if fate.is_persistent else "once"
-    return f"{errno.errorcode[fate.code]}:{often}:{fate.at}"
+    return f"{fate.save}/{errno.errorcode[fate.code]}:{fate.often}:{fate.at}"
 
 
 def _fate(text: str) -> Fate:
-    what, *often, at = text.split(":")
+    save, _, rest = text.partition("/")
+    what, *often, at = rest.split(":")
     if not often:
-        save, _, side = what.partition("/")
-        return Fate(int(at), side, save=int(save))
-    return Fate(int(at), "fail", getattr(errno, what), often == ["always"])
+        return Fate(int(at), what, save=int(save))
+    return Fate(int(at), "fail", getattr(errno, what), often[0], save=int(save))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`deaths`: processes that were killed; `hit`: the call that failed ("" if none was reached).
+    """`deaths`: processes that were killed; `hits`: the calls that failed, each with its error and site.
 
     `recovering`: those deaths whose process had been started after another death for the same save.
     """
 
     deaths: int
-    hit: str
     wrong: tuple[str, ...]
+    hits: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     recovering: int = 0
     died: tuple[str, ...] = ()
@@ -94,10 +96,10 @@ Calls = dict[str, list[list[str]]]
 """Scenario → the calls of an undisturbed life, in their order: before the first save, and for each."""
 
 
-def calls_of(scenario: Scenario, base: Path) -> list[list[str]]:
-    """The calls of an undisturbed life, which must be without fault itself."""
+def calls_of(scenario: Scenario, base: Path, *, reads: bool = False) -> list[list[str]]:
+    """The calls of an undisturbed life, itself without fault; `reads`: these too, each with its site."""
     with placed(scenario, base, "count") as place:
-        code = fork(place, at_rest=judging.judge_rest)
+        code = fork(place, at_rest=judging.judge_rest, reads=reads)
         wrong = judging.judge_end(place).wrong
         if code or wrong:
             message = f"an undisturbed life of {scenario.name} is wrong: {code} {wrong}"
@@ -148,19 +150,26 @@ def _kill(point: Point, place: Place) -> Outcome:
     deaths = len(died_in)
     wrong += judging.judge_end(place, deaths=deaths).wrong
     wrong += _verify(place) if point.verifies else []
-    return Outcome(deaths, "", tuple(dict.fromkeys(wrong)), recovering=deaths - len(set(died_in)))
+    return Outcome(deaths, tuple(dict.fromkeys(wrong)), recovering=deaths - len(set(died_in)))
 
 
 def _fail(point: Point, place: Place) -> Outcome:
-    """One error, then the rest of the life; a process that it ended is started again, as a service would."""
-    wrong: list[str] = []
-    code = fork(place, point.fates[0])
-    hit = place.last_of("hit", "")
-    if code:
-        wrong.append(f"the process ended with {code}")
-    wrong += judging.judge_end(place, is_hurt=point.fates[0].is_persistent).wrong
+    """Errors, each while a save is worked on, and the rest of the life; the first may end a start."""
+    code = ENDED
+    for fates in (point.fates, point.fates[1:]):
+        code = fork(
+            place,
+            *fates,
+            reads=True,
+            at_rest=lambda place: judging.judge(place).wrong,
+            is_safe=judging.newest_is_safe,
+        )
+        if code != ENDED:
+            break
+    wrong = [f"the process ended with {code}"] if code else []
+    wrong += judging.judge_end(place, hurts=sum(fate.is_persistent for fate in point.fates)).wrong
     said = tuple(line[5:] for line in place.told() if line.startswith("said "))
-    return Outcome(0, hit, tuple(dict.fromkeys(wrong)), said)
+    return Outcome(0, tuple(dict.fromkeys(wrong)), tuple(place.hits), said)
 
 
 def _verify(place: Place) -> list[str]:
@@ -216,15 +225,6 @@ def _fates(made: list[str], save: int) -> list[Fate]:
     ]
 
 
-def _places(calls: Calls) -> list[tuple[str, int, str]]:
-    """Scenario, number of the call in its life, call."""
-    return [
-        (name, at, call)
-        for name, parts in calls.items()
-        for at, call in enumerate(itertools.chain(*parts), start=1)
-    ]
-
-
 def pairs(calls: Calls, seed: int, number: int) -> list[Point]:
     """For every save a kill anywhere, and another while the next process recovers from it."""
     rng = random.Random(seed)
@@ -239,14 +239,67 @@ def pairs(calls: Calls, seed: int, number: int) -> list[Point]:
     return made
 
 
-def errors(calls: Calls, seed: int, codes: Sequence[int] = CODES) -> list[Point]:
-    """Every call of every scenario fails, once or for five minutes, with each errno that it may meet."""
-    fates = [Fate(1, "fail", code, is_persistent) for code in codes for is_persistent in (False, True)]
-    points = [
-        Point(name, (replace(fate, at=at),))
-        for name, at, call in _places(calls)
-        for fate in fates
-        if fate.meets(call)
-    ]
-    random.Random(seed).shuffle(points)
+Where = tuple[str, int, int]
+"""Scenario, save, number of the call."""
+
+
+def sites_of(calls: Calls, only: Sequence[str] = ()) -> dict[str, list[Where]]:
+    """Call with its site → where it is made; `only` those with one of these texts in them."""
+    sites: dict[str, list[Where]] = {}
+    for name, parts in calls.items():
+        for save, part in enumerate(parts):
+            for at, call in enumerate(part, start=1):
+                if not only or any(text in call for text in only):
+                    sites.setdefault(call, []).append((name, save, at))
+    return sites
+
+
+def _met(call: str, codes: Sequence[int] = CODES) -> list[Fate]:
+    fates = [Fate(1, "fail", code, often) for code in codes for often in OFTEN]
+    return [fate for fate in fates if fate.meets(call)]
+
+
+def errors_in(sites: dict[str, list[Where]]) -> tuple[int, int]:
+    """How many errors there are, each errno once and lasting: at all calls, and at all sites."""
+    ways = {call: len(_met(call)) for call in sites}
+    return sum(ways[call] * len(where) for call, where in sites.items()), sum(ways.values())
+
+
+def errors(sites: dict[str, list[Where]], seed: int, *, is_short: bool = False) -> list[Point]:
+    """First EIO at a call of every site, then every other errno, then errors at random; each once or lasting.
+
+    `is_short`: EIO alone.
+    """
+    rng = random.Random(seed)
+    points: list[Point] = []
+    for codes in ((errno.EIO,),) if is_short else ((errno.EIO,), CODES[1:]):
+        drawn = [_drawn(rng, sites[call], fate) for call in sorted(sites) for fate in _met(call, codes)]
+        points += _lives(drawn, rng)
+    if is_short:
+        return points
+    names = sorted(sites)
+    weights = list(itertools.accumulate(len(sites[name]) for name in names))
+    for _ in range(AT_RANDOM // 1000):
+        chosen = rng.choices(names, cum_weights=weights, k=4000)
+        points += _lives([_drawn(rng, sites[call], rng.choice(_met(call))) for call in chosen], rng)
+    return points
+
+
+def _drawn(rng: random.Random, places: list[Where], fate: Fate) -> tuple[str, Fate]:
+    name, save, at = rng.choice(places)
+    return name, replace(fate, at=at, save=save)
+
+
+def _lives(drawn: list[tuple[str, Fate]], rng: random.Random) -> list[Point]:
+    """Of those of one way of living each life gets at most one for each save."""
+    columns: dict[str, dict[int, list[Fate]]] = {}
+    for name, fate in drawn:
+        columns.setdefault(name, {}).setdefault(fate.save or 0, []).append(fate)
+    points = []
+    for name, by_save in sorted(columns.items()):
+        for column in by_save.values():
+            rng.shuffle(column)
+        rows = itertools.zip_longest(*(by_save[save] for save in sorted(by_save)))
+        points += [Point(name, tuple(fate for fate in row if fate is not None)) for row in rows]
+    rng.shuffle(points)
     return points

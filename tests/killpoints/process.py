@@ -44,8 +44,8 @@ class Process:
         clock.install()
         stand_in(lanes)
         open_stores(shelf, seams, tell, lanes)
-        seams.install()
         loaded = load_jobs([job_file], load_daemon(None, {}), {})
+        seams.install()
         self.daemon = Daemon(loaded, {})
         self._queue: queue.SimpleQueue[Callable[[], None]] = self.daemon._queue
         post = self._queue.put

@@ -146,7 +146,7 @@ def live(place: Place, victims: tuple[Victim, ...]) -> Outcome:
             if "Traceback" in said or "watchdog" in said:
                 wrong.append(f"run {number}: {said}")
     wrong += judging.judge_end(place, deaths=len(died)).wrong
-    return Outcome(len(died), "", tuple(dict.fromkeys(wrong)), died=tuple(died))
+    return Outcome(len(died), tuple(dict.fromkeys(wrong)), died=tuple(died))
 
 
 def sizes(base: Path) -> Sizes:

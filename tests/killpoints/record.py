@@ -31,14 +31,18 @@ KINDS = {
     "errors": (
         "errors",
         "F4, F6, F7",
-        "every call fails, once or for five minutes, with each of seven errnos",
+        "every call fails, those that read as well, once or for five minutes, with each of seven errnos",
     ),
     "real": (
         "realkills",
         "F1",
         "SIGKILL in the real daemon and in its children, at counted calls and at any moment",
     ),
-    "journal": ("journals", "F28", "the journal cut or flipped at byte after byte, gone, of the future"),
+    "journal": (
+        "journals",
+        "F28",
+        "the journal cut or flipped at each byte of a header and every 16th, gone, of the future",
+    ),
 }
 
 
@@ -108,7 +112,7 @@ class Record:
             "deaths": outcome.deaths,
             "recovering": outcome.recovering,
             "died": outcome.died,
-            "hit": outcome.hit,
+            "hits": outcome.hits,
             "wrong": outcome.wrong,
             "seconds": round(seconds, 3),
         }
@@ -119,8 +123,25 @@ class Record:
         if outcome.wrong:
             print(f"VIOLATION {name}: {'; '.join(outcome.wrong)}", flush=True)
 
-    def end(self, points: int, jobs: int) -> bool:
-        """Print the figure, keep it for `make figures`; whether anything is wrong."""
+    def _reach(self, points: int, sites: int, errors: int) -> str:
+        """What of what was run."""
+        hits = [hit for row in self._rows for hit in row["hits"]]
+        taken = sum(row["point"].count("/") for row in self._rows)
+        if self._kind == "errors":
+            met = {hit.partition(" ")[2] for hit in hits}
+            return (
+                f"{len(hits):,} of {points:,} points, {len(met):,} of {sites:,} call sites, "
+                f"{len(set(hits)):,} of {errors:,} sites × errno × duration"
+            )
+        if self._kind == "journal":
+            return f"{len(self._rows):,} of {points:,} damages, {len(hits):,} lives"
+        return f"{taken:,} of {points:,} points" if self._kind == "kill" else ""
+
+    def end(self, points: int, jobs: int, *, sites: int = 0, errors: int = 0) -> bool:
+        """Print the figure, keep it for `make figures`; whether anything is wrong.
+
+        `points` are all that there are; they are made at so many `sites`, which can fail in so many ways.
+        """
         figure = {
             "name": self._name,
             "fault": self._fault,
@@ -130,15 +151,18 @@ class Record:
             else f"python -m tests.killpoints --only {self._kind}",
             "runs": len(self._rows),
             "points": points,
+            "reach": self._reach(points, sites, errors),
             "crashes": sum(row["deaths"] for row in self._rows),
             "recovering": sum(row["recovering"] for row in self._rows),
             "died": Counter(who for row in self._rows for who in row["died"]),
-            "hits": sum(1 for row in self._rows if row["hit"]),
+            "hits": sum(len(row["hits"]) for row in self._rows),
             "violations": sum(1 for row in self._rows if row["wrong"]),
             "seconds": round(sum(row["seconds"] for row in self._rows) / jobs),
             "code": Counter(row["code"] for row in self._rows),
             "date": datetime.now(UTC).date().isoformat(),
         }
+        if not self._is_kept:
+            figure["met"] = sorted({hit for row in self._rows for hit in row["hits"]})
         print(json.dumps(figure), flush=True)
         if self._is_kept and self._is_whole:
             (BUILD / "figures").mkdir(parents=True, exist_ok=True)

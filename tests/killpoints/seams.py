@@ -1,7 +1,8 @@
 """Every durable call of the product, counted by one counter; at the n-th something happens to it.
 
 It exists so that a life can be cut, or one call of it failed, at every place where a process that dies or a
-disk that refuses would leave a trace. Patches a process that was forked for that purpose and ends with it.
+disk that refuses would leave a trace; where calls are to fail, those that read are counted as well. Patches a
+process that was forked for that purpose and ends with it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 from ckptd import files, pages
 from ckptd.convert.plan import PlanWriter
 from ckptd.journal_db import Database
+from tests.killpoints.reads import LISTS, READING, READS, Listing, lies_below, site
 
 WRITES = ("write", "pwrite", "copy_file_range")
 NAMES = ("mkdir", "rename", "link", "unlink", "rmdir", "symlink")
 OTHERS = ("fsync", "fdatasync", "ftruncate", "fchmod")
-READS = ("pread", "preadv", "scandir", "listdir", "fstat", "stat")
 CHANGING = ("INSERT", "UPDATE", "DELETE", "BEGIN", "COMMIT", "PRAGMA JOURNAL_MODE")
 _O_MAKES = os.O_CREAT | os.O_TRUNC
 APPENDED = "audit.jsonl"
@@ -35,6 +36,7 @@ _ALLOCATES = {
     *("write", "pwrite", "copy_file_range", "clone_range", "ftruncate", "fsync", "fdatasync", "store"),
 }
 _FLUSHES = {"fsync", "fdatasync", "write", "pwrite"}
+_fstat, _readlink = os.fstat, os.readlink
 
 
 @dataclass(slots=True)
@@ -46,15 +48,23 @@ class Fate:
     side: str = "before"
     """before, after or half (of a write; of any other call it is after); or fail: it raises."""
     code: int = errno.EIO
-    is_persistent: bool = False
-    """Every call from `at` on raises, of those that such an error meets."""
+    often: str = "once"
+    """once; always: every call from `at` on raises, of those that such an error meets; here: of these, the
+    ones that the same lines of the product make (one file or folder that is not to be read any more)."""
     save: int | None = None
     """The count begins where the trainer has written this save (0: none yet), or, in a process that was
     started after it, at its start; None: at the start of the first process."""
 
+    @property
+    def is_persistent(self) -> bool:
+        """It lasts."""
+        return self.often != "once"
+
     def meets(self, name: str) -> bool:
         """Whether a call could fail so: a full disk lets files go, one that is read-only flushes."""
         word = name.split()[0]
+        if word in READING:
+            return self.code in (errno.EIO, errno.ESTALE) or (self.code == errno.EACCES and word in LISTS)
         if self.code in _FULL:
             return word in _ALLOCATES
         return word not in _FLUSHES if self.code in _DENIED else True
@@ -63,7 +73,16 @@ class Fate:
 class Seams:
     """Counts the calls of this process and carries out the fate of one of them."""
 
-    def __init__(self, fate: Fate, note: Callable[[str], None], *, reads: bool = False) -> None:
+    def __init__(
+        self,
+        fate: Fate,
+        note: Callable[[str], None],
+        *,
+        reads: bool = False,
+        is_sited: bool = False,
+        root: str = "/",
+    ) -> None:
+        """`reads`: those below `root` are counted as well; `is_sited`: each with its site."""
         self.fate = fate
         self.parts: list[list[str]] = [[]]
         """What was called, in its order, up to each save and from there on."""
@@ -72,11 +91,12 @@ class Seams:
         self.ours = "/nvme/run/"
         """Where the trainer's own files lie: what it never flushes we try until it is flushed."""
         self.hit = ""
+        """What failed since the last save, and at which site."""
         self.hit_at_seconds = 0.0
         self._note = note
         self._broken: dict[tuple[int, int], str] = {}
         """(dev, ino) of regular files whose flush failed and that were not begun anew since."""
-        self._reads = reads
+        self._reads, self._is_sited, self._root = reads, is_sited, root
 
     # --- one call --------------------------------------------------------------------------------------
 
@@ -84,14 +104,11 @@ class Seams:
         """Carry out one counted call, or its fate."""
         if not self.is_open:
             return real(*args, **kwargs)
-        self.parts[-1].append(name)
+        self.parts[-1].append(f"{name} @ {site()}" if self._is_sited else name)
         number = len(self.parts[-1]) if self.fate.save is not None else sum(map(len, self.parts))
         fate = self.fate
         if fate.side == "fail":
-            is_due = number == fate.at or (fate.is_persistent and number > fate.at > 0)
-            if is_due and fate.meets(name):
-                self.hit = self.hit or name
-                self.hit_at_seconds = self.hit_at_seconds or time.monotonic()
+            if self._fails(name, number):
                 self._flush_failed(name, args)
                 raise OSError(fate.code, os.strerror(fate.code))
             self._flushes(name, args)
@@ -108,27 +125,40 @@ class Seams:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
+    def _fails(self, name: str, number: int) -> bool:
+        fate = self.fate
+        is_due = number == fate.at or (fate.is_persistent and number > fate.at > 0)
+        if not is_due or not fate.meets(name):
+            return False
+        if self.hit and fate.often != "here":
+            return True
+        called = f"{name} @ {site()}"
+        if not self.hit:
+            self.hit, self.hit_at_seconds = called, time.monotonic()
+            self._note(f"hit {errno.errorcode[fate.code]}:{fate.often} {called}")
+        return called == self.hit
+
     def arm(self, fate: Fate) -> None:
         """The trainer has written another save: count from here, for this fate."""
         self.parts.append([])
-        self.fate = fate
+        self.fate, self.hit = fate, ""
 
     def _flush_failed(self, name: str, args: tuple[Any, ...]) -> None:
         if name in ("fsync", "fdatasync"):
-            status = os.fstat(args[0])
-            if os.path.isfile(f"/proc/self/fd/{args[0]}"):
-                self._broken[status.st_dev, status.st_ino] = os.readlink(f"/proc/self/fd/{args[0]}")
+            status = _fstat(args[0])
+            if stat.S_ISREG(status.st_mode):
+                self._broken[status.st_dev, status.st_ino] = _readlink(f"/proc/self/fd/{args[0]}")
 
     def _begins(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """A new file may get the inode number of one that is gone."""
         if name == "open" and args[1] & (os.O_EXCL | os.O_TRUNC) and self._broken:
-            status = os.fstat(result)
+            status = _fstat(result)
             self._broken.pop((status.st_dev, status.st_ino), None)
 
     def _flushes(self, name: str, args: tuple[Any, ...]) -> None:
         """A flush that is tried again would be believed: the kernel has dropped the pages (F6)."""
         if name in ("fsync", "fdatasync", "ftruncate") and self._broken:
-            status = os.fstat(args[0])
+            status = _fstat(args[0])
             path = self._broken.get((status.st_dev, status.st_ino))
             if path is not None and (name == "ftruncate" or not stat.S_ISREG(status.st_mode)):
                 del self._broken[status.st_dev, status.st_ino]
@@ -148,8 +178,12 @@ class Seams:
 
     def install(self) -> None:
         """Wrap them all, in this process, for good."""
-        for name in (*NAMES, *OTHERS, *(READS if self._reads else ())):
+        for name in (*NAMES, *OTHERS):
             self._wrap(os, name)
+        if self._reads:
+            for name in READS:
+                self._wrap_read(name)
+            self._wrap_scandir()
         self._wrap_open()
         self._wrap_writes()
         self._wrap(files, "_renameat2", "renameat2")
@@ -167,13 +201,34 @@ class Seams:
 
         setattr(owner, name, counted)
 
+    def _wrap_read(self, name: str) -> None:
+        real = getattr(os, name)
+
+        def counted(target: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if not self.is_open or not lies_below(self._root, target, kwargs.get("dir_fd")):
+                return real(target, *args, **kwargs)
+            return self.call(name, real, target, *args, **kwargs)
+
+        setattr(os, name, counted)
+
+    def _wrap_scandir(self) -> None:
+        real = os.scandir
+
+        def scanned(target: Any = ".") -> Any:
+            if not self.is_open or not lies_below(self._root, target, None):
+                return real(target)
+            return Listing(self.call("scandir", real, target), lambda: self.call("readdir", int))
+
+        setattr(os, "scandir", scanned)  # noqa: B010 - in this process, for good
+
     def _wrap_open(self) -> None:
         real = os.open
 
         def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            if not flags & _O_MAKES and not self._reads:
+            is_read = not flags & _O_MAKES
+            if is_read and not (self._reads and lies_below(self._root, path, kwargs.get("dir_fd"))):
                 return real(path, flags, *args, **kwargs)
-            made: int = self.call("open", real, path, flags, *args, **kwargs)
+            made: int = self.call("open-read" if is_read else "open", real, path, flags, *args, **kwargs)
             return made
 
         setattr(os, "open", opened)  # noqa: B010 - in this process, for good
@@ -200,19 +255,20 @@ class Seams:
         os.write, os.pwrite, os.copy_file_range = writing, writing_at, copying  # type: ignore[assignment]
 
     def _wrap_journal(self) -> None:
-        """Statements that change the journal; an injected error is SQLite's own for a failing disk."""
+        """Statements that change or read the journal; an error is SQLite's own for a failing disk."""
         seams, run = self, Database._run
 
         def counted(db: Database, statement: Callable[..., Any], sql: str, *args: Any) -> Any:
             word = " ".join(sql.upper().split()[:3])
+            is_read = seams._reads and word.startswith("SELECT")
 
             def called(*given: Any) -> Any:
                 try:
-                    return seams.call(f"journal {word}", statement, *given)
+                    return seams.call("select" if is_read else f"journal {word}", statement, *given)
                 except OSError as error:
                     raise _as_sqlite_says(error) from error
 
-            return run(db, called if word.startswith(CHANGING) else statement, sql, *args)
+            return run(db, called if is_read or word.startswith(CHANGING) else statement, sql, *args)
 
         setattr(Database, "_run", counted)  # noqa: B010 - likewise
 
