@@ -25,7 +25,7 @@ from ckptd.daemon.patience import say_internal
 from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
-from ckptd.daemon.setup import is_free
+from ckptd.daemon.setup import may_open_now
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
@@ -126,7 +126,7 @@ class Daemon:
             msg = "there is no job to run"
             raise ConfigError(msg, hint="give SAVE_DIR URL, --job FILE, or put job files into jobs.d/")
 
-    def _open_job(self, config: JobConfig) -> None:
+    def _open_job(self, config: JobConfig, before: Invalid | None = None) -> None:
         daemon = self._loaded.daemon
         try:
             where = (config.save_dir, config.name, daemon.state_dir, self._environ)
@@ -143,9 +143,11 @@ class Daemon:
             job.open()
         except (CkptdError, OSError) as error:
             told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
-            self.invalid.append(Invalid(config.name, str(config.save_dir), told, time.time()))
-            with about(config.name):
-                log.error("job %s does not run: %s", config.name, told)
+            since = before.since_unix_seconds if before is not None else time.time()
+            self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
+            if before is None or str(before.error) != str(told):
+                with about(config.name):
+                    log.error("job %s does not run: %s", config.name, told)
         else:
             self.jobs.append(job)
 
@@ -212,17 +214,16 @@ class Daemon:
         return str(wrong[0]) if wrong else None
 
     def _look_for_matches(self, now: float) -> None:
-        """Directories that a glob matches by now become jobs without a reload, and so does what is not locked
-        by another daemon any more.
-        """
+        """What a glob matches by now becomes a job, and what a lock, a disk or rights kept from being one."""
         if now - self._globbed_at < GLOB_SECONDS:
             return
         self._globbed_at = now
-        locked = {one.save_dir: one for one in self.invalid if isinstance(one.error, LockHeld)}
-        for config in self._loaded.jobs if locked else ():
-            if str(config.save_dir) in locked and is_free(config):
-                self.invalid.remove(locked[str(config.save_dir)])
-                self._open_job(config)
+        refused = {one.save_dir: one for one in self.invalid}
+        for config in self._loaded.jobs if refused else ():
+            before = refused.get(str(config.save_dir))
+            if before is not None and may_open_now(config, before.error):
+                self.invalid.remove(before)
+                self._open_job(config, before)
         if not self._loaded.has_globs:
             return
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
-from ckptd.errors import CkptdError, LockHeld, from_os_error
+from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir
 from ckptd.place import lock as lock_if_possible
@@ -134,8 +134,12 @@ def open_locked(save_dir: str) -> int | None:
     return fd
 
 
-def is_free(config: JobConfig) -> bool:
-    """No other daemon owns save_dir now; of a shared one only a reload asks again."""
+def may_open_now(config: JobConfig, error: CkptdError) -> bool:
+    """Whether a job that did not open may be tried again: disks and rights heal; of a locked one only if no
+    other daemon owns save_dir now (of a shared one only a reload asks again).
+    """
+    if not isinstance(error, LockHeld):
+        return isinstance(error, StorageError | NotPermitted)
     if config.shared_fs:
         return False
     try:

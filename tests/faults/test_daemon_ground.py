@@ -205,6 +205,28 @@ def test_a_lock_that_is_given_back(tmp_path: Path) -> None:
         here.wait("the end of it", lambda: b'"lock-held"' not in document.read_bytes())
 
 
+def test_a_place_that_may_not_be_opened_at_the_start(tmp_path: Path) -> None:
+    """Two jobs; the directory of the other one may not be read at the start, and is watched once it may."""
+    other = tmp_path / "nvme" / "other"
+    other.mkdir(parents=True, mode=0o300)
+    with node(tmp_path, local=ONE, remote=ZERO) as here:
+        if os.geteuid() == 0:
+            here.under = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+        here.environment = {"STATE_DIRECTORY": str(tmp_path / "state")}
+        here.state = tmp_path / "state" / "run"
+        job = tmp_path / "other.toml"
+        (tmp_path / "nas" / "other").mkdir()
+        text = here.job_file.read_text().replace(str(here.save_dir), str(other))
+        job.write_text(text.replace(str(here.nas), str(tmp_path / "nas" / "other")))
+        here.start("--job", str(job))
+        document = here.state / "status.json"
+        here.wait("the word", lambda: document.exists() and b"Permission denied" in document.read_bytes())
+        other.chmod(0o755)
+        here.wait("its begin", lambda: f"watching {other}".encode() in here.log.read_bytes())
+        here.wait("the end of it", lambda: b"Permission denied" not in document.read_bytes())
+        assert here.log.read_bytes().count(b"does not run") == 1
+
+
 def umount_lazily(place: Path) -> None:
     """Though somebody has it open."""
     subprocess.run(["umount", "-l", str(place)], check=True)
