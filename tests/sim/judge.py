@@ -248,10 +248,14 @@ class Judge:
         now = self.clock()
         if tag in self.pinned:
             self.say("P5", f"{tag} leaves the node and is pinned")
-        lately = [s for s in self._later(save) if s.number not in self.removed]
+        # what goes in one plan counts for what goes in it too
+        going = {number for number, at in self.belt.gone_at.items() if now - at < PERMIT_SECONDS}
+        lately = [s for s in self._later(save) if s.number not in self.removed.keys() - going]
         newer = [s for s in lately if not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS]
-        is_committed = all(self.holds(name, save) for name in self._required)
         rules = self._rules_lately(PERMIT_SECONDS)
+        # what a remote that does not list it holds is not known as committed, and goes where all may
+        is_committed = all(self.holds(name, save) for name in self._required)
+        is_committed &= all(r.unuploaded != "delete" for r in rules)
         is_best = self._is_best(save)
         why = [
             r.local.why_kept(save.step, len(newer), is_committed=is_committed, is_best=is_best) for r in rules
