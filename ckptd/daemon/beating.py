@@ -80,14 +80,19 @@ def say_ended(
     jobs: Sequence[Job],
     results: queue.SimpleQueue[Callable[[], None]],
     call: Callable[[Callable[[], None]], None],
+    settle: Callable[[], None],
 ) -> None:
-    """The daemon was stopped in order: its remotes hear it from itself, not by its silence."""
+    """The daemon was stopped in order: its remotes hear it from itself, not by its silence.
+
+    `settle` lets remotes begin that wait for a place.
+    """
     active = [job for job in jobs if job.state is not None]
     for job in active:
         call(job.nodes.say_ended)
     links = [link for job in active for link in job.links.values()]
     until = time.monotonic() + LAST_WORD_SECONDS
     while any(link.beat_order is not None for link in links):
+        call(settle)
         try:
             call(results.get(timeout=max(0.0, until - time.monotonic())))
         except queue.Empty:

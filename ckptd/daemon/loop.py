@@ -95,7 +95,7 @@ class Daemon:
         self._service.ready()
         try:
             self._loop()
-            say_ended(self.jobs, self._queue, self._call)
+            say_ended(self.jobs, self._queue, self._call, self._totals.places.settle)
         finally:
             self._service.stopping()
             code = self._exit_code()
@@ -250,7 +250,7 @@ class Daemon:
             for job in list(self.jobs):
                 with about(job.config.name):
                     self._turn(job, now)
-            self._totals.settle()
+            self._call(self._totals.settle)
             self._totals.tell(self.jobs)
             self._give_back_when_at_rest()
             self._look_for_matches(now)

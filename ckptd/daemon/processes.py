@@ -61,9 +61,9 @@ class Process:
 
     def begin(self) -> None:
         """It has a place: what waited goes to the child."""
-        held, self._held = self._held, {}
-        for order_id, order in held.items():
+        for order_id, order in list(self._held.items()):
             self._child.submit(order, order_id)
+            del self._held[order_id]  # one that no child could be started for is held until the next
         for order_id in self._cancelled:
             self._child.cancel(order_id)
         self._cancelled.clear()

@@ -99,6 +99,8 @@ class Pruner:
             return True
 
         def done(was_removed: object) -> None:
+            if not was_removed:
+                self._nothing_went(begun_at)
             end = self._pruned if was_removed else self._pinned
             end(deletion_id, action.save_id, permit.tag, permit.reason)
 
@@ -113,9 +115,7 @@ class Pruner:
             else:
                 self._pruning.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
-                # nothing went: the seat belt is for what does
-                with contextlib.suppress(ValueError):
-                    state.deleted_at.remove(begun_at)
+                self._nothing_went(begun_at)
             state.not_pruned(action.save_id, error)
 
         self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
@@ -126,6 +126,11 @@ class Pruner:
         is_noted = any(row.derived.state is DerivedState.READY for row in rows)
         made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
         return [(fs.STAGING, partial_name(tag)), *made]
+
+    def _nothing_went(self, begun_at: float) -> None:
+        """The seat belt is for what does."""
+        with contextlib.suppress(ValueError):
+            self._state.deleted_at.remove(begun_at)
 
     def _pinned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         """It stays after all."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.daemon.beating import say_ended
 from ckptd.daemon.places import Places
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import Job as DaemonJob
 
 
 class Guest:
@@ -118,3 +126,35 @@ def test_never_more_than_there_are_places_and_everybody_gets_one(
             one.is_busy = False
         places.settle()
     assert not places.is_crowded
+
+
+def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
+    results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    places = Places(lambda: 1)
+
+    class Link(Guest):
+        beat_order: int | None = None
+
+        def begin(self) -> None:
+            super().begin()
+            results.put(self.heard)
+
+        def heard(self) -> None:
+            self.beat_order, self.is_busy = None, False
+
+    class Job:
+        state = object()
+
+        def __init__(self, names: str) -> None:
+            self.links = {name: Link(name) for name in names}
+            self.nodes = self
+
+        def say_ended(self) -> None:
+            for link in self.links.values():
+                link.beat_order = 1
+                if places.take(link):
+                    link.begin()
+
+    job = Job("abc")
+    say_ended(cast("list[DaemonJob]", [job]), results, lambda call: call(), places.settle)
+    assert [link.said.count("began") for link in job.links.values()] == [1, 1, 1]
