@@ -122,10 +122,12 @@ def header_offsets(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[
 
 def _checked_place(fd: int, name: str, size: int, limits: Limits) -> tuple[int, int, int]:
     start, length, count, bound = _locate_directory(fd, name, size)
+    # Before the limits: an end record that lost its fields to zeros, or has a wrong length, would be refused
+    # as the zip of something else, and such a file is sent as it is.
+    if start + length != bound:
+        raise TornArchiveError(f"{name} has a zip directory that does not end where its end record begins")
     if length > limits.directory_bytes or count > limits.records:
         raise RefusedError(f"{name} declares a zip directory of {length} bytes with {count} records")
-    if start + length > bound:
-        raise TornArchiveError(f"{name} has a zip directory that leaves the file")
     return start, length, count
 
 

@@ -141,6 +141,26 @@ def test_a_shard_whose_first_block_a_power_cut_took_is_no_side_file(world: World
                 records_of(fd, name, is_shard=True)
 
 
+def test_a_shard_whose_last_bytes_a_power_cut_zeroed_is_torn(world: World) -> None:
+    """Its end record named no records: taken for the zip of something else, it was committed (P4)."""
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(100, rng)
+    saved(world, 2)
+    path = f"{SAVE_DIR}/global_step2/mp_rank_00_model_states.pt"
+    whole = bytes(world.kernel.content_of(path))
+    left = whole.rindex(b"PK\x05\x06") + 8
+    world.kernel.actor = "trainer"
+    fd = world.kernel.open(path, os.O_WRONLY)
+    world.kernel.pwrite(fd, bytes(len(whole) - left), left)
+    world.kernel.close(fd)
+    world.kernel.actor = "ckptd"
+    world.live_on(100, rng)
+    saved(world, 3)
+    world.live_on(100, rng)
+    assert [live.tag for live in world.judge.live(NAS)] == ["global_step1", "global_step3"]
+
+
 def test_what_was_read_before_the_flush_is_read_again_after_a_power_cut(world: World) -> None:
     """The torn file has the identity of the whole one: the journal keeps facts of durable files alone."""
     world.trainer.begin(1, random.Random(0))

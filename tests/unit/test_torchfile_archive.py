@@ -78,6 +78,29 @@ def test_a_file_cut_anywhere_is_torn(archive: Path, tmp_path: Path) -> None:
             directory_of(cut)
 
 
+def test_a_file_whose_end_is_zeros_from_anywhere_is_torn(archive: Path, tmp_path: Path) -> None:
+    """As a power cut leaves it: an end record without its fields named no records at all, and the file was
+    refused as the zip of something else (simulated life 800595)."""
+    whole = archive.read_bytes()
+    zeroed = tmp_path / "zeroed.pt"
+    for length in range(2, len(whole.rstrip(b"\0"))):
+        zeroed.write_bytes(whole[:length] + bytes(len(whole) - length))
+        with pytest.raises(TornArchiveError):
+            directory_of(zeroed)
+
+
+def test_a_bit_of_where_the_directory_lies_is_never_the_zip_of_something_else(archive: Path) -> None:
+    """As the limits stand, a larger length was refused, and the file sent without a look at its CRCs."""
+    whole = archive.read_bytes()
+    for byte in range(len(whole) - 10, len(whole) - 2):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[byte] ^= 1 << bit
+            archive.write_bytes(bytes(flipped))
+            with pytest.raises(TornArchiveError):
+                directory_of(archive)
+
+
 def test_the_framing_follows_the_first_bytes(archive: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert framing_of(archive, expected=True) is Framing.ZIP
