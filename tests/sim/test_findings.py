@@ -21,6 +21,7 @@ from ckptd.observe.audit import Audit
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.source import records_of
 from ckptd.remote.store import settled
+from tests.sim.decisions import HOUR_SECONDS
 from tests.sim.kernel import Killed
 from tests.sim.remotes import Client
 from tests.sim.trainer import SAVE_DIR, shards_of
@@ -684,3 +685,23 @@ def orders(world: World) -> dict[str, tuple[int, int]]:
     """(branch, step) of each save that was sealed."""
     rows = world.job.state.rows.values() if world.job is not None and world.job.state is not None else ()
     return {row.save.tag: (row.save.branch, row.save.step) for row in rows}
+
+
+def test_a_power_cut_after_quiet_hours_gives_no_hours_to_live(world: World) -> None:
+    """Lives 801385, 801698, 801210 and 800171, no defect of ckptd: a power cut sets the machine's clock back,
+    and the step went on until that clock said again what it had said; a daemon that slept from rescan to
+    rescan all those hours counted as one that turns in circles.
+    """
+    rng = random.Random(0)
+    saved(world, 1)
+    world.live_on(60, rng)
+    world.kernel.now_seconds += 9 * HOUR_SECONDS
+    world.live_on(60, rng)
+    saved(world, 2)
+    world.is_power_cut = True
+    world.kernel.ends_at = world.kernel.calls + 5
+    before_seconds = world.judge.clock()
+    world.live_on(30, rng)
+    assert world.crashes == 1
+    assert world.kernel.now_seconds < HOUR_SECONDS, "it was set back"
+    assert world.judge.clock() - before_seconds < 60

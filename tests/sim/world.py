@@ -174,7 +174,7 @@ class World:
             required,
             self.kernel.history,
             rules_of(config),
-            lambda: self.kernel.now_seconds + self.slept_seconds,
+            self.clock,
         )
         self.kernel.on_removal = lambda inode, path: self.judge.on_removal(
             inode, path, self.kernel.now_seconds
@@ -340,13 +340,12 @@ class World:
 
     def live_on(self, seconds: float, rng: random.Random, until: Callable[[], bool] = lambda: False) -> None:
         """Time passes with a daemon that runs, or is started again when it was killed."""
-        end = self.kernel.now_seconds + seconds
+        end = self.clock() + seconds
         moves = 0
-        while self.kernel.now_seconds < end and not until():
+        while self.clock() < end and not until():
             moves += 1
             if moves > MOST_MOVES:
                 self.judge.say("liveness", f"{MOST_MOVES} moves in {seconds} s")
-            before = self.crashes
 
             def one() -> None:
                 job = self.ensure_daemon()
@@ -359,8 +358,11 @@ class World:
                     self.kernel.now_seconds += min(max(wait, 0.01), 10.0)
                 self.turn()
 
-            if not self.guarded(one) and self.crashes > before and self.is_power_cut:
-                end = self.kernel.now_seconds + min(seconds, 5.0)
+            self.guarded(one)
+
+    def clock(self) -> float:
+        """Seconds of this life; a power cut sets the kernel's clock back, hours perhaps, never this one."""
+        return self.kernel.now_seconds + self.slept_seconds
 
     def kill(self) -> None:
         """The daemon's processes end now."""
