@@ -93,13 +93,17 @@ class Daemon:
         self._open_jobs()
         self._install_signals()
         self._service.ready()
+        is_in_order = False
         try:
             self._loop()
-            say_ended(self.jobs, self._queue, self._call, self._totals.places.settle)
+            is_in_order = True
         finally:
             self._service.stopping()
+            # before the last heartbeats, whose answers ask for turns that nobody takes any more
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
+            if is_in_order:
+                say_ended(self.jobs, self._queue, self._call, self._totals.places.settle)
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()
@@ -131,15 +135,8 @@ class Daemon:
         try:
             where = (config.save_dir, config.name, daemon.state_dir, self._environ)
             state_dir = state_dir_of(*where, jobs_in_daemon=len(self._loaded.jobs))
-            job = Job(
-                config,
-                daemon,
-                state_dir,
-                self._totals,
-                self._workers,
-                self._queue.put,
-                is_patient=not self._once,
-            )
+            shared = (self._totals, self._workers, self._queue.put)
+            job = Job(config, daemon, state_dir, *shared, is_patient=not self._once)
             job.open()
         except (CkptdError, OSError) as error:
             told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
