@@ -16,7 +16,7 @@ from ckptd.core.save import Order
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon import knowledge, ordering, recovery, viewing
 from ckptd.local import fs
-from ckptd.remote import commit, messages, observe, retire, service, transfer
+from ckptd.remote import commit, messages, observe, origin, retire, service, transfer
 from ckptd.remote.documents import read_generation
 from ckptd.remote.messages import Retire
 
@@ -119,8 +119,8 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "sealed without a flush": ((fs, "flush", _not_flushed),),
     "committed before it is verified": ((transfer.Transfer, "_verify", _unverified),),
     "sources are not looked at again": (
-        (transfer.Transfer, "recheck", lambda _self: None),
-        (transfer, "changed", lambda _root, _file: None),
+        (origin.Sealed, "recheck", lambda _self: None),
+        (origin.Sealed, "why_changed", lambda _self, _file: None),
     ),
     "objects go before their COMMIT": ((service, "retire", _objects_first),),
     "create-only replaces": ((files, "create_exclusive", _overwritten),),
