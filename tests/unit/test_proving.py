@@ -48,3 +48,17 @@ def test_clones_are_asked_for_again_once_there_is_room(
             assert state.can_clone
     assert answers == [False]
     journal.close()
+
+
+def test_another_hosts_proof_is_left_alone(tmp_path: Path) -> None:
+    """It was removed between its mkdir and its rename, and that host had no rights for a minute."""
+    staging = tmp_path / "_ckptd" / "staging"
+    with files.opened_dir(tmp_path) as fd:
+        rights.prove_rights(fd, "run")
+        another, left = (staging / f"{files.TEMPORARY_PREFIX}{name}" for name in ("other", "killed"))
+        mine = staging / f"{rights._MINE}failed"
+        for folder in (another, left, mine):
+            folder.mkdir()
+        os.utime(left, (1e9, 1e9))
+        rights.prove_rights(fd, "run")
+    assert list(staging.iterdir()) == [another]
