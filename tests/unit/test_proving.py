@@ -1,4 +1,4 @@
-"""Proofs of what may be done in a save_dir: asked again when nothing could be known, apart from other hosts'."""
+"""What may be done in a save_dir: asked again when nothing could be known; other hosts' proofs stay."""
 
 from __future__ import annotations
 
