@@ -81,6 +81,8 @@ class Chores:
         """Clone a complete save."""
         state = self._state
         row = state.rows[action.save_id]
+        if hold_name(row) in state.stray_holds:
+            return  # of a lost journal, not settled yet: the new one would go over it
         about = row.save.model_dump_json().encode()
         state.busy[row.id] += 1
 

@@ -7,6 +7,7 @@ that the trainer has removed or written over since, may be the last copy: it is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from itertools import count
@@ -20,11 +21,13 @@ from ckptd.core.save import SealedSave
 from ckptd.core.sealing import same_files
 from ckptd.core.view import ShipState
 from ckptd.daemon.orders import hold_name
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, JournalFailed, from_os_error
 from ckptd.local import fs, hold
 from ckptd.local.scan import scan_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckptd.core.rows import SaveRow, SaveState
     from ckptd.daemon.state import JobState
 
@@ -41,12 +44,15 @@ def take_up_holds(state: JobState, save_dir_fd: int) -> None:
     known = {hold_name(row): row for row in state.rows.values()}
     for name in names:
         if name.startswith(files.TEMPORARY_PREFIX):
-            hold.remove_temporary(save_dir_fd, name)
+            with _told(state, name):
+                hold.remove_temporary(save_dir_fd, name)
         elif name.endswith(_END):
             if name.removesuffix(_END) not in names:
-                hold.release(save_dir_fd, name.removesuffix(_END))
+                with _told(state, name):
+                    hold.release(save_dir_fd, name.removesuffix(_END))
         else:
-            _take_up(state, save_dir_fd, name, known.get(name.removesuffix(".partial")))
+            with _told(state, name, is_hold=True):
+                _take_up(state, save_dir_fd, name, known.get(name.removesuffix(".partial")))
     state.load()
 
 
@@ -57,7 +63,26 @@ def settle_holds(state: JobState, save_dir_fd: int) -> None:
     """
     for name in [name for name, why in state.stray_holds.items() if not why]:
         del state.stray_holds[name]
-        _unknown(state, save_dir_fd, name)
+        with _told(state, name, is_hold=True):
+            _unknown(state, save_dir_fd, name)
+
+
+@contextlib.contextmanager
+def _told(state: JobState, name: str, *, is_hold: bool = False) -> Iterator[None]:
+    """What a disk refuses of one hold is said and stops nothing else; a hold is settled at a later turn."""
+    what = f"settling {fs.HOLD}/{name}"
+    try:
+        yield
+    except JournalFailed:
+        raise
+    except (CkptdError, OSError) as error:
+        if what not in state.failures:
+            log.warning("%s: %s", what, error)
+        state.note_failure(what, error if isinstance(error, CkptdError) else from_os_error(error, what))
+        if is_hold:
+            state.stray_holds[name] = ""
+    else:
+        state.failures.pop(what, None)
 
 
 def forget_lost_holds(state: JobState, save_dir_fd: int) -> None:

@@ -86,14 +86,14 @@ class Intake:
             state.verdicts.pop(gone, None)
             state.facts.pop(gone, None)
             self._compared.pop(gone, None)
+            self._reading.forget(gone)
         grids = (row.save.grid for row in state.rows.values())
         self._grids = frozenset((grid.dp, grid.mm_count, grid.zero_stage) for grid in grids)
         ready: list[tuple[FolderListing, Verdict]] = []
         for folder in listing.folders:
             verdict = self._judge(folder, now_seconds)
             state.verdicts[folder.tag] = verdict
-            if verdict.needs:
-                self._reading.inspect(folder, verdict.needs)
+            self._reading.inspect(folder, verdict.needs, now_seconds)
             if verdict.state is State.COMPLETE and not self._is_sealed(folder):
                 if self._reading.flushed.get(folder.tag) == folder.digest:
                     ready.append((folder, verdict))
@@ -121,7 +121,8 @@ class Intake:
             for tag, quiet in self._state.quiet.items()
             if now_seconds - quiet.since_seconds < settle
         ]
-        return max(0.05, min([*waits, self.metrics.seconds_to_look(now_seconds), 60.0]))
+        reads = self._reading.seconds_to_read(now_seconds)
+        return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     # --- verdicts --------------------------------------------------------------------------------------
 
@@ -158,7 +159,11 @@ class Intake:
             known_grids=self._grids,
             spread=self.spread(folder.tag),
         )
-        return judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
+        verdict = judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
+        lost = self._reading.lost(folder)
+        if lost is not None and verdict.state is State.COMPLETE:
+            return Verdict(state=State.INCOMPLETE, reason=lost)  # whole but for what lies beside its shards
+        return verdict
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.quiet[folder.tag]

@@ -101,6 +101,7 @@ class Metrics:
             self._identity = None
             self._can_be_read()
         except OSError as error:
+            self._identity = None  # once it can be read again it is, though it has not changed
             self._complain(from_os_error(error, about))
         except CkptdError as error:
             self._complain(error)

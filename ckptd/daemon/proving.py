@@ -33,6 +33,7 @@ class Rights:
     def __init__(self) -> None:
         self.are_held = self.is_missing = False
         self._proved_at_seconds = -math.inf
+        self._clones_are_known = False
 
     def prove(self, job: Job, state: JobState, save_dir_fd: int) -> None:
         """When there is something to keep, on the file system that it was on; what failed, at each turn."""
@@ -47,8 +48,9 @@ class Rights:
             return
         try:
             prove(save_dir_fd, about)
-            if not self.are_held:
-                state.can_clone = can_clone(save_dir_fd)
+            if not self.are_held or not self._clones_are_known:
+                can = can_clone(save_dir_fd)
+                self._clones_are_known, state.can_clone = can is not None, bool(can)
         except (NotPermitted, OSError) as error:
             text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
@@ -73,11 +75,11 @@ def prove(save_dir_fd: int, about: str) -> None:
         rights.ask_kernel(save_dir_fd, about)
 
 
-def can_clone(save_dir_fd: int) -> bool:
-    """Whether extents can be shared here; not known without room for two small files, so no."""
+def can_clone(save_dir_fd: int) -> bool | None:
+    """Whether extents can be shared here; None: not known, without room for two small files."""
     try:
         return rights.can_clone(save_dir_fd)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        return False
+        return None

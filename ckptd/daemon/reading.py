@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
+from ckptd.daemon.backoff import changed_seconds
+from ckptd.errors import StorageError
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
 
@@ -26,6 +30,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.intake")
 
+TRIES = 3
+"""How often a disk may refuse files of a folder before that folder is judged without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refused:
+    """What a disk did not give of a folder as it lies there; `lost`: what it was judged without."""
+
+    digest: str
+    failures: int
+    again_at_seconds: float
+    lost: tuple[str, ...] = ()
+    reason: str = ""
+
 
 class Reading:
     """The workers' half of intake, for one job. `flushed`: tag → digest of the folder that is on disk."""
@@ -40,6 +58,7 @@ class Reading:
         self._inspecting: set[str] = set()
         self._flushing: dict[str, str] = {}
         self.flushed: dict[str, str] = {}
+        self._refused: dict[str, _Refused] = {}
 
     def known_facts(self, folder: FolderListing) -> dict[str, FileFacts]:
         """What the journal knows of files that are as they were."""
@@ -50,10 +69,33 @@ class Reading:
                 known[file.path] = facts
         return known
 
-    def inspect(self, folder: FolderListing, paths: Sequence[str]) -> None:
-        """Read the pickles of some files of a folder."""
+    def lost(self, folder: FolderListing) -> str | None:
+        """Why the folder cannot be whole: the disk refuses a file of it, again and again."""
+        refused = self._refused.get(folder.tag)
+        return refused.reason if refused and refused.lost and refused.digest == folder.digest else None
+
+    def seconds_to_read(self, now_seconds: float) -> list[float]:
+        """For each folder that a disk refused: how long until it is asked again."""
+        waiting = (r for tag, r in self._refused.items() if tag not in self._inspecting)
+        return [refused.again_at_seconds - now_seconds for refused in waiting]
+
+    def forget(self, tag: str) -> None:
+        """The folder is gone."""
+        self._refused.pop(tag, None)
+
+    def inspect(self, folder: FolderListing, needs: Sequence[str], now_seconds: float) -> None:
+        """Read the pickles of some files of a folder, and seldom what a disk would not give (adr/0136)."""
         if folder.tag in self._inspecting:
             return
+        refused = self._refused.get(folder.tag)
+        if refused is not None and refused.digest != folder.digest:
+            refused = None
+        paths = needs or (refused.lost if refused is not None else ())
+        if refused is None or not paths:
+            self._refused.pop(folder.tag, None)
+        if not paths or (refused is not None and now_seconds < refused.again_at_seconds):
+            return
+        is_final = refused is not None and refused.failures >= TRIES and not refused.lost
         self._inspecting.add(folder.tag)
         root = self._config.save_dir / folder.tag
         identities = {f.path: f.identity for f in folder.files}
@@ -61,6 +103,7 @@ class Reading:
         def then(rows: list[FileFacts]) -> None:
             self._inspecting.discard(folder.tag)
             self._state.failures.pop(f"inspecting {folder.tag}", None)
+            self._answered(folder, rows, is_final=is_final)
             quiet = self._state.quiet.get(folder.tag)
             if quiet is None or quiet.digest != folder.digest:
                 return
@@ -69,15 +112,36 @@ class Reading:
 
         def failed(error: CkptdError) -> None:
             self._inspecting.discard(folder.tag)
-            self._state.note_failure(f"inspecting {folder.tag}", error)
+            if isinstance(error, StorageError):
+                self._put_off(folder)
+            if refused is None or not refused.lost:  # else its verdict says so
+                self._state.note_failure(f"inspecting {folder.tag}", error)
             log.warning("inspecting %s: %s", folder.tag, error)
 
         self._workers.submit(
             f"inspecting {folder.tag}",
-            lambda: supervise.inspect_files(root, paths, identities=identities, is_final=False),
+            lambda: supervise.inspect_files(root, paths, identities=identities, is_final=is_final),
             then,
             failed,
         )
+
+    def _put_off(self, folder: FolderListing) -> None:
+        before = self._refused.get(folder.tag) or _Refused(
+            digest=folder.digest, failures=0, again_at_seconds=0.0
+        )
+        failures = before.failures + 1
+        again = time.monotonic() + changed_seconds(failures)
+        self._refused[folder.tag] = replace(before, failures=failures, again_at_seconds=again)
+
+    def _answered(self, folder: FolderListing, rows: Sequence[FileFacts], *, is_final: bool) -> None:
+        lost = [row for row in rows if row.reason and not row.fingerprint] if is_final else []
+        if not lost:
+            self._refused.pop(folder.tag, None)
+            return
+        self._put_off(folder)
+        refused = self._refused[folder.tag]
+        paths, reason = tuple(row.path for row in lost), lost[0].reason or ""
+        self._refused[folder.tag] = replace(refused, lost=paths, reason=reason)
 
     def flush(self, folder: FolderListing, save_dir_fd: int) -> None:
         """Bring a complete folder to the disk, and look whether it is still the same."""

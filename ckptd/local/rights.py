@@ -6,10 +6,16 @@ import os
 import pwd
 import secrets
 import stat
+import time
+from contextlib import suppress
 
 from ckptd import files
 from ckptd.errors import NotPermitted
 from ckptd.local.fs import STAGING, TRASH, ensure_ours
+
+_MINE = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}."
+_NOBODYS_SECONDS = 3600.0
+"""Older temporary names than this are of no proof that is under way, on whatever host."""
 
 
 def can_clone(save_dir_fd: int) -> bool:
@@ -34,18 +40,21 @@ def can_clone(save_dir_fd: int) -> bool:
 def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
 
-    What an earlier proof left that was killed, or failed, goes first.
+    What an earlier proof left that was killed, or failed, goes first; hosts that share the directory prove
+    theirs at the same time, so only this process's own names do, and those that are old.
 
     Raises:
         NotPermitted: with who owns the directory and who we are.
     """
-    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
+    name = f"{_MINE}{secrets.token_hex(6)}"
     aside = f"ours.{secrets.token_hex(6)}"
     try:
         staging, trash = ensure_ours(save_dir_fd, STAGING), ensure_ours(save_dir_fd, TRASH)
         try:
             for left in [n for n in os.listdir(staging) if n.startswith(files.TEMPORARY_PREFIX)]:
-                _remove(staging, left)
+                with suppress(FileNotFoundError):
+                    if left.startswith(_MINE) or _is_old(staging, left):
+                        _remove(staging, left)
             os.mkdir(name, 0o700, dir_fd=staging)
             os.rename(name, aside, src_dir_fd=staging, dst_dir_fd=trash)
             os.rmdir(aside, dir_fd=trash)
@@ -67,6 +76,11 @@ def ask_kernel(save_dir_fd: int, save_dir: str) -> None:
     is_sticky = bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)
     if is_sticky or not os.access(".", os.W_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True):
         raise _who(save_dir_fd, save_dir)
+
+
+def _is_old(dir_fd: int, name: str) -> bool:
+    status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    return time.time() - status.st_mtime > _NOBODYS_SECONDS
 
 
 def _remove(dir_fd: int, name: str) -> None:

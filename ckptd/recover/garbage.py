@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, judge
-from ckptd.errors import CkptdError, NotFoundError, RefusedError
+from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.journal import Journal
 from ckptd.local import fs, hold
 from ckptd.local.incomplete import remove_incomplete
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.config_model import JobConfig
+    from ckptd.core.facts import FileFacts
     from ckptd.core.listing import FolderListing
     from ckptd.observe.audit import Audit
     from ckptd.recover.sight import RemoteSight
@@ -220,6 +221,7 @@ class Collector:
         Raises:
             NotFoundError: there is none of that name. SourceChanged: somebody writes there.
             RefusedError: it is whole, in flight, pinned or no checkpoint; in doubt, and no byte is wrong.
+            StorageError: the disk does not give one of its files now: whole, perhaps.
         """
         files.check_relative(tag)
         with _opened(job) as fd:
@@ -261,7 +263,7 @@ class Collector:
         busy = unrest(str(job.save_dir), fd, tag)
         if busy is not None:
             raise RefusedError(f"{tag}: {busy}", hint="call it again when nobody writes there")
-        rows = inspect_files(job.save_dir / tag, [file.path for file in listing.files])
+        rows = _read(job.save_dir / tag, [file.path for file in listing.files])
         context = Context(
             settle_seconds=0.0,
             quiet_seconds=3600.0,
@@ -293,6 +295,14 @@ class Collector:
 def _garbage(key: str, size: int, why: str, held: Held) -> Garbage:
     tag, generation, form = held.where
     return Garbage(key=key, bytes=size, why=why, tag=tag, generation=generation, form=form)
+
+
+def _read(folder: Path, paths: Sequence[str]) -> list[FileFacts]:
+    try:
+        return inspect_files(folder, paths, is_final=False)
+    except StorageError as error:
+        hint = f"nothing was removed; call it again when the disk gives it, or move {folder} away by hand"
+        raise StorageError(error.message, hint=hint) from error
 
 
 @contextlib.contextmanager

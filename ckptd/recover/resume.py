@@ -22,6 +22,7 @@ from ckptd.errors import (
     NotFoundError,
     NothingCommitted,
     RefusedError,
+    StorageError,
     from_os_error,
 )
 from ckptd.place import is_numbered_tag, make_beside, path_of
@@ -109,6 +110,7 @@ class Resume:
             NotFoundError: no remote is known and save_dir holds nothing (66).
             RemoteUnreachable, RemoteNotOurs: no remote answers or is this job's, and nothing here is surely
                 the newest (69).
+            StorageError: the disk does not give a folder here that may be the newest (74).
             DamagedError, RefusedError, NoSpaceError, NotPermitted, ConfigError: as they say.
         """
         check_job_paths(self._job, "resume")
@@ -213,6 +215,8 @@ class Resume:
                 put_in=seen.put_in,
                 needs_commit=self._options.nodes.count > 1,
             )
+            in_the_way = {step.name for step in plan.steps if isinstance(step, MoveAside)}
+            self._must_be_read(s for s in seen.local if s.tag in in_the_way - {candidate.tag})
             done = self._carry_out(fd, plan, seen, choice)
             if done is not None:
                 return done
@@ -265,11 +269,20 @@ class Resume:
             raise self._sources.absent[0]
         self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")
 
+    def _must_be_read(self, sights: Iterable[LocalSight]) -> None:
+        """What a disk does not give now may be the newest: nothing older is taken in its place (P18)."""
+        for sight in sights:
+            if sight.unread is not None and not sight.is_complete:
+                folder = self._job.save_dir / sight.tag
+                hint = f"call it again when the disk gives it, or move {folder} away to resume from before it"
+                raise StorageError(f"{sight.tag}: {sight.unread.message}; nothing was changed", hint=hint)
+
     def _nothing(self, fd: int | None, seen: _Seen, choice: Choice) -> None:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
         job = self._job
         if self._sources.absent:
             raise self._sources.absent[0]
+        self._must_be_read(seen.local)
         if self._sources.damaged or self._damaged_here or choice.notes:
             msg = f"every checkpoint of {job.name} is damaged"
             raise DamagedError(msg, hint="see the lines above; nothing was deleted")

@@ -16,7 +16,7 @@ from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
 from ckptd.core.manifest import side_key, stem
 from ckptd.core.save import Order
 from ckptd.core.view import WEIGHTS
-from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
+from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
 from ckptd.local.scan import has_open_writer, scan
 from ckptd.recover.trust import distrust, path_problem
 from ckptd.remote.access import Access
@@ -99,6 +99,8 @@ class LocalSight:
     facts: Mapping[str, FileFacts]
     is_open: bool = False
     """A process that we may see holds one of its files open for writing."""
+    unread: StorageError | None = None
+    """The disk did not give one of its files: what is not whole now may be whole when it does."""
 
     @property
     def tag(self) -> str:
@@ -193,7 +195,7 @@ def look_locally(
             accepted=accepted,
             known_grids=grids,
         )
-        rows = inspect_files(save_dir / folder.tag, [f.path for f in folder.files])
+        rows, unread = _read(save_dir / folder.tag, [f.path for f in folder.files])
         facts = {row.path: row for row in rows}
         found.append(
             LocalSight(
@@ -201,9 +203,17 @@ def look_locally(
                 verdict=judge(folder, facts, None, context),
                 facts=facts,
                 is_open=has_open_writer(str(save_dir), folder.tag),
+                unread=unread,
             )
         )
     return listing, tuple(found)
+
+
+def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:
+    try:
+        return inspect_files(folder, paths, is_final=False), None
+    except StorageError as error:
+        return inspect_files(folder, paths), error
 
 
 def orders_in_status(state_dir: Path, save_dir: Path) -> dict[str, Order]:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.config import JobConfig
 from ckptd.core.manifest import Decision, NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
-from ckptd.errors import CkptdError, NotFoundError, RefusedError
+from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.observe.audit import Audit
 from ckptd.recover.garbage import Collector
 from ckptd.recover.sight import RemoteSight, look_at_remote
@@ -22,6 +22,7 @@ from ckptd.remote import collect
 from ckptd.remote.resend import spare_key
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
+from tests.unit.refusing import refuse
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, run_here, scene
 from tests.unit.restore_scene import TAG
 
@@ -315,6 +316,19 @@ def test_an_incomplete_checkpoint(scene: RepairScene) -> None:
     assert "was never" in one.removed[0].why or "missing" in one.removed[0].why
     (line,) = scene.audit()
     assert (line["action"], line["tag"]) == ("gc", tag)
+
+
+def test_what_the_disk_does_not_give_now_stays(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, but for an I/O error while it was looked at: 74, and every byte is where it was."""
+    job = scene.job_with(scene.nas)
+    scene.save(15)
+    refuse(monkeypatch, scene.shard(1).name)
+    os.utime(scene.save_dir / "global_step15", ns=(LONG_AGO_NS, LONG_AGO_NS))
+    before = tree(scene.save_dir)
+    with pytest.raises(StorageError, match="cannot be read") as raised:
+        collector(scene).incomplete(job, "global_step15", frozenset())
+    assert raised.value.exit_code == 74
+    assert tree(scene.save_dir) - {"_ckptd"} == before
 
 
 def test_a_damaged_checkpoint(scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

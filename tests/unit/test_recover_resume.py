@@ -19,9 +19,11 @@ from ckptd.errors import (
     RefusedError,
     RemoteNotOurs,
     RemoteUnreachable,
+    StorageError,
 )
 from ckptd.recover.choose import Nodes
 from tests.unit.recover_scene import EXTRA, Scene, scene
+from tests.unit.refusing import refuse
 from tests.unit.synthetic import write_stage12
 
 __all__ = ["scene"]
@@ -62,6 +64,28 @@ def test_a_missing_shard_is_torn(scene: Scene) -> None:
     (scene.save_dir / "global_step10" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     assert scene.resume(remote=False).path.name == "global_step5"
     assert "rank 1" in "\n".join(scene.said)
+
+
+def test_what_the_disk_does_not_give_may_be_the_newest(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P18: an I/O error of the newest ends with 74, not with an older one; of an older one it is nothing."""
+    scene.save(10)
+    scene.commit("global_step10", 10)
+    scene.save(15)
+    before = scene.tree()
+    shard = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    for remote in (True, False):
+        with monkeypatch.context() as patch:
+            refuse(patch, shard)
+            with pytest.raises(StorageError, match="cannot be read") as raised:
+                scene.resume(remote=remote)
+        assert raised.value.exit_code == 74
+        assert scene.tree() == before
+    assert scene.resume().path.name == "global_step15"
+    scene.dp = 3
+    scene.save(5)
+    with monkeypatch.context() as patch:
+        refuse(patch, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
+        assert scene.resume().path.name == "global_step15"
 
 
 def test_older_torn_ones_stay(scene: Scene) -> None:

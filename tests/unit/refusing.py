@@ -1,0 +1,34 @@
+"""A disk that does not give some files: what the inspecting child says of them is put in its place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptd.convert import inspection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+
+def refuse(patch: pytest.MonkeyPatch, *paths: str) -> None:
+    """Files of these paths (within their folder) cannot be read, until the patch is undone."""
+    lines = inspection._child_lines
+
+    def refusing(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
+        for line in lines(request, timeout_seconds):
+            path = request["files"][line["index"]]["path"] if "index" in line else None
+            if path in paths:
+                reason = f"{path} cannot be read (Input/output error)"
+                line = {
+                    "index": line["index"],
+                    "final": True,
+                    "bytes": 0,
+                    "archive": "torn",
+                    "reason": reason,
+                }
+                line["is_unread"] = True
+            yield line
+
+    patch.setattr(inspection, "_child_lines", refusing)

@@ -1,0 +1,59 @@
+"""Holds of a journal that is lost, on a disk that refuses (adr/0102, adr/0136)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptd import files
+from ckptd.daemon.holds import settle_holds, take_up_holds
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import JobState
+from ckptd.journal import Journal
+from tests.stores.scene import Node
+
+
+def held(save_dir: Path, tag: str, number: int, step: int) -> None:
+    """A hold of a checkpoint that the trainer has removed since."""
+    node = Node(save_dir, tag=tag)
+    node.write_all()
+    sealed = node.sealed(step=step)
+    place = save_dir / "_ckptd" / "hold"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"{tag}.{number}.json").write_text(sealed.model_dump_json())
+    (save_dir / tag).rename(place / f"{tag}.{number}")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_hold_that_cannot_be_renamed_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The other hold is taken up, status says why, and once the disk lets it be this one is as well."""
+    held(tmp_path, "global_step5", 7, 5)
+    held(tmp_path, "global_step6", 9, 6)
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    write = files.write_atomic
+
+    def refusing(dir_fd: int, name: str, data: bytes) -> None:
+        if name == "global_step5.1.json":
+            raise OSError(code, os.strerror(code))
+        write(dir_fd, name, data)
+
+    with files.opened_dir(tmp_path) as fd:
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "write_atomic", refusing)
+            take_up_holds(state, fd)
+            settle_holds(state, fd)
+            assert [row.save.tag for row in state.rows.values() if row.held] == ["global_step6"]
+            assert state.stray_holds == {"global_step5.7": ""}
+            assert list(state.failures) == ["settling _ckptd/hold/global_step5.7"]
+            assert (tmp_path / "_ckptd" / "hold" / "global_step5.7").is_dir()
+        settle_holds(state, fd)
+    assert sorted(row.save.tag for row in state.rows.values() if row.held) == ["global_step5", "global_step6"]
+    assert not state.stray_holds
+    assert not state.failures
+    journal.close()

@@ -1,0 +1,65 @@
+"""What may be done in a save_dir: asked again when nothing could be known; other hosts' proofs stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ckptd import files
+from ckptd.daemon import proving
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import JobState
+from ckptd.journal import Journal
+from ckptd.local import rights
+from tests.unit.core_views import sealed
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_clones_are_asked_for_again_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full at the start took holds away for the whole run."""
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    job: Any = SimpleNamespace(config=SimpleNamespace(save_dir=tmp_path), problems=state.problems)
+    held = proving.Rights()
+    answers: list[OSError | bool] = [OSError(errno.ENOSPC, "full"), True, False]
+
+    def can_clone(save_dir_fd: int) -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(rights, "can_clone", can_clone)
+    monkeypatch.setattr(proving, "AGAIN_SECONDS", 0.0)
+    with files.opened_dir(tmp_path) as fd:
+        journal.set_meta("device", str(os.fstat(fd).st_dev))
+        held.prove(job, state, fd)
+        assert (held.are_held, state.can_clone) == (True, False)
+        for _ in range(2):
+            held.prove(job, state, fd)
+            assert state.can_clone
+    assert answers == [False]
+    journal.close()
+
+
+def test_another_hosts_proof_is_left_alone(tmp_path: Path) -> None:
+    """It was removed between its mkdir and its rename, and that host had no rights for a minute."""
+    staging = tmp_path / "_ckptd" / "staging"
+    with files.opened_dir(tmp_path) as fd:
+        rights.prove_rights(fd, "run")
+        another, left = (staging / f"{files.TEMPORARY_PREFIX}{name}" for name in ("other", "killed"))
+        mine = staging / f"{rights._MINE}failed"
+        for folder in (another, left, mine):
+            folder.mkdir()
+        os.utime(left, (1e9, 1e9))
+        rights.prove_rights(fd, "run")
+    assert list(staging.iterdir()) == [another]

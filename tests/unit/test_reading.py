@@ -1,0 +1,86 @@
+"""A disk that refuses a file of a new save: read again, then judged without it, whole once it is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptd import files
+from ckptd.core.lifecycle import State, Verdict
+from ckptd.daemon.intake import Intake
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.reading import TRIES
+from ckptd.daemon.state import JobState
+from ckptd.errors import CkptdError
+from ckptd.journal import Journal
+from ckptd.local.scan import scan
+from tests.unit.recover_scene import Scene
+from tests.unit.refusing import refuse
+
+SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+HOUR_SECONDS = 3600.0
+
+
+class AtOnce:
+    """Workers that work while they are asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def submit(
+        self,
+        what: str,
+        work: Callable[[], Any],
+        then: Callable[[Any], None],
+        failed: Callable[[CkptdError], None],
+    ) -> None:
+        self.asked += what.startswith("inspecting")
+        try:
+            result = work()
+        except CkptdError as error:
+            failed(error)
+        else:
+            then(result)
+
+
+@pytest.mark.parametrize("path", [SHARD, "note.txt"])
+def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Three times it is asked; then the folder is incomplete and holds nothing up, until it is given."""
+    scene, workers = Scene(tmp_path), AtOnce()
+    scene.save(5)
+    (scene.save_dir / "global_step5" / "note.txt").write_text("loss")
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
+    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    now_seconds = time.monotonic()
+
+    def look() -> Verdict:
+        nonlocal now_seconds
+        now_seconds += 2 * HOUR_SECONDS
+        with files.opened_dir(scene.save_dir) as fd:
+            intake.look(scan(fd), fd, now_seconds)
+        return state.verdicts["global_step5"]
+
+    with monkeypatch.context() as patch:
+        refuse(patch, path)
+        look()
+        for _ in range(TRIES):
+            assert look().state is State.UNKNOWN
+        look()
+        verdict = look()
+        assert verdict.state is State.INCOMPLETE
+        assert f"{path} cannot be read" in (verdict.reason or "")
+        assert not state.failures
+        asked = workers.asked
+        assert asked <= TRIES + 3
+        assert intake.next_due_seconds(time.monotonic()) > 1.0
+    look()
+    assert look().state is State.COMPLETE
+    assert workers.asked > asked
+    journal.close()
