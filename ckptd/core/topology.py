@@ -87,7 +87,7 @@ def proven_topology(grid: Grid, manifests: Sequence[NodeManifest]) -> Topology |
     """
     layers = [file for m in manifests for file in m.files if file.role is Role.LAYER]
     found = topology_of(grid, layers)
-    if found is None or grid.mm_count == 1:
-        return found
+    if found is None:
+        return None
     parts = [cells for m in manifests if (cells := cells_of(m.files))]
     return found if all(found.first_of_run(cells) is not None for cells in parts) else None

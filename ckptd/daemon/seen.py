@@ -107,6 +107,8 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
                 "commit_key": view.key,
                 "commit_sha256": view.sha256,
                 "reason": None,
+                "hint": "",
+                "is_damaged": False,
             }
             state.put_ship(row.id, record.model_copy(update=update))
 

@@ -10,9 +10,10 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import SETTLED, ZERO, ShipState
-from ckptd.daemon.unfinished import way_out
+from ckptd.daemon.unfinished import is_proven_damaged, way_out
 
 if TYPE_CHECKING:
+    from ckptd.config_model import RemoteConfig
     from ckptd.core.rows import SaveRow
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
@@ -40,24 +41,38 @@ def see_stuck(job: Job, state: JobState) -> None:
 
 def see_uploads(job: Job, state: JobState) -> None:
     """Of checkpoints that are here or held: what is damaged, and what failed again and again."""
-    forms = {remote.name: remote.forms for remote in job.config.remotes}
+    remotes = {remote.name: remote for remote in job.config.remotes}
     for save_id, records in state.ships.items():
         row = state.rows.get(save_id)
         if row is None or not (row.state == "present" or row.held):
             continue
         for record in records.values():
-            if record.form not in forms.get(record.remote, ()):
+            remote = remotes.get(record.remote)
+            if remote is None or record.form not in remote.forms or _is_past(state, remote, row, record):
                 continue
             about = f"{row.save.tag} → {record.remote}"
             text = f"{about}: {record.reason}"
-            if record.is_damaged and record.state in _TRIED_AGAIN:
+            is_damaged = record.is_damaged or is_proven_damaged(record)
+            if is_damaged and record.state in _TRIED_AGAIN:
                 job.problems.stays("source-damaged", about)
-            elif record.is_damaged and row.state == "present":
+            elif is_damaged and row.state == "present":
                 job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
             elif record.tries >= MANY_TRIES and record.state is ShipState.FAILED:
                 job.problems.see("upload-failed", about, text, record.hint)
             elif record.tries >= MANY_TRIES and record.state in _TRIED_AGAIN:
                 job.problems.stays("upload-failed", about)
+
+
+def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRecord) -> bool:
+    """Committed, by whomever; or a form that nothing will try again, since that remote has a newer save."""
+    if record.state in (ShipState.COMMITTED, ShipState.RETIRED):
+        return True
+    if record.form == ZERO or record.state is not ShipState.WAITING or remote.policy.has_rung(record.form):
+        return False
+    newer = (
+        r for r in state.rows.values() if r.save.order > row.save.order and not r.save.grid.is_model_only
+    )
+    return any(state.ship(one.id, record.remote, ZERO).state is ShipState.COMMITTED for one in newer)
 
 
 def _cure(job: Job, state: JobState, row: SaveRow, record: ShipRecord) -> str:

@@ -14,6 +14,7 @@ from ckptd.place import path_of
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
+    from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
@@ -33,7 +34,13 @@ def unfinished(state: JobState) -> dict[str, int]:
 def damage(state: JobState, row: SaveRow) -> str | None:
     """What is wrong with the bytes of a save that lies here; None: nothing that is known."""
     records = state.ships.get(row.id, {}).values() if row.state == "present" else ()
-    return next((r.reason or "damaged" for r in records if r.form == ZERO and r.is_damaged), None)
+    wrong = (r for r in records if r.form == ZERO and (r.is_damaged or is_proven_damaged(r)))
+    return next((r.reason or "damaged" for r in wrong), None)
+
+
+def is_proven_damaged(record: ShipRecord) -> bool:
+    """Nothing else refuses a ZeRO form. Earlier releases wrote no more than this."""
+    return record.form == ZERO and record.state is ShipState.REFUSED
 
 
 def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:

@@ -51,7 +51,7 @@ def beside(
     tag = candidate.tag
     if not is_universal:
         if candidate.local is None:
-            return tag, bring(candidate, _unreplaced(candidate), listing, before)
+            return tag, bring(candidate, unreplaced(candidate, candidate.copies[0]), listing, before)
         return tag, _stale(candidate, put_in or {})
     root = the_root(candidate)
     if candidate.layout[0] in BY_NAME:
@@ -92,10 +92,9 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
     ]
 
 
-def _unreplaced(candidate: Candidate) -> Copy:
-    """The ZeRO form without objects that our universal form went over (adr/0121): of what a person had put
-    beside the shards no byte is left, and the shards are what is wanted."""
-    copy = candidate.copies[0]
+def unreplaced(candidate: Candidate, copy: Copy) -> Copy:
+    """A ZeRO form, or a share of it, without objects that our universal form went over (adr/0121): of what a
+    person had put beside the shards no byte is left, and the shards are what is wanted."""
     there = (universal for universal in candidate.universals if universal.remote.name == copy.remote.name)
     taken = {file.key for universal in there for file in universal.files}
     return replace(copy, files=tuple(file for file in copy.files if file.key not in taken))

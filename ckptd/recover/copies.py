@@ -99,11 +99,12 @@ def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
     if copy.view.commit.form != ZERO or not nodes.is_share(saved_ranks):
         return every
     here, topology = nodes.ranks(saved_ranks), proven_topology(grid, manifests)
-    if here is not None and topology is not None:
+    parts = sorted((sorted(cells_of(files)) for files in every), key=lambda cells: cells[:1])
+    is_alike = len(parts) != nodes.count or len(set(map(len, parts))) == 1
+    if here is not None and topology is not None and is_alike:
         cells = {topology.cell_of(rank) for rank in here}
         return [tuple(f for f in files if _is_read(f, cells)) for files in every]
-    # unlike numbers of ranks on the nodes: as those that saved had them
-    parts = sorted((sorted(cells_of(files)) for files in every), key=lambda cells: cells[:1])
+    # unlike numbers of ranks on the nodes, or ranks in turn: as those that saved had them
     is_told = len(parts) == nodes.count and sum(map(len, parts)) == saved_ranks and all(parts)
     if grid.mm_count != 1 or not is_told:
         return every

@@ -23,7 +23,7 @@ from ckptd.convert.sources import Sources
 from ckptd.convert.supervise import write_plan
 from ckptd.convert.workplace import look_at_source
 from ckptd.core.view import UNIVERSAL
-from ckptd.errors import BehindError, RefusedError, SourceChanged, UsageError
+from ckptd.errors import BehindError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.recover.made import ALONE_BYTES, LANE_BYTES, Made
 from ckptd.recover.making_afar import MIRROR, WINDOW_BYTES, cache_for, committed_source, proven_records
 from ckptd.recover.mirrored import make_mirror
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from ckptd.convert.companions import Origin
     from ckptd.convert.workplace import SourceFolder
+    from ckptd.recover.mirrored import RemoteSource
     from ckptd.remote import origin
     from ckptd.remote.making_messages import Committed, Making
     from ckptd.remote.messages import ShipOrder
@@ -101,7 +102,7 @@ def _of_objects(
 
         def look() -> SourceFolder:
             with files.opened_dir(place) as fd:
-                make_mirror(source, fd, companions=options.form == "weights")
+                _mirror(source, fd, options, control)
                 records.update(proven_records(fd, source))
             rights = files.stat_beneath(root, making.folders[0]) or os.fstat(root)
             found = look_at_source(Path(place, source.name))
@@ -138,6 +139,23 @@ def _of_objects(
     control.on_planned(made.planned)
     made.compare(control)
     return made
+
+
+def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: Control) -> None:
+    """What planning reads; where that is refused every object is proven first.
+
+    Raises:
+        DamagedError: one is not what was committed. RefusedError: they all are, and there is no such form.
+    """
+    try:
+        make_mirror(source, place_fd, companions=options.form == "weights")
+    except NeedsWholeFiles:
+        raise
+    except RefusedError:
+        # of a flipped bit it says the same, and what is refused is told to all for ever
+        ranges = RemoteRanges(source.store, source.files, cache_bytes=LANE_BYTES, check_stop=control.check)
+        ranges.prove(everything=True)
+        raise
 
 
 def _plan(

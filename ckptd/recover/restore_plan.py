@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckptd.core.trainers import BY_NAME, Trainer, universal_name
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import RefusedError, TargetExists, UsageError
-from ckptd.recover.beside import beside_shards, pointer_in, the_root, within, without_form
+from ckptd.recover.beside import beside_shards, pointer_in, the_root, unreplaced, within, without_form
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes
 from ckptd.recover.copies import of_node, of_ranks
 from ckptd.recover.plan import ResumePlan, needs_universal
@@ -105,7 +105,8 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
         steps = _universal_beside(candidate, place)
     else:
         whole = candidate.copies[0]
-        steps = _bring(ZERO, whole, _share(whole, wish), candidate.tag, place)
+        whole, share = (unreplaced(candidate, one) for one in (whole, _share(whole, wish)))
+        steps = _bring(ZERO, whole, share, candidate.tag, place)
         steps += [] if not plain else _point(place, "latest", candidate.tag)
     extras = _extras(candidate, place)
     first_pointer = next((i for i, s in enumerate(steps) if isinstance(s, Point)), len(steps))

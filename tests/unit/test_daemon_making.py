@@ -11,6 +11,7 @@ import pytest
 from ckptd.core.actions import MakeWay, Ship
 from ckptd.core.manifest import Commit, ManifestRef
 from ckptd.core.planner import plan
+from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.orders import committed_source, making_of
@@ -65,7 +66,8 @@ class Life:
     def told(self) -> list[tuple[str, str]]:
         """What a turn says of uploads."""
         problems = self.state.problems
-        remote = SimpleNamespace(name="nas", forms=(ZERO, UNIVERSAL), required=True)
+        policy = RetentionPolicy()
+        remote = SimpleNamespace(name="nas", forms=(ZERO, UNIVERSAL), required=True, policy=policy)
         job = SimpleNamespace(config=SimpleNamespace(remotes=(remote,)), problems=problems)
         problems.begin_turn()
         see_uploads(cast("Any", job), self.state)
@@ -241,7 +243,8 @@ def test_a_form_that_another_node_committed_is_heard_of(
 ) -> None:
     """What was begun here is ended by its own order, which sweeps what it had sent."""
     part(life)
-    record = life.state.ship(*KEY).model_copy(update={"state": state})
+    wrong = {"reason": "a shard is damaged", "hint": "verify --repair", "is_damaged": True}
+    record = life.state.ship(*KEY).model_copy(update=wrong | {"state": state})
     life.state.put_ship(1, record)
     if is_begun:
         life.planned("1" * 64)
@@ -251,6 +254,7 @@ def test_a_form_that_another_node_committed_is_heard_of(
     learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life),))
     found = life.state.ship(*KEY)
     assert (found.state is ShipState.COMMITTED, found.commit_sha256 == "5") == (heard, heard)
+    assert not heard or (found.is_damaged, found.hint, found.reason) == (False, "", None)
 
 
 def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from ckptd import files
 from ckptd.core.actions import Plan
-from ckptd.core.ladder import Fate
+from ckptd.core.ladder import Fate, Rung
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.manifest import Tombstone
+from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon import problems as of_problems
 from ckptd.daemon.holds import forget_lost_holds
@@ -144,7 +145,8 @@ class House:
             for n in (1, 2, 3)
         ]
         self.state.load()
-        remote = SimpleNamespace(name="nas", forms=(ZERO, UNIVERSAL), required=True)
+        policy = RetentionPolicy()
+        remote = SimpleNamespace(name="nas", forms=(ZERO, UNIVERSAL), required=True, policy=policy)
         config = SimpleNamespace(
             name="run",
             remotes=(remote,),
@@ -232,6 +234,29 @@ def test_a_form_of_a_damaged_copy_is_told_of_until_it_is_made(house: House) -> N
     assert house.told()["source-damaged"].startswith("s1b1 → nas: the object differs"), "tried again just now"
     house.ship(1, ShipState.COMMITTED, UNIVERSAL)
     assert house.told() == {}
+
+
+def test_a_form_that_nothing_tries_again_is_told_of_no_more(house: House) -> None:
+    """Of an older save nobody makes it, unless a ladder leaves that alone."""
+    house.ship(1, ShipState.WAITING, UNIVERSAL, **WRONG)
+    house.ship(2, ShipState.WAITING)
+    assert set(house.told()) == {"source-damaged"}
+    house.ship(2, ShipState.COMMITTED)
+    assert house.told() == {}
+    (remote,) = house.job.config.remotes
+    remote.policy = RetentionPolicy(save_total_limit=2, ladder=(Rung(form="universal", after_newer=3),))
+    assert set(house.told()) == {"source-damaged"}
+    house.ship(1, ShipState.COMMITTED, UNIVERSAL, **WRONG)
+    assert house.told() == {}, "as an earlier release noted it"
+
+
+def test_damage_that_an_earlier_release_noted_is_told(house: House) -> None:
+    """It wrote the state and the reason, and no more."""
+    house.ship(1, ShipState.REFUSED, reason="rank_0.pt: record data/0 has CRC 1")
+    assert house.told()["source-damaged"] == (
+        "s1b1 → nas: rank_0.pt: record data/0 has CRC 1; ckptd gc /jobs/run.toml --incomplete s1b1 removes it"
+    )
+    assert unfinished(house.state) == {"s1b1": 0}
 
 
 def test_the_way_out_is_a_repair_where_a_remote_has_it(house: House) -> None:

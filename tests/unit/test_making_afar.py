@@ -350,6 +350,21 @@ def test_what_planning_reads_of_a_damaged_object_is_not_believed(spread: Spread,
     assert not spread.planned("n0")
 
 
+@pytest.mark.parametrize("at", [10, 20], ids=["method", "packed size"])
+def test_a_directory_that_a_flipped_bit_makes_unreadable_is_damage_that_ends(spread: Spread, at: int) -> None:
+    """It was told to all as a save that has no such form, for ever."""
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
+    good = shard.read_bytes()
+    data = bytearray(good)
+    data[data.rindex(b"PK\x01\x02") + at] ^= 1
+    shard.write_bytes(data)
+    first = spread.ship("n0")
+    assert (first.outcome, shard.name in str(first.reason)) == ("damaged", True)
+    assert spread.ship("n1").outcome == "damaged"
+    shard.write_bytes(good)
+    assert spread.ship("n1").outcome == "committed"
+
+
 def _payload(data: bytes, info: zipfile.ZipInfo) -> tuple[int, int]:
     """Where a record's bytes begin, and how many."""
     name, extra = (int.from_bytes(data[info.header_offset + at :][:2], "little") for at in (26, 28))

@@ -277,6 +277,10 @@ def test_what_our_form_went_over_is_no_reason_to_give_the_shards_up(
     monkeypatch.setattr(attempts, "place_is_taken", lambda *_: False)
     assert hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT).outcome == "committed"
     shards = {name: data for name, data in hf.tree().items() if name.startswith(f"{TAG}/{ROOT}/")}
+    for _ in range(2):
+        hf.restore()
+        assert {n: data for n, data in hf.everything().items() if n.startswith(f"{TAG}/{ROOT}/")} == shards
+        assert not (hf.dir / TAG / FORM).exists()
     hf.lose_node()
     hf.resume()
     assert {name: data for name, data in hf.tree().items() if name.startswith(f"{TAG}/{ROOT}/")} == shards

@@ -171,6 +171,27 @@ def test_nodes_with_unlike_numbers_of_ranks_want_what_theirs_had() -> None:
     assert all(len(wanted(again, 3, rank)) == 6 for rank in range(3)), "two nodes shipped rank 4"
 
 
+@pytest.mark.parametrize("held", [[(0, 1, 2), (3,)], [(0, 2), (1, 3)]], ids=["3 and 1", "in turn"])
+def test_as_many_nodes_as_saved_want_what_those_had(held: list[tuple[int, ...]]) -> None:
+    """That the ranks divide by the nodes tells nothing: what was shipped does."""
+    grid = Grid(dp=4, mm_count=1, zero_stage=1)
+    names = [[optim(d, 0) for d in ranks] for ranks in held]
+    copy = saved(grid, [[*names[0], model(0)], names[1]], nodes=("a", "b"))
+    for rank, mine in enumerate(names):
+        assert wanted(copy, 2, rank) == {*mine, model(0)}
+    is_run = held[0] == (0, 1, 2)
+    assert len(optims(wanted(copy, 4, 1))) == (1 if is_run else 4), (
+        "on other nodes: by a proven order, or all"
+    )
+
+
+def test_stages_on_nodes_with_unlike_numbers_of_ranks_are_all_fetched() -> None:
+    grid = Grid(dp=2, mm_count=2, tp=1, pp=2, zero_stage=1)
+    order = [optim(0, 0), optim(1, 0), optim(0, 1), optim(1, 1)]
+    copy = saved(grid, [[*order[:3], model(0), model(1)], order[3:]], nodes=("a", "b"))
+    assert all(wanted(copy, 2, rank) == {*order, model(0), model(1)} for rank in (0, 1))
+
+
 # --- folders that are there -------------------------------------------------------------------------------
 
 
