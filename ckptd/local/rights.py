@@ -13,7 +13,6 @@ from ckptd import files
 from ckptd.errors import NotPermitted
 from ckptd.local.fs import STAGING, TRASH, ensure_ours
 
-_MINE = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}."
 _NOBODYS_SECONDS = 3600.0
 """Older temporary names than this are of no proof that is under way, on whatever host."""
 
@@ -40,23 +39,28 @@ def can_clone(save_dir_fd: int) -> bool:
 def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
 
-    What an earlier proof left that was killed, or failed, goes first; hosts that share the directory prove
-    theirs at the same time, so only this process's own names do, and those that are old.
+    One that fails takes back what it made; what a killed one left goes once it is old, since hosts that share
+    the directory prove theirs at the same time.
 
     Raises:
         NotPermitted: with who owns the directory and who we are.
     """
-    name = f"{_MINE}{secrets.token_hex(6)}"
+    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
     aside = f"ours.{secrets.token_hex(6)}"
     try:
         staging, trash = ensure_ours(save_dir_fd, STAGING), ensure_ours(save_dir_fd, TRASH)
         try:
             for left in [n for n in os.listdir(staging) if n.startswith(files.TEMPORARY_PREFIX)]:
                 with suppress(FileNotFoundError):
-                    if left.startswith(_MINE) or _is_old(staging, left):
+                    if _is_old(staging, left):
                         _remove(staging, left)
             os.mkdir(name, 0o700, dir_fd=staging)
-            os.rename(name, aside, src_dir_fd=staging, dst_dir_fd=trash)
+            try:
+                os.rename(name, aside, src_dir_fd=staging, dst_dir_fd=trash)
+            except OSError:
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=staging)
+                raise
             os.rmdir(aside, dir_fd=trash)
         finally:
             os.close(staging)

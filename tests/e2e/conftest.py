@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +34,5 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
     try:
         yield mounted
     finally:
-        # children of a daemon that was killed end a moment after it
-        deadline = time.monotonic() + 200
-        while subprocess.run(["umount", str(mounted)], capture_output=True, check=False).returncode:
-            assert time.monotonic() < deadline, f"{mounted} is in use"
-            time.sleep(0.1)
+        # what was killed with the daemon may end a moment after it
+        subprocess.run(["umount", "-l", str(mounted)], check=True)

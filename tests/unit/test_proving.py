@@ -57,8 +57,7 @@ def test_another_hosts_proof_is_left_alone(tmp_path: Path) -> None:
     with files.opened_dir(tmp_path) as fd:
         rights.prove_rights(fd, "run")
         another, left = (staging / f"{files.TEMPORARY_PREFIX}{name}" for name in ("other", "killed"))
-        mine = staging / f"{rights._MINE}failed"
-        for folder in (another, left, mine):
+        for folder in (another, left):
             folder.mkdir()
         os.utime(left, (1e9, 1e9))
         rights.prove_rights(fd, "run")
