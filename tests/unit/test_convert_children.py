@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_killed_executors_are_resumed_and_the_result_is_the_same(tmp_path: Path)
     made = write_stage12(tmp_path / "in", groups, 2)
     convert(made.folder, tmp_path / "whole", STRICT)
     kills = 0
-    for files in (1, 300, 700, 1000):
+    for files in (1, 1, 1, 300, 700, 1000):
         over = threading.Event()
         place = tmp_path / ".u.ckptd-partial" / "out"
         killer = threading.Thread(target=_kill_after, args=(files, place, over))
@@ -188,7 +189,9 @@ def test_killed_executors_are_resumed_and_the_result_is_the_same(tmp_path: Path)
         finally:
             over.set()
             killer.join()
-        break
+        if kills:
+            break
+        shutil.rmtree(tmp_path / "u")  # on a busy machine the killer came too late
     else:
         report = convert(made.folder, tmp_path / "u", STRICT)
         assert report.resumed_files >= 300
