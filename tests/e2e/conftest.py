@@ -34,5 +34,5 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
     try:
         yield mounted
     finally:
-        # what was killed with the daemon may end a moment after it
+        # lazily: once in a while the run itself still has something of it open (what, was not found)
         subprocess.run(["umount", "-l", str(mounted)], check=True)
