@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ckptd.core.order import Found, is_proven, next_order, rebuilt_order, sealing_order
+from ckptd.core.save import Order
 from ckptd.journal_tables import FOUND
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import FolderListing, SaveDirListing
-    from ckptd.core.save import Order
     from ckptd.daemon.recogniser import Recogniser
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
@@ -76,8 +76,21 @@ class Ordering:
         remote = self._recogniser.highest()
         highest = max([*known, *([remote] if remote else [])], default=None)
         # saved anew since then, it is what the trainer does now: perhaps a rewind
-        is_old = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
+        was_found = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
+        is_old = was_found or self._was_passed(folder, step, highest)
         return rebuilt_order(step, highest) if is_old else next_order(step, highest)
+
+    def _was_passed(self, folder: FolderListing, step: int, highest: Order | None) -> bool:
+        """The newest was sealed while this older one lay there and could not be yet: no run was rewound."""
+        listing = self._state.listing
+        here = {f.tag: f for f in listing.folders} if listing is not None else {}
+        newest = next((row for row in self._state.rows.values() if row.save.order == highest), None)
+        other = here.get(newest.save.tag) if newest is not None else None
+        if newest is None or other is None or step >= newest.save.step:
+            return False
+        was_there = newest.state == "present" and folder.tag in newest.save.beside and self._is_sealed(other)
+        mine = self._found(folder, Order(newest.save.branch, step, 0))
+        return was_there and is_proven(mine, self._found(other, newest.save.order))
 
     def beside(self, tag: str) -> tuple[str, ...]:
         """Other folders with shards that are not the save that was sealed of their tag, if any was."""

@@ -617,6 +617,32 @@ def test_a_note_in_an_older_one_that_is_not_committed_is_no_rewind() -> None:
         made.leave()
 
 
+def test_an_older_one_that_a_note_held_up_is_no_rewind() -> None:
+    """Life 810958: of two saves found at once the older is sealed last, since somebody writes to it.
+
+    It counted as the newest, and `resume` would have taken it.
+    """
+    made, rng = World(1, job_config(((NAS, True, None),), None, "all")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 1)
+        made.live_on(100, rng)
+        made.kill()
+        saved(made, 8, 10)
+        made.live_on(2, rng)
+        for line in range(20):
+            dropped(made, "global_step8/README.md", b"line %d" % line)
+            made.live_on(2, rng)
+        assert "global_step8" not in orders(made)
+        assert orders(made)["global_step10"] == (1, 10)
+        made.live_on(200, rng)
+        assert orders(made) == {f"global_step{step}": (1, step) for step in (1, 8, 10)}
+    finally:
+        made.leave()
+
+
 def test_a_remote_that_went_away_again_is_waited_for_when_the_journal_is_lost() -> None:
     """It was heard, and gone before anything was sealed: orders were not those in COMMITs, and the remote
     let go what lies here, which then stayed for ever (seed 601793)."""
