@@ -169,9 +169,6 @@ class Trainer:
         self.writing = None
 
     def _make_folder(self, save: Save) -> None:
-        known = [other for other in self.saves if other.tag == save.tag and not other.is_gone]
-        for other in known:
-            other.is_gone, other.gone_seconds = True, self._kernel.now_seconds
         self.saves.append(save)
         if self.notes_losses:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -182,6 +179,12 @@ class Trainer:
             self._kernel.mkdir(f"{SAVE_DIR}/{save.tag}")
         except FileExistsError:
             return
+
+    def _replace(self, save: Save) -> None:
+        """A file of the save that lay under this tag goes; while only its folder was made anew it was there."""
+        known = [s for s in self.saves if s is not save and s.tag == save.tag and not s.is_gone]
+        for other in known:
+            other.is_gone, other.gone_seconds = True, self._kernel.now_seconds
 
     def _write_file(self, save: Save, path: str) -> None:
         data = save.files[path]
@@ -194,6 +197,7 @@ class Trainer:
             except FileNotFoundError:
                 self.abort()  # its folder vanished under it: a trainer dies of that
                 return
+            self._replace(save)
             inode = kernel.fds[self._fd].inode
             inode.saved = (save.number, path)
             save.inodes[path] = inode
