@@ -181,7 +181,7 @@ class Trainer:
             return
 
     def _replace(self, save: Save) -> None:
-        """A file of the save that lay under this tag goes; while only its folder was made anew it was there."""
+        """A file of the save that lay under this tag goes; while its folder alone was made it was there."""
         known = [s for s in self.saves if s is not save and s.tag == save.tag and not s.is_gone]
         for other in known:
             other.is_gone, other.gone_seconds = True, self._kernel.now_seconds
