@@ -103,8 +103,8 @@ def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
 def _cells_here(copy: Copy, nodes: Nodes) -> frozenset[Cell] | None:
     """Those of the ranks that run on this node.
 
-    None: not known. Nodes that saved unlike numbers of ranks may get them dealt out otherwise now, though they
-    are as many (3 and 1, then 2 and 2); so may ranks that were not in DeepSpeed's order.
+    None: not known. Nodes that saved unlike numbers of ranks may get them dealt out otherwise now, though
+    they are as many (3 and 1, then 2 and 2); so may ranks that were not in DeepSpeed's order.
     """
     grid = copy.view.commit.grid
     here, topology = nodes.ranks(grid.dp * grid.mm_count), proven_topology(grid, copy.manifests)

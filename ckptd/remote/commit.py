@@ -100,9 +100,7 @@ def open_root(path: str) -> int:
 
 class _Shipping:
     def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
-        self._ground = ground
-        self._store = ground.store
-        self._identity = ground.identity
+        self._ground, self._store, self._identity = ground, ground.store, ground.identity
         self._order = self._whole = order
         self._control = control
         self._root = root
