@@ -83,6 +83,8 @@ def observe(
     with_manifests = listed.keys()
     committed = {stem_of(view.commit) for view in found.commits}
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
+    wanted = choose_pointers(view.commit for view in found.live())
+    pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
     uncommitted = sorted(with_manifests - committed - found.stones.keys())
     if cache is not None:
@@ -96,8 +98,9 @@ def observe(
         uncommitted=tuple(uncommitted),
         listed_whole=tuple(where for where in uncommitted if _is_whole(listed[where])),
         retiring=tuple(sorted(open_stones)),
-        latest=_pointer(store, "latest"),
-        latest_universal=_pointer(store, "latest_universal"),
+        latest=pointers[0],
+        latest_universal=pointers[1],
+        is_pointing=bool(found.damaged) or pointers == (wanted.latest, wanted.latest_universal),
         damaged=tuple(found.damaged),
         supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
