@@ -81,22 +81,31 @@ def say_ended(
     results: queue.SimpleQueue[Callable[[], None]],
     call: Callable[[Callable[[], None]], None],
     settle: Callable[[], None],
+    not_now: Callable[[], None],
 ) -> None:
-    """The daemon was stopped in order: its remotes hear it from itself, not by its silence.
+    """These jobs end in order: their remotes hear it from this daemon, not by its silence.
 
-    `settle` lets remotes begin that wait for a place.
+    `settle` lets remotes begin that wait for a place. `not_now`: a result that waits until this is over, for
+    it changes which jobs there are (a reload).
     """
     active = [job for job in jobs if job.state is not None]
     for job in active:
         call(job.nodes.say_ended)
     links = [link for job in active for link in job.links.values()]
     until = time.monotonic() + LAST_WORD_SECONDS
+    later = []
     while any(link.beat_order is not None for link in links):
         call(settle)
         try:
-            call(results.get(timeout=max(0.0, until - time.monotonic())))
+            result = results.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            return
+            break
+        if result == not_now:
+            later.append(result)
+        else:
+            call(result)
+    for result in later:
+        results.put(result)
 
 
 def _newest(save: SealedSave) -> NewestSave:

@@ -103,7 +103,7 @@ class Daemon:
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
             if is_in_order:
-                say_ended(self.jobs, self._queue, self._call, self._totals.places.settle)
+                say_ended(self.jobs, self._queue, self._call, self._totals.places.settle, self._on_reload)
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()
@@ -190,7 +190,11 @@ class Daemon:
         self._notifier.change(loaded.daemon.notify)
         self._exporter.change(loaded.daemon.metrics)
         self.invalid = [Invalid(path.stem, str(path), error, time.time()) for path, error in found.refused]
-        for job in [job for job in self.jobs if job.config.save_dir in found.close]:
+        closed = [job for job in self.jobs if job.config.save_dir in found.close]
+        anew = {config.save_dir for config in found.start}
+        gone = [job for job in closed if job.config.save_dir not in anew]
+        say_ended(gone, self._queue, self._call, self._totals.places.settle, self._on_reload)
+        for job in closed:
             log.info("job %s ends, or starts anew with its changed configuration", job.config.name)
             self._publisher.retract(job)
             job.close()

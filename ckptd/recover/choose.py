@@ -52,6 +52,17 @@ class Copy:
     extras: tuple[ManifestFile, ...] = ()
     late: tuple[ManifestFile, ...] = ()
     """What came after its COMMIT, of all nodes."""
+    is_all_for_each: bool = False
+    """Every node of several wants all of it: which ranks run where is not known (docs/adr/0133)."""
+
+    @property
+    def all_for_each(self) -> str | None:
+        """What is said where every node is given all of it."""
+        words = f"all shards of {self.view.commit.tag} are wanted on each node"
+        why = (
+            "nodes that saved unlike numbers of ranks, or not in order, do not tell which ranks run where now"
+        )
+        return f"{words}: {why}" if self.is_all_for_each else None
 
     @property
     def bytes(self) -> int:

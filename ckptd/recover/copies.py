@@ -12,7 +12,7 @@ from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.topology import Cell
     from ckptd.recover.choose import Copy, Nodes
@@ -63,14 +63,27 @@ def _is_here(here: LocalSight, file: ManifestFile) -> bool:
 
 
 def of_node(copy: Copy, nodes: Nodes) -> Copy:
-    """What of a copy one node wants."""
+    """What of a copy one node wants: the shards of its ranks, and what every rank reads (H58).
+
+    By ranks, not by who shipped what: a node that was replaced shipped under two names, and the stages of a
+    pipeline have the same data-parallel ranks. Where nothing proves which ranks run here, all: what is too
+    much costs time, what is another's costs the run.
+    """
+    grid = copy.view.commit.grid
+    is_share = copy.view.commit.form == ZERO and nodes.is_share(grid.dp * grid.mm_count)
+    cells = _cells_here(copy, nodes) if is_share else None
     files: dict[str, ManifestFile] = {}
     extras: dict[str, ManifestFile] = {}
-    for wanted in _wanted(copy, nodes):
-        for file in wanted:
+    for file in (file for manifest in copy.manifests for file in manifest.files):
+        if cells is None or _is_read(file, cells):
             (extras if file.role is Role.EXTRA else files).setdefault(file.path, file)
     files |= {file.path: file for file in copy.late}
-    return replace(copy, files=tuple(files.values()), extras=tuple(extras.values()))
+    return replace(
+        copy,
+        files=tuple(files.values()),
+        extras=tuple(extras.values()),
+        is_all_for_each=is_share and cells is None,
+    )
 
 
 def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
@@ -87,28 +100,28 @@ def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
     return replace(copy, files=tuple(f for f in copy.files if f.shard.d is None or f.shard.d in ranks))
 
 
-def _wanted(copy: Copy, nodes: Nodes) -> Iterable[tuple[ManifestFile, ...]]:
-    """All files; where as many ranks resume as saved, those of this node's, and what every rank reads (H58).
+def _cells_here(copy: Copy, nodes: Nodes) -> frozenset[Cell] | None:
+    """Those of the ranks that run on this node.
 
-    By ranks, not by who shipped what: a node that was replaced shipped under two names, and the stages of a
-    pipeline have the same data-parallel ranks. Where ranks do not tell, all: what is too much costs time.
+    None: not known. Nodes that saved unlike numbers of ranks may get them dealt out otherwise now, though
+    they are as many (3 and 1, then 2 and 2); so may ranks that were not in DeepSpeed's order.
     """
-    manifests, grid = copy.manifests, copy.view.commit.grid
-    every = [manifest.files for manifest in manifests]
-    saved_ranks = grid.dp * grid.mm_count
-    if copy.view.commit.form != ZERO or not nodes.is_share(saved_ranks):
-        return every
-    here, topology = nodes.ranks(saved_ranks), proven_topology(grid, manifests)
-    parts = sorted((sorted(cells_of(files)) for files in every), key=lambda cells: cells[:1])
-    is_alike = len(parts) != nodes.count or len(set(map(len, parts))) == 1
-    if here is not None and topology is not None and is_alike:
-        cells = {topology.cell_of(rank) for rank in here}
-        return [tuple(f for f in files if _is_read(f, cells)) for files in every]
-    # unlike numbers of ranks on the nodes, or ranks in turn: as those that saved had them
-    is_told = len(parts) == nodes.count and sum(map(len, parts)) == saved_ranks and all(parts)
-    if grid.mm_count != 1 or not is_told:
-        return every
-    return [tuple(f for f in files if _is_read(f, parts[nodes.rank])) for files in every]
+    grid = copy.view.commit.grid
+    here, topology = nodes.ranks(grid.dp * grid.mm_count), proven_topology(grid, copy.manifests)
+    if here is None or topology is None:
+        return None
+    found = [cells for manifest in copy.manifests if (cells := cells_of(manifest.files))]
+    parts = [sorted(map(topology.rank_of, cells)) for cells in found]
+    was_even = len(set(map(len, parts))) == 1 and _lie_within(parts, len(parts[0]))
+    # a node that was replaced shipped in two parts
+    if not was_even and not _lie_within(parts, len(here)):
+        return None
+    return frozenset(map(topology.cell_of, here))
+
+
+def _lie_within(parts: Iterable[Sequence[int]], each: int) -> bool:
+    """Whether, with so many ranks on each node, no part is of two nodes."""
+    return all(part[0] // each == part[-1] // each for part in parts)
 
 
 def _is_read(file: ManifestFile, cells: Collection[Cell]) -> bool:

@@ -92,8 +92,10 @@ class Made:
         """See `Origin`."""
         self._recheck()
 
-    def compare(self, control: Control) -> None:
+    def compare(self, control: Control, prove: Callable[[], object]) -> None:
         """Before the first byte is sent: copies of a parameter on several ranks are one (formats.md §6.1).
+
+        `prove`: what was read so far is what was saved, or it raises.
 
         Raises:
             CannotBeMade: they have drifted apart.
@@ -101,6 +103,7 @@ class Made:
         for check in self._outputs.checks():
             control.pacer.breathe(control.check)
             if not same_bytes(check.one, check.other, self._ranges):
+                prove()
                 msg = f"the tensor-parallel ranks hold different copies of {check.what}"
                 hint = "the run has drifted apart, or shards are damaged; an older checkpoint may be whole"
                 raise CannotBeMade(msg, hint=hint)

@@ -12,7 +12,7 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from ckptd import files
 from ckptd.convert.asking import numpy_for, origin_of, plan_request
@@ -22,16 +22,18 @@ from ckptd.convert.rounding import use_numpy_of
 from ckptd.convert.sources import Sources
 from ckptd.convert.supervise import write_plan
 from ckptd.convert.workplace import look_at_source
+from ckptd.core.layouts import parse_shard_name
 from ckptd.core.view import UNIVERSAL
-from ckptd.errors import BehindError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
+from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.recover.made import ALONE_BYTES, LANE_BYTES, Made
 from ckptd.recover.making_afar import MIRROR, WINDOW_BYTES, cache_for, committed_source, proven_records
 from ckptd.recover.mirrored import make_mirror
 from ckptd.recover.ranged_reader import RemoteRanges
 from ckptd.remote.origin import CannotBeMade, changed
+from ckptd.remote.source import CheckedSource, FileSource, crc64_of, records_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptd.convert.companions import Origin
     from ckptd.convert.workplace import SourceFolder
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
     from ckptd.remote.transfer import Control
     from ckptd.torchfile.archive import Record
+
+Found = TypeVar("Found")
 
 
 @contextmanager
@@ -59,7 +63,17 @@ def opened(order: ShipOrder, root: int, control: Control, store: Store) -> Itera
             with _of_shards(order, making, root, plan, control) as made:
                 yield made
         else:
-            yield _of_objects(order, making, making.zero, root, plan, control, store)
+            zero = making.zero
+            yield _twice(lambda: _of_objects(order, making, zero, root, plan, control, store))
+
+
+def _twice(attempt: Callable[[], Found]) -> Found:
+    """All nodes are told that there is no such form, or that shards of it are damaged, and none tries again:
+    such a verdict rests on two readings, apart from each other (docs/adr/0137)."""
+    try:
+        return attempt()
+    except (CannotBeMade, DamagedError):
+        return attempt()
 
 
 @contextmanager
@@ -74,13 +88,13 @@ def _of_shards(
         recheck(making, root)
         return folder
 
-    folder, where = _plan(order, making, options, look, plan, control)
+    folder, where = _twice(lambda: _plan(order, making, options, look, plan, control))
     outputs = Outputs(plan)
     with files.opened_dir(where.root) as source_fd:
         ranges = LocalRanges(source_fd, [s.path for s in outputs.header.sources], outputs.identities)
         made = Made(order, making, outputs, ranges, folder, lambda: recheck(making, root))
         control.on_planned(made.planned)
-        made.compare(control)
+        _twice(lambda: made.compare(control, ranges.prove))
         yield made
 
 
@@ -137,7 +151,7 @@ def _of_objects(
     order = order.model_copy(update={"manifest": manifest.model_copy(update=update)})
     made = Made(order, making, outputs, ranges, folder, recheck_objects, cache_bytes)
     control.on_planned(made.planned)
-    made.compare(control)
+    made.compare(control, lambda: ranges.prove(everything=False))
     return made
 
 
@@ -174,6 +188,8 @@ def _plan(
             raise RefusedError(msg, hint="`ckptd convert` each; the ZeRO form is safe all the same")
         folder = look()
         where = origin_of(folder, options)
+        plan.seek(0)
+        plan.truncate()
         write_plan(plan_request(folder, where, options, block=False), plan, lambda: _is_over(control))
     except (RefusedError, UsageError) as error:  # such as numpy that is not installed
         raise CannotBeMade(error.message, hint=error.hint) from error
@@ -188,13 +204,33 @@ def _plan(
 class LocalRanges(Sources):
     """Shards here; what was not in the page cache before is not left there (P12)."""
 
+    def __init__(self, folder_fd: int, paths: list[str], identities: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(folder_fd, paths, identities)
+        self._names = paths
+        self._touched: set[int] = set()
+
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source."""
+        self._touched.add(source)
         fd = self[source]
         data = os.pread(fd, nbytes, offset)
         if self.was_cold(fd):
             files.drop_pages(fd, offset, nbytes)
         return data
+
+    def prove(self) -> None:
+        """Read the sources that were used once more, from the disk, against the CRC32s of their records.
+
+        Raises:
+            DamagedError: one is not what `torch.save` wrote.
+        """
+        for number in sorted(self._touched):
+            fd, name = self[number], self._names[number]
+            source = FileSource(fd, name)
+            files.drop_pages(fd, 0, source.size_bytes)
+            records = records_of(fd, name, is_shard=bool(parse_shard_name(Path(name).name)))
+            crc64_of(CheckedSource(source, records, name), 0, source.size_bytes)
+            files.drop_pages(fd, 0, source.size_bytes)
 
 
 def recheck(making: Making, root: int) -> None:

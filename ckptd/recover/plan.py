@@ -88,7 +88,7 @@ def make_plan(
         path=path,
         world_size=world_size,
         steps=tuple(steps),
-        notes=_notes(candidate, local, needs_commit=needs_commit),
+        notes=_notes(candidate, local, steps, needs_commit=needs_commit),
     )
 
 
@@ -192,8 +192,10 @@ def _pointers(
     return pointers
 
 
-def _notes(candidate: Candidate, local: Sequence[LocalSight], *, needs_commit: bool) -> tuple[str, ...]:
-    notes = []
+def _notes(
+    candidate: Candidate, local: Sequence[LocalSight], steps: Sequence[Step], *, needs_commit: bool
+) -> tuple[str, ...]:
+    notes = [s.copy.all_for_each for s in steps if isinstance(s, Fetch) and s.copy.all_for_each]
     for sight in local:
         if sight.verdict.state is State.SUSPECT:
             notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; `ckptd accept` makes it usable")

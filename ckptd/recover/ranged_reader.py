@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.convert.ranges import Ranges
-from ckptd.errors import DamagedError, SourceChanged
+from ckptd.errors import CkptdError, DamagedError, SourceChanged
 from ckptd.remote.checksums import crc64, crc64_combined, to_hex
 from ckptd.remote.record_sums import RecordSums
 from ckptd.remote.stretches import Stretches
@@ -172,6 +172,7 @@ class RemoteRanges(Ranges):
 
         Raises:
             DamagedError: the bytes are not those that were committed.
+            SourceChanged: they are, and were read otherwise.
         """
         compared = in_part = 0
         for number, file in enumerate(self._sources):
@@ -186,7 +187,7 @@ class RemoteRanges(Ranges):
                 continue
             found = self._crc_of(number)
             if to_hex(found) != file.crc64:
-                raise self._damaged(file, f"CRC64 {to_hex(found)}, committed was {file.crc64}")
+                raise self._wrong(number, f"CRC64 {to_hex(found)}, committed was {file.crc64}")
             compared += 1
         return Proof(compared=compared, in_part=in_part)
 
@@ -195,9 +196,16 @@ class RemoteRanges(Ranges):
         for begin, end in sums.gaps:
             self._read_range(number, begin, end)
         if sums.wrong is not None:
-            raise self._damaged(self._sources[number], str(sums.wrong))
+            raise self._wrong(number, str(sums.wrong))
 
-    def _damaged(self, file: RemoteFile, what: str) -> DamagedError:
+    def _wrong(self, number: int, what: str) -> CkptdError:
+        """What was read is not what was committed. All nodes may be told that the object is damaged, so it is
+        read once more, apart from what was read before: one wrong answer on the way is none (adr/0137)."""
+        file = self._sources[number]
+        again = RemoteRanges(self._store, [file], cache_bytes=0, check_stop=self._check_stop)
+        if to_hex(again._crc_of(0)) == file.crc64:
+            msg = f"{file.key} in {self._store.url} was read otherwise than it is: {what}"
+            return SourceChanged(msg, hint="nothing was published; it is whole when it is read again")
         msg = f"{file.key} in {self._store.url} is damaged: {what}"
         hint = "nothing was published; see `ckptd verify`, and convert an older checkpoint"
         return DamagedError(msg, hint=hint)

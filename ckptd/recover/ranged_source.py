@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.config import remote_from_arguments
 from ckptd.convert.companions import CONFIG, MARKS
-from ckptd.core.coverage import objects_of, order_of
+from ckptd.core.coverage import choose_pointers, objects_of, order_of
 from ckptd.core.layouts import parse_shard_name
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.recover.mirrored import RemoteFile, RemoteSource, of_commit, of_manifest, source_of
@@ -88,11 +88,11 @@ def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
     """The committed ZeRO checkpoint in `folder` (its shards may lie one level deeper)."""
     zero = [view for view in sight.commits if view.commit.form == "zero"]
     if not folder:
-        latest = (sight.store.get("latest") or b"").decode(errors="replace").strip()
-        named = [v for v in zero if v.commit.tag == latest] or zero
-        if not named:
+        if not zero:
             raise NotFoundError(f"{sight.url} holds no committed checkpoint")
-        folder = max(named, key=lambda v: order_of(v.commit)).commit.folder
+        newest = max(zero, key=lambda v: order_of(v.commit)).commit.folder
+        # not what `latest` names there: a put that came late may have left it at an older one
+        folder = choose_pointers(v.commit for v in zero).latest or newest
     top = folder.split("/")[0]
     view = next((v for v in zero if v.commit.folder.rstrip("/") == top), None)
     if view is None:

@@ -117,7 +117,7 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
         path=path,
         world_size=wish.world_size,
         steps=tuple(steps),
-        notes=_notes(candidate, wish, is_universal=is_universal),
+        notes=() if is_universal else _notes(candidate, wish),
     )
 
 
@@ -248,9 +248,12 @@ def _point(place: Ground, name: str, value: str) -> list[Step]:
     return [] if place.pointer(name) == value else [Point(name=name, value=value)]
 
 
-def _notes(candidate: Candidate, wish: Wish, *, is_universal: bool) -> tuple[str, ...]:
-    if is_universal or (wish.ranks is None and wish.nodes.count == 1):
+def _notes(candidate: Candidate, wish: Wish) -> tuple[str, ...]:
+    if wish.ranks is None and wish.nodes.count == 1:
         return ()
+    every = _share(candidate.copies[0], wish).all_for_each
+    if every is not None and wish.ranks is None:
+        return (every,)
     whose = f"ranks {show_ranks(wish.ranks)}" if wish.ranks is not None else f"node {wish.nodes.rank}"
     return (f"only the shards of {whose} of {candidate.tag} are wanted here: no other rank can load from it",)
 

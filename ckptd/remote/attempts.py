@@ -18,7 +18,7 @@ from ckptd.core.view import UNIVERSAL, ZERO
 from ckptd.errors import DamagedError, RefusedError, VerifyError
 from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
 from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.look import look
+from ckptd.remote.look import ManifestCache, look, read_keys
 from ckptd.remote.messages import ShipResult
 from ckptd.remote.retire import listed_elsewhere
 from ckptd.remote.shared import agreed, newest_row
@@ -54,7 +54,11 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     def wanted(found: Attempt | None) -> Attempt | None:
         fresh = Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
         if found is not None and found.refused is not None:
-            is_mended = found.damaged and found.damaged != shards_look(store, order)
+            # of manifests that are known first: many nodes ask this again and again
+            is_mended = found.damaged and all(
+                found.damaged != shards_look(store, order, cache)
+                for cache in (ground.manifests, ManifestCache())
+            )
             return fresh if is_mended else None
         of_another = found is not None and found.node != ours.node
         heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
@@ -91,7 +95,7 @@ def made(ground: Ground, order: ShipOrder, run: Callable[[], ShipResult]) -> Shi
     making = order.making
     if making is None or making.zero is None:
         return run()
-    looked = shards_look(ground.store, order)
+    looked = shards_look(ground.store, order, ManifestCache())
     try:
         result = run()
     except VerifyError:
@@ -121,13 +125,19 @@ def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
     return order.model_copy(update={"manifest": manifest, "files": files})
 
 
-def shards_look(store: Store, order: ShipOrder) -> str:
-    """Digest of names, sizes and times of what lies in the folder of the shards; other once one is mended."""
-    commit = read_commit(store, (order.manifest.tag, order.manifest.generation, ZERO))
-    folder = commit.commit.folder if commit is not None else ""
-    found = store.list(f"{folder}/") if folder else ()
-    rows = sorted(f"{info.key}\0{info.bytes}\0{info.mtime_ns}\n" for info in found)
-    return sha256_of("".join(rows).encode())
+def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
+    """Digest of names, sizes and times of the objects that the manifests list; other once one is mended.
+
+    Of these alone: forms that are made, and files that come late, lie in the same folder.
+    """
+    where = order.manifest.tag, order.manifest.generation, ZERO
+    commit = read_commit(store, where)
+    refs = commit.commit.manifests if commit is not None else ()
+    read, unreadable = read_keys(store, where, [ref.key for ref in refs], cache)
+    found = {info.key: info for info in store.list(f"{commit.commit.folder}/")} if commit is not None else {}
+    infos = (found.get(key) or store.stat(key) for key in objects_of(known.manifest for known in read))
+    rows = sorted(f"{info.key}\0{info.bytes}\0{info.mtime_ns}\n" for info in infos if info is not None)
+    return sha256_of("".join([*rows, *unreadable]).encode())
 
 
 def _tell(ground: Ground, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:

@@ -42,6 +42,8 @@ from ckptd.remote.store import settled
 from ckptd.remote.transfer import Transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ckptd.core.manifest import ManifestFile, RemoteIdentity
     from ckptd.remote.messages import ShipOrder
     from ckptd.remote.origin import OpenOrigin, Origin
@@ -98,9 +100,7 @@ def open_root(path: str) -> int:
 
 class _Shipping:
     def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
-        self._ground = ground
-        self._store = ground.store
-        self._identity = ground.identity
+        self._ground, self._store, self._identity = ground, ground.store, ground.identity
         self._order = self._whole = order
         self._control = control
         self._root = root
@@ -131,9 +131,11 @@ class _Shipping:
         except CannotBeMade as error:
             return ShipResult(outcome="refused", reason=error.message, hint=error.hint)
 
-    def _look(self, ours: KnownManifest | None = None, *, is_all: bool = False) -> Seen:
-        node = None if is_all else self._order.manifest.node
-        return look(self._store, self._where, self._ground.manifests, node=node, ours=ours)
+    def _look(
+        self, ours: KnownManifest | None = None, *, is_all: bool = False, commit: CommitView | None = None
+    ) -> Seen:
+        node, cache = None if is_all else self._order.manifest.node, self._ground.manifests
+        return look(self._store, self._where, cache, node=node, ours=ours, commit=commit)
 
     def _carry(self, origin: Origin, seen: Seen) -> ShipResult:
         self._order = origin.order
@@ -169,14 +171,16 @@ class _Shipping:
     ) -> ShipResult:
         """The generation is committed: with our manifest, without it, or disputed."""
         settled(self._store, commit.key)
-        ours = self._own(listed)
         refs = {ref.sha256 for ref in commit.commit.manifests}
-        mine = next((known for known in ours if known.sha256 in refs), None)
+        members = [known for known in listed if known.sha256 in refs]
+        mine = next(iter(self._own(members)), None)
         if commit.disputed:
             return ShipResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
+        if mine is None or self._whole.takeover_seconds is not None:  # all of them; a listing may be late
+            members = [k for k in self._look(is_all=True, commit=commit).read if k.sha256 in refs]
+            mine = next(iter(self._own(members)), None)
         if mine is None or self._whole.takeover_seconds is not None:
-            listed = self._look(is_all=True).read
-            found = as_others_committed(self._whole, commit, [k for k in listed if k.sha256 in refs])
+            found = as_others_committed(self._whole, commit, members)
             if mine is None or found.outcome != "committed":
                 return found
             return self._joined(commit, mine, carried).model_copy(update={"unlisted": found.unlisted})
@@ -223,7 +227,7 @@ class _Shipping:
 
     # --- manifest and COMMIT ----------------------------------------------------------------------------
 
-    def _own(self, listed: tuple[KnownManifest, ...]) -> list[KnownManifest]:
+    def _own(self, listed: Iterable[KnownManifest]) -> list[KnownManifest]:
         return [known for known in listed if known.manifest.node_id == self._order.manifest.node_id]
 
     def _lists_our_files(self, known: KnownManifest) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.remote.documents import Stem
+    from ckptd.remote.messages import CommitView
     from ckptd.remote.store import Store
 
 FEW = 8
@@ -86,18 +87,24 @@ def look(
     *,
     node: str | None,
     ours: KnownManifest | None = None,
-    is_settled: bool = False,
+    commit: CommitView | None = None,
 ) -> Seen:
     """List a generation and read what needs to be read; `node` None: all.
 
     Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
-    not of those that are committed (`is_settled`).
+    not of those that are committed. What `commit` names is there, whether or not a late listing tells it yet.
     """
-    names = {info.key: name_in(info.key) for info in store.list(manifest_folder(where))}
+    listed = {info.key for info in store.list(manifest_folder(where))}
+    told = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
+    names = {key: name_in(key) for key in listed | told}
     known = [name for name in names.values() if name is not None]
+    is_settled = commit is not None and not commit.disputed
     is_all = node is None or len(names) <= FEW or (may_cover(known) and not is_settled)
-    wanted = [key for key, name in names.items() if is_all or name is None or name.node == node]
-    read, damaged = read_keys(store, where, wanted, cache, ours)
+    wanted = {key for key, name in names.items() if is_all or name is None or name.node == node}
+    read, damaged = read_keys(store, where, wanted & listed, cache, ours)
+    if wanted - listed:  # read afresh: no listing says that they are there still
+        more, worse = read_keys(store, where, wanted - listed, ManifestCache(), ours)
+        read, damaged = (*read, *more), (*damaged, *worse)
     left = () if is_all else tuple(name for name in known if name.node != node)
     return Seen(read=read, named=left, damaged=damaged)
 

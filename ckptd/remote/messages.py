@@ -240,6 +240,8 @@ class Observation(Model):
     """Those of them whose shards may all be listed, as names of manifests tell."""
     latest: str | None = None
     latest_universal: str | None = None
+    is_pointing: bool = True
+    """They name what the COMMITs say, as far as those could be read."""
     damaged: tuple[str, ...] = ()
     """Documents that could not be read, with the reason."""
     supplements: tuple[CommitView, ...] = ()

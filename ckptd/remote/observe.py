@@ -39,7 +39,7 @@ from ckptd.remote.documents import (
     stem_of_key,
 )
 from ckptd.remote.look import ManifestCache, Seen, look
-from ckptd.remote.messages import Confirmed, ManifestView, NamedManifest, Observation, TagView
+from ckptd.remote.messages import CommitView, Confirmed, ManifestView, NamedManifest, Observation, TagView
 from ckptd.remote.store import settled
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def observe(
     with_manifests = listed.keys()
     committed = {stem_of(view.commit) for view in found.commits}
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
+    wanted = choose_pointers(view.commit for view in found.live())
+    pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
     uncommitted = sorted(with_manifests - committed - found.stones.keys())
     if cache is not None:
@@ -96,8 +98,9 @@ def observe(
         uncommitted=tuple(uncommitted),
         listed_whole=tuple(where for where in uncommitted if _is_whole(listed[where])),
         retiring=tuple(sorted(open_stones)),
-        latest=_pointer(store, "latest"),
-        latest_universal=_pointer(store, "latest_universal"),
+        latest=pointers[0],
+        latest_universal=pointers[1],
+        is_pointing=bool(found.damaged) or pointers == (wanted.latest, wanted.latest_universal),
         damaged=tuple(found.damaged),
         supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
@@ -135,9 +138,9 @@ def describe(
     if found.commits:
         settled(store, found.commits[0].key)
     digests = committed_digests(found.commits)
-    stems = sorted(where for where in generations_with_manifests(store) if where[0] == tag)
-    counted = {stem_of(view.commit) for view in found.commits if not view.disputed}
-    seen = {where: _needed(store, where, node, cache, is_committed=where in counted) for where in stems}
+    views = {stem_of(view.commit): view for view in found.commits}
+    stems = {where for where in generations_with_manifests(store) if where[0] == tag} | views.keys()
+    seen = {where: _needed(store, where, node, cache, views.get(where)) for where in sorted(stems)}
     return TagView(
         tag=tag,
         manifests=tuple(
@@ -160,11 +163,14 @@ def describe(
     )
 
 
-def _needed(store: Store, where: Stem, node: str | None, cache: ManifestCache, *, is_committed: bool) -> Seen:
+def _needed(
+    store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
+) -> Seen:
     """What a node asks of a generation: is it of our save, and of a committed one, does it list our files?"""
-    seen = look(store, where, cache, node=node, is_settled=is_committed)
-    is_strange = is_committed and all(known.manifest.node != node for known in seen.read)
-    return look(store, where, cache, node=None) if is_strange and seen.named else seen
+    seen = look(store, where, cache, node=node, commit=commit)
+    is_counted = commit is not None and not commit.disputed
+    is_strange = is_counted and all(known.manifest.node != node for known in seen.read)
+    return look(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
 
 
 def confirm(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -146,8 +147,14 @@ class Service:
         """What the remote holds, or that it is as it was."""
         seen = observe(ground.store, ground.identity, self._documents)
         bare = seen.model_copy(update={"free_bytes": None})
-        is_same = order.only_changed and bare == self._observed
-        self._observed = bare
+        before, self._observed = self._observed, bare
+        is_same = order.only_changed and bare == before
+        # a put of a process that died may arrive after a newer one; at the second look, for a COMMIT that was
+        # made a moment ago is about to be pointed at, and a late listing may not show it yet
+        is_wrong = before is not None and not (before.is_pointing or seen.is_pointing)
+        if is_wrong and ground.abilities.create_only:
+            with suppress(CkptdError):  # of a remote that may only be read
+                point(ground.store, self._documents)
         return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
 
     def _beat(self, ground: Ground, order: Beat) -> Beats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.core.heartbeat import HEARTBEATS
 from tests.e2e.harness import PATIENCE_SECONDS, RUN, made_before, shards_in_order
 from tests.real import save_dir_of
 from tests.status_schema import checked
@@ -148,6 +150,12 @@ def codes_of(house: House, name: str) -> list[str]:
     return [problem["code"] for problem in house.jobs()[name]["problems"]]
 
 
+def last_heartbeat(house: House, job: str) -> dict[str, Any]:
+    (path,) = (house.root / "nas" / job / HEARTBEATS).glob("*.json")
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
 def test_reload_with_good_and_bad_files(house: House) -> None:
     """Unchanged jobs are left alone, changed ones start anew, bad ones go on, removed ones end."""
     for name in ("one", "two", "three"):
@@ -169,6 +177,8 @@ def test_reload_with_good_and_bad_files(house: House) -> None:
     assert "keep_last" in done.stderr
     house.wait("the new job", lambda: house.committed("four"))
     house.wait("the end of the old one", lambda: set(house.jobs()) == {"one", "two", "four"})
+    has_ended = {n: last_heartbeat(house, n).get("ended", False) for n in ("one", "two", "three")}
+    assert has_ended == {"one": False, "two": False, "three": True}, "only what is gone is over"
     # a job says so in its next turn, which on a busy machine may come after another job's commit
     house.wait("the refusal", lambda: codes_of(house, "two") == ["reload-refused"])
     assert "kep_last" in house.jobs()["two"]["problems"][0]["text"]

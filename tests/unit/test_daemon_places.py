@@ -155,6 +155,11 @@ def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
                 if places.take(link):
                     link.begin()
 
+    def reload() -> None:
+        raise AssertionError("which jobs there are changes under their last words")
+
     job = Job("abc")
-    say_ended(cast("list[DaemonJob]", [job]), results, lambda call: call(), places.settle)
+    results.put(reload)
+    say_ended(cast("list[DaemonJob]", [job]), results, lambda call: call(), places.settle, reload)
     assert [link.said.count("began") for link in job.links.values()] == [1, 1, 1]
+    assert results.get_nowait() == reload, "it comes after them"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.supervise import convert
 from ckptd.core.manifest import DerivedSource, folder_name
 from ckptd.core.view import UNIVERSAL
-from ckptd.errors import SourceChanged
+from ckptd.errors import DamagedError, SourceChanged
 from ckptd.recover import making
 from ckptd.remote.commit import ship
 from ckptd.remote.documents import read_commit, read_generation
@@ -21,6 +24,7 @@ from ckptd.remote.origin import sealed
 from ckptd.remote.pacing import Cancelled
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
+from tests.tp_saves import megatron, write
 from tests.unit.synthetic import write_stage12
 
 if TYPE_CHECKING:
@@ -188,6 +192,47 @@ def test_a_form_that_cannot_be_made_is_an_answer(scene: Scene) -> None:
     assert "two engines" in (result.reason or "")
     assert result.hint
     assert scene.is_untouched(UNIVERSAL)
+
+
+def where_copies_lie(folder: Path) -> tuple[Path, int]:
+    """Of a save of two tensor ranks: a shard, and where in it a byte of its copy of norm.weight lies."""
+    for shard in sorted(folder.glob("*zero_pp_rank_*_mp_rank_01_optim*")):
+        inner = torch.load(shard, weights_only=False)["optimizer_state_dict"]
+        for group, mapping in enumerate(inner["param_slice_mappings"]):
+            if "norm.weight" in mapping:
+                begin = mapping["norm.weight"].start
+                values = inner["base_optimizer_state"]["state"][group]["exp_avg"]
+                data, wanted = shard.read_bytes(), values[begin : begin + 3].numpy().tobytes()
+                assert data.count(wanted) == 1
+                return shard, data.index(wanted)
+    raise AssertionError(folder)
+
+
+@pytest.mark.parametrize("is_drift", [True, False], ids=["drifted", "damaged"])
+def test_copies_that_differ_by_damage_are_no_form_that_will_never_be(tmp_path: Path, is_drift: bool) -> None:
+    write(megatron(2), tmp_path / "shards")
+    scene = Scene(tmp_path, tmp_path / "shards")
+    shard, at = where_copies_lie(scene.shards)
+    data = bytearray(shard.read_bytes())
+    data[at] ^= 1
+    if is_drift:  # as a trainer saves it: the record has its CRC32
+        with zipfile.ZipFile(shard) as archive:
+            records = archive.infolist()
+        record = max((one for one in records if one.header_offset < at), key=lambda one: one.header_offset)
+        name = int.from_bytes(data[record.header_offset + 26 :][:2], "little")
+        extra = int.from_bytes(data[record.header_offset + 28 :][:2], "little")
+        head = record.header_offset + 30 + name + extra
+        crc = zlib.crc32(data[head : head + record.file_size]).to_bytes(4, "little")
+        old = record.CRC.to_bytes(4, "little")
+        data = data.replace(old, crc)
+    shard.write_bytes(data)
+    order = scene.order(UNIVERSAL)
+    if is_drift:
+        result = scene.ship(order)
+        assert (result.outcome, "different copies" in str(result.reason)) == ("refused", True)
+    else:
+        with pytest.raises(DamagedError, match=shard.name):
+            scene.ship(order)
 
 
 def test_a_remotes_lasting_child_makes_nothing(scene: Scene) -> None:

@@ -7,7 +7,9 @@ import os
 import shutil
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +31,9 @@ from ckptd.remote.messages import Making, Planned, Retire, Shipped
 from ckptd.remote.pacing import Cancelled
 from ckptd.remote.retire import retire
 from tests.stores.scene import JOB_ID, Node
+from tests.tp_saves import megatron, write
 from tests.unit.synthetic import write_stage12
+from tests.unit.test_making import where_copies_lie
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,21 +58,37 @@ class Counting(DirectoryStore):
     """A directory remote that counts what is read of shards."""
 
     shard_bytes = 0
+    flipped = ""
+    flips: dict[int, int]
+    """Of the object whose key ends in `flipped`: how often the byte at an offset comes with a bit flipped."""
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
         data = super().read_at(key, offset, length)
         self.shard_bytes += len(data)
+        for at, times in self.flips.items() if self.flipped and key.endswith(self.flipped) else ():
+            if times and offset <= at < offset + len(data):
+                self.flips[at] -= 1
+                data = data[: at - offset] + bytes([data[at - offset] ^ 1]) + data[at - offset + 1 :]
         return data
 
 
 class Spread:
     """Three nodes, two of which saved a rank each, and a remote that has the COMMIT of both."""
 
-    def __init__(self, root: Path, groups: list[dict[str, tuple[int, ...]]] = GROUPS) -> None:
+    def __init__(
+        self,
+        root: Path,
+        groups: list[dict[str, tuple[int, ...]]] = GROUPS,
+        write: Callable[[Path], object] | None = None,
+    ) -> None:
+        """`write`: the whole save into a folder, where it is not one of `groups`."""
         self.nas = root / "nas"
         self.nas.mkdir()
         self.whole = root / "whole"
-        write_stage12(self.whole, groups, 2)
+        if write is None:
+            write_stage12(self.whole, groups, 2)
+        else:
+            write(self.whole)
         self.nodes = {name: Node(root / name, name=name) for name in NAMES}
         self.tag = self.nodes["n0"].tag
         self.stores = {n: Counting(str(self.nas), owner=f"id-{n}", window_bytes=1 << 20) for n in NAMES}
@@ -120,9 +140,17 @@ class Spread:
             update={"files": (), "manifest": manifest, "making": Making.model_validate(values)}
         )
 
-    def ship(self, name: str, form: str = UNIVERSAL, *, check: Any = None, **changes: object) -> ShipResult:
+    def ship(
+        self,
+        name: str,
+        form: str = UNIVERSAL,
+        *,
+        check: Any = None,
+        on_planned: Any = None,
+        **changes: object,
+    ) -> ShipResult:
         node = self.nodes[name]
-        control = replace(node.control(), on_planned=node.events.append)
+        control = replace(node.control(), on_planned=on_planned or node.events.append)
         control = replace(control, check=check) if check is not None else control
         return ship(self.grounds[name], self.order(name, form, **changes), control, making.opened)
 
@@ -132,6 +160,26 @@ class Spread:
         found = (p for p in sorted(base.rglob("*")) if p.is_file())
         return {str(p.relative_to(base)): p.read_bytes() for p in found}
 
+    def answered_wrongly(
+        self, name: str, flips: dict[int, int], form: str = UNIVERSAL, *, is_planned: bool = False
+    ) -> dict[str, bytes]:
+        """What n0 commits in the end where that object's bytes come flipped so often (once it is planned)."""
+        self.stores["n0"].flips = dict(flips)
+
+        def now(_: object = None) -> None:
+            self.stores["n0"].flipped = name
+
+        if not is_planned:
+            now()
+        first = ""
+        with suppress(SourceChanged):
+            first = self.ship("n0", form, on_planned=now).outcome
+        rows = (self.nas / attempts_folder(self.tag, 1, form)).glob("*.json")
+        assert all(Attempt.model_validate_json(row.read_bytes()).refused is None for row in rows), first
+        self.nodes["n0"].events.clear()  # as the daemon does: what was sent of it is not gone on with
+        assert first == "committed" or self.ship("n0", form).outcome == "committed"
+        return self.sent(self.folder_of(form))
+
     def planned(self, name: str) -> list[Planned]:
         return [event for event in self.nodes[name].events if isinstance(event, Planned)]
 
@@ -140,8 +188,12 @@ class Spread:
         return [Attempt.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
 
     def folder(self) -> str:
-        """That the COMMIT names."""
-        commit = read_commit(self.stores["n0"], (self.tag, 1, UNIVERSAL))
+        """That the COMMIT of the universal form names."""
+        return self.folder_of(UNIVERSAL)
+
+    def folder_of(self, form: str) -> str:
+        """That a COMMIT names."""
+        commit = read_commit(self.stores["n0"], (self.tag, 1, form))
         assert commit is not None
         return commit.commit.folder
 
@@ -312,6 +364,68 @@ def test_of_a_damaged_object_nothing_is_committed_until_it_is_mended(tmp_path: P
     assert commit.commit.folder == f"{spread.tag}_{form}.a3"
     assert spread.sent(commit.commit.folder) == wanted
     assert not spread.sent(f"{spread.tag}_{form}")
+
+
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [
+        (UNIVERSAL, "pickle"),
+        (UNIVERSAL, "method"),
+        (FP32, "directory"),
+        (UNIVERSAL, "storage 0"),
+        *((FP32, f"storage {number}") for number in range(3)),
+    ],
+)
+def test_one_wrong_answer_on_the_way_is_no_damage(tmp_path: Path, form: str, where: str) -> None:
+    """All nodes would be told for good that a shard is damaged, or that there is no such form."""
+    spread = Spread(tmp_path, LARGE)
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
+    data = shard.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        records = sorted(archive.infolist(), key=lambda record: -record.file_size)
+    pickle = next(one for one in records if one.filename.endswith("data.pkl"))
+    last = data.rindex(b"PK\x01\x02")
+    # a mirror has its ends twice, and small records thrice: the last answer counts
+    flips = {
+        "pickle": {_payload(data, pickle)[0] + 40: 3},
+        "directory": {last + 16: 2},
+        "method": {last + 10: 2},
+    }
+    for number, one in enumerate(records[:3]):
+        flips[f"storage {number}"] = {_payload(data, one)[0] + one.file_size // 2: 1}
+    assert spread.answered_wrongly(shard.name, flips[where], form) == expected(
+        spread, tmp_path / "made", form
+    )
+
+
+def test_copies_that_differ_on_the_way_alone_have_not_drifted_apart(tmp_path: Path) -> None:
+    """A wrong answer is none, and damage ends: neither is a form that will never be."""
+    for is_damage in (True, False):
+        (tmp_path / str(is_damage)).mkdir()
+        spread = Spread(tmp_path / str(is_damage), write=partial(write, megatron(2)))
+        shard, at = where_copies_lie(spread.nas / spread.tag)
+        good = shard.read_bytes()
+        if is_damage:
+            shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            first = spread.ship("n1")
+            assert (first.outcome, shard.name in str(first.reason)) == ("damaged", True), first.reason
+        else:
+            made = spread.answered_wrongly(shard.name, {at: 1}, is_planned=True)
+            assert made == expected(spread, tmp_path / "made")
+
+
+def test_what_lies_beside_damaged_shards_mends_nothing(tmp_path: Path) -> None:
+    """Forms that are made, and files that come late, lie in their folder."""
+    spread = Spread(tmp_path, LARGE)
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
+    good = shard.read_bytes()
+    shard.write_bytes(_with_damaged_storages(good))
+    assert spread.ship("n0").outcome == "damaged"
+    (spread.nas / spread.tag / "late.txt").write_bytes(b"a note")
+    assert [spread.ship(name).outcome for name in NAMES] == ["damaged"] * 3
+    assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0], "nobody tries it again"
+    shard.write_bytes(good)
+    assert spread.ship("n2").outcome == "committed"
 
 
 def test_a_bit_of_what_weights_are_made_of_is_seen(tmp_path: Path) -> None:

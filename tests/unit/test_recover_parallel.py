@@ -161,28 +161,34 @@ def test_at_stage_3_model_states_of_all_tensor_ranks_lie_beside() -> None:
     assert wanted(copy, 4, 3) == {optim(1, 1), *models}
 
 
-def test_nodes_with_unlike_numbers_of_ranks_want_what_theirs_had() -> None:
-    grid = Grid(dp=5, mm_count=1, zero_stage=2)
-    held = [[optim(3, 0), optim(4, 0)], [optim(0, 0), optim(1, 0), optim(2, 0), model(0)]]
-    copy = saved(grid, held, nodes=("b", "a"))
-    assert wanted(copy, 2, 0) == set(held[1])
-    assert wanted(copy, 2, 1) == {*held[0], model(0)}
-    again = saved(grid, [*held, [optim(4, 0)]], nodes=("b", "a", "b2"))
-    assert all(len(wanted(again, 3, rank)) == 6 for rank in range(3)), "two nodes shipped rank 4"
+@pytest.mark.parametrize(
+    "held",
+    [[(0, 1, 2), (3,)], [(0, 2), (1, 3)], [(0, 1, 2), (3, 4)], [(3,), (0, 1), (2,)]],
+    ids=["3 and 1", "in turn", "3 and 2", "2, 1 and 1"],
+)
+def test_where_nodes_do_not_tell_which_ranks_run_where_each_wants_all(held: list[tuple[int, ...]]) -> None:
+    """3 and 1 saved, 2 and 2 resume: what those had that saved is another node's."""
+    ranks = sum(map(len, held))
+    names = [[optim(d, 0) for d in mine] for mine in held]
+    names[0].append(model(0))
+    copy = saved(Grid(dp=ranks, mm_count=1, zero_stage=1), names, nodes=NAMES[: len(held)])
+    count = len(held)
+    every = {path for files in names for path in files}
+    for rank in range(count):
+        share = of_node(copy, Nodes(count=count, rank=rank, world_size=ranks))
+        assert {file.path for file in share.files} == every
+        assert "wanted on each node" in str(share.all_for_each)
+    assert of_node(copy, Nodes()).all_for_each is None
 
 
-@pytest.mark.parametrize("held", [[(0, 1, 2), (3,)], [(0, 2), (1, 3)]], ids=["3 and 1", "in turn"])
-def test_as_many_nodes_as_saved_want_what_those_had(held: list[tuple[int, ...]]) -> None:
-    """That the ranks divide by the nodes tells nothing: what was shipped does."""
-    grid = Grid(dp=4, mm_count=1, zero_stage=1)
-    names = [[optim(d, 0) for d in ranks] for ranks in held]
-    copy = saved(grid, [[*names[0], model(0)], names[1]], nodes=("a", "b"))
-    for rank, mine in enumerate(names):
-        assert wanted(copy, 2, rank) == {*mine, model(0)}
-    is_run = held[0] == (0, 1, 2)
-    assert len(optims(wanted(copy, 4, 1))) == (1 if is_run else 4), (
-        "on other nodes: by a proven order, or all"
-    )
+def test_nodes_that_held_as_many_ranks_each_tell_those_of_other_nodes() -> None:
+    grid = Grid(dp=12, mm_count=1, zero_stage=1)
+    held = [[optim(d, 0) for d in range(n * 4, n * 4 + 4)] for n in range(3)]
+    copy = saved(grid, [held[2], held[0], held[1]], nodes=("a", "b", "c"))
+    assert wanted(copy, 3, 1) == set(held[1])
+    assert wanted(copy, 4, 3) == {optim(d, 0) for d in (9, 10, 11)}
+    assert of_node(copy, Nodes(count=4, rank=3)).all_for_each is None
+    assert len(wanted(copy, 5, 0)) == 12, "not as many on each"
 
 
 def test_stages_on_nodes_with_unlike_numbers_of_ranks_are_all_fetched() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.manifest import Tombstone, commit_key, side_key, stem, to_bytes
+from ckptd.recover.ranged_source import look_at
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.documents import DocumentCache
 from ckptd.remote.messages import Attach, Attached, Observation, Observe, Unchanged
@@ -59,6 +60,41 @@ def test_only_what_lasts_is_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     last = heard[-1]
     assert isinstance(last, Observation)
     assert last.commits == ()
+
+
+def test_a_pointer_that_a_late_put_left_behind_is_put_right(tmp_path: Path) -> None:
+    """By whoever looks twice: a COMMIT that was made a moment ago is pointed at by its maker."""
+    node, nas = Node(tmp_path / "save"), tmp_path / "nas"
+    store = open_store(str(nas))
+    ground = node.attached(store)
+    for step in (10, 20):
+        node.tag = f"global_step{step}"
+        node.write_all(str(step).encode(), size=20)
+        node.ship(ground, node.order(node.sealed(step=step)))
+    heard: list[Answer] = []
+    service = Service(lambda _, answer: heard.append(answer))
+    service.expect(node.settings(nas))
+    service.carry_out(1, Attach(settings=node.settings(nas)))
+    store.put("latest", b"global_step10")  # of a process that died long ago
+    service.carry_out(2, Observe(only_changed=True))
+    assert (nas / "latest").read_bytes() == b"global_step10"
+    service.carry_out(3, Observe(only_changed=True))
+    assert (nas / "latest").read_bytes() == b"global_step20"
+    service.carry_out(4, Observe(only_changed=True))
+    assert [type(answer) for answer in heard] == [Attached, Observation, Unchanged, Observation]
+
+
+def test_no_reader_is_misled_by_a_pointer(tmp_path: Path) -> None:
+    """What counts in a remote is what its COMMITs say."""
+    node, nas = Node(tmp_path / "save"), tmp_path / "nas"
+    store = open_store(str(nas))
+    ground = node.attached(store)
+    for step in (10, 20):
+        node.tag = f"global_step{step}"
+        node.write_all(str(step).encode(), size=20)
+        node.ship(ground, node.order(node.sealed(step=step)))
+    store.put("latest", b"global_step10")
+    assert look_at(str(nas), {}).name == "global_step20"
 
 
 def entomb(store: CountingStore, step: int, *, files: int = 65) -> None:

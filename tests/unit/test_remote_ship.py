@@ -22,9 +22,11 @@ from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, archive
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ckptd.remote.commit import Ground
+    from ckptd.remote.store import ObjectInfo
 
 
 @pytest.fixture
@@ -254,6 +256,40 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
     assert second.commit.commit.files == 3
     again = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
     assert (again.outcome, again.commit) == ("committed", second.commit)
+
+
+class ListsLate(MemoryStore):
+    """A listing does not show node manifests yet; each is there by its key."""
+
+    is_late = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        hidden = "_ckptd/nodes/" if self.is_late else "/"
+        return (info for info in super().list(prefix) if not info.key.startswith(hidden))
+
+
+@pytest.mark.parametrize("nodes", [2, 12])
+def test_a_commit_names_its_manifests_where_a_listing_does_not_yet(tmp_path: Path, nodes: int) -> None:
+    """Else the node believes that its part is not in it, and sends it again as another generation."""
+    store = ListsLate()
+    names = [f"n{d}" for d in range(nodes)]
+    grounds, orders, results = [], [], []
+    for d, name in enumerate(names):
+        node = Node(tmp_path / name, name, dp=nodes)
+        model = {MODEL: archive(b"m" * 999)} if d == 0 else {}
+        node.write(model | {OPTIM.format(d=d): archive(str(d).encode() * 999)})
+        grounds.append(node.attached(store))
+        orders.append(node.order(node.sealed()))
+        results.append(node.ship(grounds[-1], orders[-1]))
+    assert results[-1].outcome == "committed"
+    store.is_late = True
+    for name, ground, order in zip(names, grounds, orders, strict=True):
+        again = Node(tmp_path / name, name).ship(ground, order)
+        assert (again.outcome, again.commit) == ("committed", results[-1].commit), again.reason
+        view = observe.describe(store, "global_step5", node=name)
+        listed = [seen.manifest.node for seen in view.manifests if seen.committed]
+        assert name in listed
+        assert len(listed) == (nodes if nodes == 2 else 1), "of many it reads its own"
 
 
 def test_a_replica_is_sent_by_whoever_has_it(tmp_path: Path, nas: Path) -> None:
