@@ -124,6 +124,10 @@ class Intake:
         reads = self._reading.seconds_to_read(now_seconds)
         return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
+    def is_due(self, now_seconds: float) -> bool:
+        """What a disk refused is due, however seldom else a job at rest looks."""
+        return any(wait <= 0 for wait in self._reading.seconds_to_read(now_seconds))
+
     # --- verdicts --------------------------------------------------------------------------------------
 
     def _judge(self, folder: FolderListing, now_seconds: float) -> Verdict:

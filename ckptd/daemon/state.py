@@ -135,6 +135,8 @@ class JobState:
     can_clone: bool = False
     stray_holds: dict[str, str] = field(default_factory=dict)
     """Name of a hold that is no known save's → why it is not shipped; "" while that is to be found out."""
+    failed_holds: set[int] = field(default_factory=set)
+    """Ids of saves of which a hold could not be made, and may have left something."""
     link_speeds: dict[str, float] = field(default_factory=dict)
     """Remote → bytes per second of its last upload that was committed."""
     is_first_scan: bool = True
