@@ -93,11 +93,11 @@ def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_secon
     for save_id, save in saves:
         order = json.dumps([save.branch, save.step, save.save_seq])
         past = _past_key(save.tag, save.fingerprints)
-        db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (past, order))
+        db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (past, order))
         db.execute("DELETE FROM saves WHERE id=?", (save_id,))
         db.execute("DELETE FROM ships WHERE save_id=?", (save_id,))
         db.execute("DELETE FROM objects WHERE save_id=? AND form NOT LIKE '%~'", (save_id,))
-    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (WIDEST, repr(widest_seconds)))
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (WIDEST, repr(widest_seconds)))
     # ids are never used twice: the newest stays
     db.execute("DELETE FROM deletions WHERE state != 'intended' AND id < (SELECT max(id) FROM deletions)")
 

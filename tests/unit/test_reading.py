@@ -80,6 +80,8 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked = workers.asked
         assert asked <= TRIES + 3
         assert intake.next_due_seconds(time.monotonic()) > 1.0
+        assert not intake.is_due(time.monotonic())
+        assert intake.is_due(time.monotonic() + HOUR_SECONDS)  # a job at rest looks for it alone
     look()
     assert look().state is State.COMPLETE
     assert workers.asked > asked
