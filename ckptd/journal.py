@@ -311,6 +311,14 @@ class Journal:
         self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
 
     @whole
+    def lately(self, since: float) -> tuple[list[float], list[float]]:
+        """When saves were sealed and when prunes were begun that were not taken back; unix, oldest first."""
+        sealed = "SELECT sealed_at FROM saves WHERE sealed_at > ? ORDER BY 1"
+        pruned = "SELECT at FROM deletions WHERE at > ? AND state != 'undone' ORDER BY 1"
+        of = [[row[0] for row in self._db.execute(query, (since,))] for query in (sealed, pruned)]
+        return of[0], of[1]
+
+    @whole
     def open_deletions(self) -> list[DeletionRow]:
         """Prunes that a crash interrupted."""
         rows = self._db.execute(

@@ -165,9 +165,11 @@ class Intake:
         )
         verdict = judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
         lost = self._reading.lost(folder)
-        if lost is not None and verdict.state is State.COMPLETE:
-            return Verdict(state=State.INCOMPLETE, reason=lost)  # whole but for what lies beside its shards
-        return verdict
+        if lost is None or verdict.state not in (State.COMPLETE, State.INCOMPLETE, State.TORN_RESAVE):
+            return verdict
+        # whole but for what lies beside its shards, or nobody knows
+        state = State.INCOMPLETE if verdict.state is State.COMPLETE else verdict.state
+        return Verdict(state=state, reason=lost, is_unread=True)
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.quiet[folder.tag]

@@ -16,7 +16,7 @@ from ckptd.daemon.backoff import doubled
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.refusals import Refusal, Stays
 from ckptd.errors import RefusedError, SourceChanged
-from ckptd.journal_past import WIDEST
+from ckptd.journal_past import BELT_SECONDS, WIDEST
 
 if TYPE_CHECKING:
     from ckptd.core.actions import Plan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
-HOUR_SECONDS = 3600.0
+HOUR_SECONDS = BELT_SECONDS
 MINUTE_SECONDS = 60.0
 SOON_SECONDS = 10.0
 
