@@ -2,13 +2,15 @@
 
 Expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the remotes
 (COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding thread.
-A journal of another schema, one that SQLite cannot read, or a link to something else (SQLite opens by name
-and would write there) is set aside and a new one begun.
+A journal of another schema, one that SQLite cannot read, one with a row that is not what was written
+(journal_sums.py), or a link to something else (SQLite opens by name and would write there) is set aside and a
+new one begun.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState
 from ckptd.errors import JournalDamaged
 from ckptd.journal_db import Database, Transaction, connect, move_aside, whole
-from ckptd.journal_tables import SCHEMA, TABLES
+from ckptd.journal_tables import prepare
 from ckptd.place import is_own_file
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from ckptd.core.save import Order
 
 __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "SaveState"]
+
+log = logging.getLogger("ckptd.journal")
 
 _TAILS = ("-wal", "-shm", "-journal")
 
@@ -52,8 +56,9 @@ class Journal:
         try:
             self._db = self._open()
             self._read_all()
-        except JournalDamaged:
+        except JournalDamaged as error:
             self.set_aside = move_aside(path)
+            log.warning("%s; set aside, and rebuilt from disk and remotes", error.message)
             self._db = self._open()
             self._read_all()
 
@@ -65,17 +70,8 @@ class Journal:
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            has_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if not has_tables:
-                db.executescript(f"BEGIN;{TABLES}PRAGMA user_version={SCHEMA};COMMIT;")
-            elif version != SCHEMA:
-                raise JournalDamaged(f"the journal {self._path} has schema {version}")
-            else:
-                result = db.execute("PRAGMA quick_check").fetchone()[0]
-                if result != "ok":
-                    raise JournalDamaged(f"the journal {self._path}: {result}")
-            db.execute("INSERT OR REPLACE INTO meta VALUES ('opened_at', ?)", (str(time.time()),))
+            prepare(db)
+            db.execute("INSERT OR REPLACE INTO meta VALUES ('opened_at', ?, NULL)", (str(time.time()),))
         except BaseException:
             db.close()
             raise
@@ -83,7 +79,7 @@ class Journal:
 
     @whole
     def _read_all(self) -> None:
-        """SQLite keeps no checksums: a row that is not what was written shows in its content."""
+        """A row that its sum vouches for, and that this version cannot read all the same, is damage too."""
         try:
             _ = self.saves(), self.ships(), self.open_deletions(), self.decisions()
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
@@ -111,7 +107,7 @@ class Journal:
 
     def set_meta(self, key: str, value: str) -> None:
         """Remember a value."""
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (key, value))
 
     # --- inspected facts -------------------------------------------------------------------------------
 
@@ -128,7 +124,7 @@ class Journal:
         now = time.time()
         values = [(past.identity_key(i), f.path, f.model_dump_json(), now) for i, f in rows]
         with self._transaction():
-            self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?,?,?)", values)
+            self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?,?,?,NULL)", values)
 
     @whole
     def tidy(self, alive: Iterable[FileIdentity], spare: Collection[int], widest_seconds: float) -> list[int]:
@@ -236,7 +232,7 @@ class Journal:
         ended = None if record.state is ShipState.SHIPPING else now
         with self._transaction():
             self._db.execute(
-                "INSERT INTO ships VALUES (?,?,?,?,?,?) ON CONFLICT (save_id, remote, form) "
+                "INSERT INTO ships VALUES (?,?,?,?,?,?,NULL) ON CONFLICT (save_id, remote, form) "
                 "DO UPDATE SET record=excluded.record, ended_at=excluded.ended_at, "
                 "started_at=coalesce(ships.started_at, excluded.started_at)",
                 (save_id, record.remote, record.form, stored, now, ended),
@@ -250,7 +246,7 @@ class Journal:
     def put_object(self, save_id: int, remote: str, form: str, row: ObjectRow) -> None:
         """How far one object is durable in the remote (P7)."""
         self._db.execute(
-            "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?,?)",
+            "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?,?,NULL)",
             (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof, row.token),
         )
 
@@ -315,6 +311,14 @@ class Journal:
         self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
 
     @whole
+    def lately(self, since: float) -> tuple[list[float], list[float]]:
+        """When saves were sealed and when prunes were begun that were not taken back; unix, oldest first."""
+        sealed = "SELECT sealed_at FROM saves WHERE sealed_at > ? ORDER BY 1"
+        pruned = "SELECT at FROM deletions WHERE at > ? AND state != 'undone' ORDER BY 1"
+        of = [[row[0] for row in self._db.execute(query, (since,))] for query in (sealed, pruned)]
+        return of[0], of[1]
+
+    @whole
     def open_deletions(self) -> list[DeletionRow]:
         """Prunes that a crash interrupted."""
         rows = self._db.execute(
@@ -332,7 +336,7 @@ class Journal:
     def put_decision(self, decision: Decision) -> None:
         """Remember a decision (its truth is the file in the state directory and the object in the remote)."""
         self._db.execute(
-            "INSERT OR REPLACE INTO decisions VALUES (?,?,?,?)",
+            "INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,NULL)",
             (decision.kind, decision.tag, decision.serial, decision.model_dump_json()),
         )
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 KEPT_ENDED = 200
 """Rows of ended saves that stay whole."""
+BELT_SECONDS = 3600.0
+"""The seat belt counts what was sealed and what went within an hour."""
 _AT_ONCE = 1000
 _FACTS_SECONDS = 86400.0
 _MADE = (DerivedState.READY, DerivedState.CONVERTING)
@@ -93,13 +95,16 @@ def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_secon
     for save_id, save in saves:
         order = json.dumps([save.branch, save.step, save.save_seq])
         past = _past_key(save.tag, save.fingerprints)
-        db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (past, order))
+        db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (past, order))
         db.execute("DELETE FROM saves WHERE id=?", (save_id,))
         db.execute("DELETE FROM ships WHERE save_id=?", (save_id,))
         db.execute("DELETE FROM objects WHERE save_id=? AND form NOT LIKE '%~'", (save_id,))
-    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?)", (WIDEST, repr(widest_seconds)))
-    # ids are never used twice: the newest stays
-    db.execute("DELETE FROM deletions WHERE state != 'intended' AND id < (SELECT max(id) FROM deletions)")
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (WIDEST, repr(widest_seconds)))
+    # ids are never used twice: the newest stays; the seat belt counts those of an hour
+    db.execute(
+        "DELETE FROM deletions WHERE state != 'intended' AND id < (SELECT max(id) FROM deletions) AND at < ?",
+        (time.time() - BELT_SECONDS,),
+    )
 
 
 def facts_of_gone(db: Connection, alive: Iterable[FileIdentity]) -> list[tuple[str]]:

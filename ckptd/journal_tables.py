@@ -1,8 +1,21 @@
-"""Tables of the journal. One of another schema is set aside and rebuilt, never migrated (P8)."""
+"""Tables of the journal, and which journals are gone on with.
+
+One of another schema is set aside and rebuilt (P8); one that lacked nothing but sums of its rows gets them.
+"""
 
 from __future__ import annotations
 
-SCHEMA = 3
+from typing import TYPE_CHECKING
+
+from ckptd.errors import JournalDamaged
+from ckptd.journal_db import Transaction
+from ckptd.journal_sums import add_sums, compare_sums, keep_sums
+
+if TYPE_CHECKING:
+    from ckptd.journal_db import Database
+
+SCHEMA = 4
+_WITHOUT_SUMS = 3
 
 FOUND = "found"
 """In meta: what lay in save_dir when the journal was begun (daemon/ordering.py); empty: not looked at yet."""
@@ -28,3 +41,27 @@ CREATE TABLE decisions (kind TEXT NOT NULL, tag TEXT NOT NULL, serial INTEGER NO
                         PRIMARY KEY (kind, tag, serial));
 INSERT INTO meta VALUES ('found', '');
 """
+"""Without the sums, which are each table's last column."""
+
+
+def prepare(db: Database) -> None:
+    """Tables in a new journal, sums in an old one; those of rows that were there are compared.
+
+    Raises:
+        JournalDamaged: it has another schema, or SQLite finds something wrong in it. ValueError: a row is not
+            what was written.
+    """
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        version = _WITHOUT_SUMS
+        db.executescript(f"BEGIN;{TABLES}PRAGMA user_version={version};COMMIT;")
+    elif version not in (_WITHOUT_SUMS, SCHEMA):
+        raise JournalDamaged(f"the journal {db.path} has schema {version}")
+    elif (result := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+        raise JournalDamaged(f"the journal {db.path}: {result}")
+    if version == _WITHOUT_SUMS:
+        with Transaction(db):
+            add_sums(db)
+            db.execute(f"PRAGMA user_version={SCHEMA}")
+    keep_sums(db)
+    compare_sums(db)

@@ -98,8 +98,7 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
     short = first_to_go(view, local)
     here = {s.save.tag for s in view.saves if s.is_present}
-    valid = [s for s in ready if (s.is_intact or s.save.tag not in here) and s is not short]
-    proven = [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
+    proven = [s for s in _proven(ready, here) if s is not short]
     actions: list[Action] = []
     # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
     pointed = [s for s in proven if s.save.writer.trainer == "deepspeed"]
@@ -116,6 +115,18 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
         if reason and not save.is_busy and save.save.tag != target:
             actions.append(DropDerived(save_id=save.id, reason=reason))
     return actions
+
+
+def would_be_dropped(view: JobView, local: LocalFates, save: SaveView) -> bool:
+    """A form that is made now would go again at the next turn: its save may go, and cannot yet."""
+    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
+    proven = _proven(ready, {s.save.tag for s in view.saves if s.is_present})
+    return _why_drop(view, save, proven, local) is not None
+
+
+def _proven(ready: list[SaveView], here: set[str]) -> list[SaveView]:
+    valid = (s for s in ready if s.is_intact or s.save.tag not in here)
+    return [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
 
 
 def _is_restored(view: JobView, proven: list[SaveView]) -> bool:

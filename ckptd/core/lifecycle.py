@@ -90,6 +90,8 @@ class Verdict:
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """Shards that the proven grid demands and the folder lacks; of a complete one: other nodes' (a part)."""
+    is_unread: bool = False
+    """Judged without what the disk refuses to give: rights, or a disk that fails."""
 
 
 def judge(

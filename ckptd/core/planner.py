@@ -32,6 +32,7 @@ from ckptd.core.deriving import (
     is_streamed,
     keep_derived,
     to_derive,
+    would_be_dropped,
 )
 from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local
@@ -71,7 +72,7 @@ def plan(view: JobView) -> Plan:
         removals = [action for action in _retire(view, remote_fates) if action.remote not in first]
         removing = {action.remote for action in removals}
         actions += [m for m in moves if not (isinstance(m, Ship | Supplement) and m.remote in removing)]
-        actions += _convert(view)
+        actions += _convert(view, local)
         actions += keep_derived(view, local)
         actions += prune(view, local.zero)
         actions += removals
@@ -287,7 +288,7 @@ def _ship_or_describe(
     )
 
 
-def _convert(view: JobView) -> list[Action]:
+def _convert(view: JobView, local: LocalFates) -> list[Action]:
     """What is kept here, one at a time: newest first, every save where extents clone, else only the newest.
 
     What remotes alone take is never made here (`_ship`).
@@ -300,7 +301,7 @@ def _convert(view: JobView) -> list[Action]:
     candidates = sorted(whole, key=lambda s: s.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     for save in candidates if view.disk.can_clone else candidates[:1]:
-        if not is_open(save.universal, view.now_seconds):
+        if not is_open(save.universal, view.now_seconds) or would_be_dropped(view, local, save):
             continue
         cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
         if view.disk.free_bytes - cost_bytes < view.disk.reserve_bytes:

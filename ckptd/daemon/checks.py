@@ -22,7 +22,7 @@ from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
 from ckptd.daemon.stuck import see_stuck
-from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out
+from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out, what_reads_it
 from ckptd.daemon.waiting import see_nodes, see_waiting
 from ckptd.observe.logs import doing
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptd.core.save import Order
     from ckptd.core.view import JobView, RemoteCommit
     from ckptd.daemon.job import Job
+    from ckptd.daemon.late import Late
     from ckptd.daemon.problems import Problems
     from ckptd.daemon.state import JobState
 
@@ -144,7 +145,7 @@ def see_problems(job: Job, state: JobState) -> None:
         see.see(
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
         )
-    _see_failures(see, state)
+    _see_failures(see, state, job.intake.late)
     see_stuck(job, state)
     see_outlook(job, state)
     see_alarms(job, state)
@@ -176,6 +177,8 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         reason = f"{tag}: {verdict.reason}"
         costs = f"{reason} ({show_bytes(cut_short.get(tag, 0))})"
         aside = f"ckptd resume moves it aside, {removal(job, tag)} removes it"
+        if verdict.is_unread:
+            aside = what_reads_it(reason)
         if verdict.state is State.TORN_RESAVE:
             see.see("torn-save", tag, costs, f"{aside}; an older checkpoint is used")
         elif verdict.state is State.INCOMPLETE:
@@ -203,13 +206,16 @@ def _is_lost(job: Job, state: JobState, tag: str) -> bool:
     )
 
 
-def _see_failures(see: Problems, state: JobState) -> None:
+def _see_failures(see: Problems, state: JobState, late: Late) -> None:
     """What this node's own disk refused lately; it is tried again."""
     now = time.monotonic()
     state.failures = {what: f for what, f in state.failures.items() if f.until_seconds > now}
     for what, failure in state.failures.items():
         next_step = failure.hint or "tried again by itself; if it lasts, see to this node's disk"
         see.see("local-failed", what, failure.text, next_step)
+    for tag, why in late.refused.items():
+        text = f"{tag}: what came late is not shipped: {why}"
+        see.see("local-failed", f"{tag} (late)", text, what_reads_it(why), severity="note")
 
 
 def _see_weights(see: Problems, row: SaveRow) -> None:

@@ -96,6 +96,7 @@ class Chores:
             state.busy[row.id] -= 1
             if isinstance(error, RefusedError):
                 state.can_clone = False
+            state.failed_holds.add(row.id)
             log.warning("holding %s: %s", row.save.tag, error, extra=doing("hold", row.save.tag))
 
         self._in_worker(

@@ -59,12 +59,32 @@ def take_up_holds(state: JobState, save_dir_fd: int) -> None:
 def settle_holds(state: JobState, save_dir_fd: int) -> None:
     """After saves were sealed: holds whose checkpoint was still here, unsealed, when the daemon started.
 
-    Before anything new is held: a new hold may bear such a one's name.
+    Before anything new is held: a new hold may bear such a one's name. And what is left of those that failed.
     """
     for name in [name for name, why in state.stray_holds.items() if not why]:
         del state.stray_holds[name]
         with _told(state, name, is_hold=True):
             _unknown(state, save_dir_fd, name)
+    for save_id in [save_id for save_id in state.failed_holds if not state.busy[save_id]]:
+        _clear_failed(state, save_dir_fd, save_id)
+
+
+def _clear_failed(state: JobState, save_dir_fd: int, save_id: int) -> None:
+    """A hold that failed may have left its word, or all of itself, of which no journal knows.
+
+    All of itself goes only once its save is committed: until then the next attempt takes its place, and it
+    may be the last copy.
+    """
+    row = state.rows.get(save_id)
+    if row is None or row.held:
+        state.failed_holds.discard(save_id)
+        return
+    name = hold_name(row)
+    with _told(state, name):
+        if _was_committed(state, row) or name not in fs.names_in(save_dir_fd, fs.HOLD):
+            hold.release(save_dir_fd, name)
+            fs.remove_ours(save_dir_fd, fs.HOLD, f"{name}.partial")
+            state.failed_holds.discard(save_id)
 
 
 @contextlib.contextmanager

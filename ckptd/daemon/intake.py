@@ -124,6 +124,10 @@ class Intake:
         reads = self._reading.seconds_to_read(now_seconds)
         return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
+    def is_due(self, now_seconds: float) -> bool:
+        """What a disk refused is due, however seldom else a job at rest looks."""
+        return any(wait <= 0 for wait in self._reading.seconds_to_read(now_seconds))
+
     # --- verdicts --------------------------------------------------------------------------------------
 
     def _judge(self, folder: FolderListing, now_seconds: float) -> Verdict:
@@ -161,9 +165,11 @@ class Intake:
         )
         verdict = judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
         lost = self._reading.lost(folder)
-        if lost is not None and verdict.state is State.COMPLETE:
-            return Verdict(state=State.INCOMPLETE, reason=lost)  # whole but for what lies beside its shards
-        return verdict
+        if lost is None or verdict.state not in (State.COMPLETE, State.INCOMPLETE, State.TORN_RESAVE):
+            return verdict
+        # whole but for what lies beside its shards, or nobody knows
+        state = State.INCOMPLETE if verdict.state is State.COMPLETE else verdict.state
+        return Verdict(state=state, reason=lost, is_unread=True)
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.quiet[folder.tag]

@@ -245,8 +245,7 @@ class Job:
             self._still_stands(fd, now_seconds)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
-        self._hinted_at = None
-        self.rest.scanned_at_seconds = now_seconds
+        self._hinted_at, self.rest.scanned_at_seconds = None, now_seconds
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
@@ -271,6 +270,7 @@ class Job:
         self.nodes.turn(now_seconds)
         has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
         has_news |= self.control.refresh(self.state_dir) | self.actor.scrub(is_wanted=not self.control.rests)
+        is_asked |= self.intake.is_due(now_seconds)
         if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1

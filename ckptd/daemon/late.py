@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
@@ -16,6 +17,7 @@ from ckptd.core.lateness import newcomers
 from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.sealing import sealed_file
 from ckptd.core.view import ZERO, ShipState, SupplementRecord
+from ckptd.daemon.backoff import changed_seconds
 from ckptd.daemon.orders import late_order
 from ckptd.daemon.processes import error_of
 from ckptd.errors import SourceChanged
@@ -38,8 +40,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.late")
 
-AGAIN_SECONDS = 120.0
-"""What could not be read is looked at again after this time."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refused:
+    """What could not be read of a folder as it lies there, and when it is looked at again."""
+
+    digest: str
+    failures: int
+    again_at_seconds: float
+    reason: str
 
 
 class Late:
@@ -53,13 +62,20 @@ class Late:
         self._workers = workers
         self._wake = wake
         self._looking: dict[str, str] = {}
-        self._failed: dict[str, tuple[str, float]] = {}
+        self._refused: dict[str, _Refused] = {}
         self.is_waiting = False
         """A file came late and may be durable soon."""
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Tag → why a file that came late cannot be read; tried ever more seldom, up to an hour."""
+        return {tag: refused.reason for tag, refused in self._refused.items()}
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Flush and read what has come to rest since its folder was sealed."""
         self.is_waiting = False
+        digests = {folder.tag: folder.digest for folder in listing.folders} if self._refused else {}
+        self._refused = {t: r for t, r in self._refused.items() if digests.get(t) == r.digest}
         for folder in listing.folders:
             row = self._state.row_of_tag(folder.tag)
             quiet = self._state.quiet.get(folder.tag)
@@ -67,8 +83,8 @@ class Late:
                 continue
             if not newcomers(row.save, folder):
                 continue
-            digest, at_seconds = self._failed.get(folder.tag, ("", 0.0))
-            if digest == folder.digest and now_seconds - at_seconds < AGAIN_SECONDS:
+            refused = self._refused.get(folder.tag)
+            if refused is not None and now_seconds < refused.again_at_seconds:
                 continue
             self.is_waiting = True
             is_quiet = now_seconds - quiet.since_seconds >= self._config.settle_seconds
@@ -96,6 +112,7 @@ class Late:
 
         def then(facts: list[FileFacts] | None) -> None:
             self._looking.pop(folder.tag, None)
+            self._refused.pop(folder.tag, None)
             row = self._state.rows.get(save_id)
             if facts is not None and row is not None and row.save == save:
                 by_path = {fact.path: fact for fact in facts}
@@ -114,7 +131,14 @@ class Late:
 
         def failed(error: CkptdError) -> None:
             self._looking.pop(folder.tag, None)
-            self._failed[folder.tag] = (folder.digest, time.monotonic())
+            before = self._refused.get(folder.tag)
+            failures = before.failures + 1 if before and before.digest == folder.digest else 1
+            self._refused[folder.tag] = _Refused(
+                digest=folder.digest,
+                failures=failures,
+                again_at_seconds=time.monotonic() + changed_seconds(failures),
+                reason=error.message,
+            )
             log.warning("what came late in %s: %s", folder.tag, error)
 
         self._workers.submit(f"looking at what came late in {folder.tag}", work, then, failed)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.holds import take_up_holds
+from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
 from ckptd.observe.logs import doing
@@ -58,6 +60,18 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
         _tidy(state, save_dir_fd, audit, names)
         take_up_holds(state, save_dir_fd)
     state.load()
+    _take_up_belt(state)
+
+
+def _take_up_belt(state: JobState) -> None:
+    """The seat belt does not begin anew with each start: a daemon that starts again and again has one.
+
+    By a clock that jumps an hour counts as over, or, where it went back, as just begun.
+    """
+    now, unix = time.monotonic(), time.time()
+    sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)
+    state.completed_at.extend(now - max(0.0, unix - at) for at in sealed)
+    state.deleted_at.extend(now - max(0.0, unix - at) for at in pruned)
 
 
 def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:

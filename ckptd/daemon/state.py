@@ -16,7 +16,7 @@ from ckptd.daemon.backoff import doubled
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.refusals import Refusal, Stays
 from ckptd.errors import RefusedError, SourceChanged
-from ckptd.journal_past import WIDEST
+from ckptd.journal_past import BELT_SECONDS, WIDEST
 
 if TYPE_CHECKING:
     from ckptd.core.actions import Plan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
-HOUR_SECONDS = 3600.0
+HOUR_SECONDS = BELT_SECONDS
 MINUTE_SECONDS = 60.0
 SOON_SECONDS = 10.0
 
@@ -135,6 +135,8 @@ class JobState:
     can_clone: bool = False
     stray_holds: dict[str, str] = field(default_factory=dict)
     """Name of a hold that is no known save's → why it is not shipped; "" while that is to be found out."""
+    failed_holds: set[int] = field(default_factory=set)
+    """Ids of saves of which a hold could not be made, and may have left something."""
     link_speeds: dict[str, float] = field(default_factory=dict)
     """Remote → bytes per second of its last upload that was committed."""
     is_first_scan: bool = True

@@ -3,6 +3,8 @@ cost, and the command for each (H23)."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from ckptd.config_places import command_for
 from ckptd.core.lifecycle import State
 from ckptd.core.view import ZERO, ShipState
 from ckptd.local import fs
+from ckptd.local.rights import user
 from ckptd.place import path_of
 
 if TYPE_CHECKING:
@@ -57,6 +60,14 @@ def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:
 def removal(job: Job, tag: str) -> str:
     """The command for a person who has given it up."""
     return command_for(job.config, "gc", "--incomplete", tag)
+
+
+def what_reads_it(reason: str) -> str:
+    """For what the disk refuses to give: whole, for all that is known."""
+    me = user(os.geteuid())
+    is_denied = any(os.strerror(code) in reason for code in (errno.EACCES, errno.EPERM))
+    mend = f"give {me}, as whom ckptd runs, the right to read it" if is_denied else "see to this node's disk"
+    return f"{mend}; tried again by itself, and not shipped until it can be read"
 
 
 def removal_of_hold(job: Job, name: str) -> str:

@@ -94,13 +94,15 @@ def _remove(dir_fd: int, name: str) -> None:
         files.remove_file(dir_fd, name)
 
 
-def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
-    def name(uid: int) -> str:
-        try:
-            return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-        except KeyError:
-            return str(uid)
+def user(uid: int) -> str:
+    """A user's name and number, for people."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
 
+
+def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
     owner = os.fstat(save_dir_fd).st_uid
-    msg = f"{save_dir} is owned by {name(owner)}, ckptd runs as {name(os.geteuid())}"
-    return NotPermitted(msg, hint=f"run ckptd as {name(owner)}; until then nothing is deleted")
+    msg = f"{save_dir} is owned by {user(owner)}, ckptd runs as {user(os.geteuid())}"
+    return NotPermitted(msg, hint=f"run ckptd as {user(owner)}; until then nothing is deleted")

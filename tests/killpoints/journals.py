@@ -23,6 +23,7 @@ from ckptd.errors import CkptdError
 from ckptd.journal import Journal
 from tests.killpoints import judge as judging
 from tests.killpoints.life import Place, fork
+from tests.killpoints.process import quiet
 
 SAVES = 2
 STEP_BYTES = 16
@@ -137,7 +138,8 @@ class Journals:
         folder.mkdir(exist_ok=True)
         self._lay(folder, damage)
         try:
-            journal = Journal(folder / FILES[0])
+            with quiet():
+                journal = Journal(folder / FILES[0])
         except CkptdError as error:
             return _hashed(type(error).__name__ + str(error).replace(str(folder), ""))
         try:

@@ -92,8 +92,12 @@ class Process:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left to do, as `--once` judges it."""
-        return self._queue.empty() and self.job.phase != "waiting" and is_idle(self.job)
+        """Nothing is left to do, as `--once` judges it; and no file that a disk refused is to be read again:
+        a trainer with one constant name would write over it."""
+        job = self.job
+        if not self._queue.empty() or job.phase == "waiting" or not is_idle(job):
+            return False
+        return job.state is None or not job.intake._reading.seconds_to_read(time.monotonic())
 
     def until_well(self, turns: int) -> None:
         """Turn until what failed was tried again and all has been safe for a while."""
@@ -114,4 +118,7 @@ class Process:
 def quiet() -> Iterator[None]:
     """The product's own lines go nowhere."""
     logging.disable(logging.CRITICAL)
-    yield
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -69,8 +69,8 @@ def _nothing(*_: object, **__: object) -> list[Any]:
     return []
 
 
-def _never_stops(convert: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    return lambda view: [a for a in convert(view) if not isinstance(a, StopConverting)]
+def _never_stops(convert: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return lambda *of: [a for a in convert(*of) if not isinstance(a, StopConverting)]
 
 
 def _holds_for_ever(holds: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -96,7 +96,7 @@ def test_a_damage_that_shows_later_is_told_apart(tmp_path: Path) -> None:
 def test_a_row_that_flipped_sets_the_journal_aside(tmp_path: Path) -> None:
     """SQLite sees nothing wrong with it; what is in the row cannot be read."""
     journal = Journal(tmp_path / "journal.db")
-    journal._db.execute("INSERT INTO ships VALUES (1,'nas','zero','{\"remote\";\"nas\"}',0,0)")
+    journal._db.execute("INSERT INTO ships VALUES (1,'nas','zero','{\"remote\";\"nas\"}',0,0,NULL)")
     with pytest.raises(JournalDamaged):
         journal.ships()
     journal.close()

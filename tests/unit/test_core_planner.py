@@ -12,6 +12,7 @@ from ckptd.core.actions import (
     AskConfirmation,
     Convert,
     Describe,
+    DropDerived,
     Hold,
     MakeWay,
     PointUniversal,
@@ -249,6 +250,22 @@ def test_latest_universal_waits_for_a_verified_source() -> None:
     assert of(job_view(unproven), PointUniversal) == []
     proven = [save_view(1, sealed(1), universal=ready)]
     assert [a.tag for a in of(job_view(proven), PointUniversal)] == ["s1b1"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_form_is_made_that_goes_at_once(limit: int) -> None:
+    """Of a save that may go and cannot yet (its remote is away): it was made and dropped without a pause."""
+    ready, none = DerivedRecord(state=DerivedState.READY), DerivedRecord()
+    view = job_view(
+        [save_view(1, sealed(1), universal=none), save_view(2, sealed(2), universal=ready)],
+        disk=Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True),
+        local_retention=RetentionPolicy(save_total_limit=limit),
+        confirmations={},
+    )
+    made = [a.save_id for a in of(view, Convert)]
+    assert made == ([] if limit == 1 else [1])
+    saves = (replace(view.saves[0], universal=ready), view.saves[1])
+    assert (of(replace(view, saves=saves), DropDerived) == []) == bool(made)
 
 
 def test_a_backing_off_ship_is_not_due() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from ckptd import journal_past
+from ckptd import files, journal_past
 from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.listing import SaveDirListing
 from ckptd.core.planner import plan
@@ -13,9 +14,11 @@ from ckptd.core.view import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipS
 from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.problems import Problems
+from ckptd.daemon.recovery import recover
 from ckptd.daemon.state import JobState
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
 from ckptd.journal import DeletionIntent, Journal, SaveRow
+from ckptd.observe.audit import Audit
 from tests.unit.core_views import job_view, save_view, sealed
 
 if TYPE_CHECKING:
@@ -181,6 +184,24 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     again.load()
     assert (again.rows, again.ships) == (state.rows, state.ships)
     assert again.widest_save_seconds == state.widest_save_seconds
+    again.journal.close()
+
+
+def test_the_seat_belt_outlives_a_start(tmp_path: Path) -> None:
+    """What was sealed and what went within the hour counts, but for what was taken back or is older."""
+    state, ids = _state_of(tmp_path / "journal.db", 4)
+    journal = state.journal
+    for save_id in ids:
+        deletion = journal.intend_deletion(save_id, "trash", _intent())
+        journal.end_deletion(deletion, done=save_id != ids[0])
+    journal._db.execute("UPDATE deletions SET at = at - 7200 WHERE save_id = ?", (ids[1],))
+    journal.close()
+    again = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    with files.opened_dir(tmp_path) as fd:
+        recover(again, fd, Audit(tmp_path / "audit.jsonl"))
+    assert len(again.deleted_at) == 2
+    assert len(again.completed_at) == 4
+    assert max(again.deleted_at) <= time.monotonic()
     again.journal.close()
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ckptd import files
+from ckptd.core.save import SealedSave
+from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.holds import settle_holds, take_up_holds
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
@@ -56,4 +59,31 @@ def test_a_hold_that_cannot_be_renamed_stops_nothing(
     assert sorted(row.save.tag for row in state.rows.values() if row.held) == ["global_step5", "global_step6"]
     assert not state.stray_holds
     assert not state.failures
+    journal.close()
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_what_a_hold_that_failed_leaves(tmp_path: Path, is_committed: bool) -> None:
+    """Its word goes at the next look; clones only once their save is committed: they may be the last copy."""
+    held(tmp_path, "global_step5", 1, 5)
+    place = tmp_path / "_ckptd" / "hold"
+    save = SealedSave.model_validate_json((place / "global_step5.1.json").read_text())
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    if is_committed:
+        state.put_ship(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+    state.failed_holds.add(save_id)
+    state.busy[save_id] += 1
+    with files.opened_dir(tmp_path) as fd:
+        settle_holds(state, fd)
+        assert sorted(os.listdir(place)) == ["global_step5.1", "global_step5.1.json"]  # another attempt is on
+        state.busy[save_id] -= 1
+        settle_holds(state, fd)
+        assert bool(os.listdir(place)) != is_committed
+        shutil.rmtree(place / "global_step5.1", ignore_errors=True)
+        settle_holds(state, fd)
+    assert not os.listdir(place)
+    assert not state.failed_holds
     journal.close()

@@ -1,4 +1,4 @@
-"""A journal whose header was hit by a flipped bit is set aside, never waited for."""
+"""A journal whose header or rows were hit by a flipped bit is set aside: never waited for, never believed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from ckptd.errors import JournalDamaged, JournalFailed
 from ckptd.journal import Journal
-from ckptd.journal_db import Database
+from ckptd.journal_db import Database, connect
+from ckptd.journal_tables import SCHEMA, prepare
+from tests.golden.make import HERE
 
 
 def _flip(path: Path, at: int) -> None:
@@ -41,7 +43,42 @@ def test_a_journal_that_may_not_be_written_is_not_set_aside(tmp_path: Path) -> N
         db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, factory=Database)
         db.path = path
         with pytest.raises(JournalFailed, match="readonly") as told:
-            db.execute("INSERT INTO meta VALUES ('key', 'value')")
+            db.execute("INSERT INTO meta VALUES ('key', 'value', NULL)")
         assert type(told.value) is what
         db.close()
         _flip(path, 18)
+
+
+def test_no_row_is_believed_that_is_not_what_was_written(tmp_path: Path) -> None:
+    """A bit of a sealed save, of an id, of a flag: SQLite reads them without a word (adr/0139)."""
+    path = tmp_path / "journal.db"
+    whole = (HERE / f"journal-{SCHEMA}.db").read_bytes()
+    places = [whole.rindex(b"golden"), *range(whole.rindex(b'{"tag"'), whole.rindex(b"present") + 8, 11)]
+    assert len(places) > 50
+    for at in places:
+        path.write_bytes(whole)
+        _flip(path, at)
+        with pytest.raises((JournalDamaged, ValueError)):
+            prepare(connect(path))
+    journal = Journal(path)
+    assert journal.set_aside is not None
+    assert journal.saves() == []
+    journal.close()
+
+
+def test_a_change_that_did_not_go_through_the_journal(tmp_path: Path) -> None:
+    """Another program's; and what the journal itself changes is its own after every kind of statement."""
+    path = tmp_path / "journal.db"
+    path.write_bytes((HERE / f"journal-{SCHEMA}.db").read_bytes())
+    for word, is_lost in (("golden", False), ("other", True)):
+        journal = Journal(path)
+        journal.set_meta("job_id:nas", "golden")
+        journal.set_held(1, held=True)
+        journal.set_adopted(None)
+        journal.close()
+        with sqlite3.connect(path) as db:
+            db.execute("UPDATE meta SET value=? WHERE key='job_id:nas'", (word,))
+        db.close()
+        journal = Journal(path)
+        assert (journal.set_aside is not None) == is_lost
+        journal.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,16 @@ import pytest
 from ckptd import files
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.daemon.intake import Intake
+from ckptd.daemon.late import Late
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.reading import TRIES
-from ckptd.daemon.state import JobState
+from ckptd.daemon.state import JobState, Quiet
+from ckptd.daemon.unfinished import what_reads_it
 from ckptd.errors import CkptdError
 from ckptd.journal import Journal
+from ckptd.local.rights import user
 from ckptd.local.scan import scan
+from tests.stores.scene import Node
 from tests.unit.recover_scene import Scene
 from tests.unit.refusing import refuse
 
@@ -30,7 +36,7 @@ class AtOnce:
     """Workers that work while they are asked."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = self.tried = 0
 
     def submit(
         self,
@@ -40,6 +46,7 @@ class AtOnce:
         failed: Callable[[CkptdError], None],
     ) -> None:
         self.asked += what.startswith("inspecting")
+        self.tried += 1
         try:
             result = work()
         except CkptdError as error:
@@ -76,11 +83,58 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         verdict = look()
         assert verdict.state is State.INCOMPLETE
         assert f"{path} cannot be read" in (verdict.reason or "")
+        assert verdict.is_unread
         assert not state.failures
         asked = workers.asked
         assert asked <= TRIES + 3
         assert intake.next_due_seconds(time.monotonic()) > 1.0
+        assert not intake.is_due(time.monotonic())
+        assert intake.is_due(time.monotonic() + HOUR_SECONDS)  # a job at rest looks for it alone
     look()
     assert look().state is State.COMPLETE
     assert workers.asked > asked
     journal.close()
+
+
+def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked ever more seldom, and said with who may not; given at last, it is taken."""
+    scene, workers = Scene(tmp_path), AtOnce()
+    node = Node(scene.save_dir, tag="global_step5")
+    node.write_all()
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    journal.add_save(node.sealed(step=5), found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    (scene.save_dir / "global_step5" / "README.md").write_text("loss")
+    late = Late(scene.job(), state, workers, lambda: None)  # type: ignore[arg-type]
+    now_seconds = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_seconds)
+
+    def look_for(seconds: float) -> None:
+        nonlocal now_seconds
+        until = now_seconds + seconds
+        with files.opened_dir(scene.save_dir) as fd:
+            listing = scan(fd)
+            folder = listing.folders[0]
+            state.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)
+            while now_seconds < until:
+                now_seconds += 10.0
+                late.look(listing, fd, now_seconds)
+
+    with monkeypatch.context() as patch:
+        refuse(patch, "README.md")
+        look_for(3 * HOUR_SECONDS)
+        assert 5 < workers.tried < 20
+        assert "README.md" in late.refused["global_step5"]
+        assert not late.is_waiting
+    look_for(HOUR_SECONDS + 60)
+    assert not late.refused
+    assert [file.path for file in state.rows[1].save.late] == ["README.md"]
+    journal.close()
+
+
+def test_who_may_not_read_it() -> None:
+    """Rights are told apart from a disk that fails."""
+    me = user(os.geteuid())
+    assert me in what_reads_it(f"x.pt cannot be read ({os.strerror(errno.EACCES)})")
+    assert me not in what_reads_it(f"x.pt cannot be read ({os.strerror(errno.EIO)})")
