@@ -3,7 +3,7 @@
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
 line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step,
 "saves": seconds of each save, "cpu": CPU seconds of each step of rank 0}: some steps that nobody counts, then
-so many times a save (with that much client state) and its share of the steps. An empty line ends the training.
+so many times a save (with that much client state) and its share of the steps. An empty line ends all.
 """
 
 from __future__ import annotations
