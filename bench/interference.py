@@ -174,7 +174,7 @@ def run(recipe: Recipe, plan: Plan, before: Found) -> tuple[Beside, float]:
     waiting = saves.shards(f"waits-{layers}", layers, 2)
     ours, theirs = halves()
     found = before.pairs
-    with native.null_server(ROOT, "plain") as server, trainer(recipe, ours) as training:
+    with native.null_server(ROOT, "crc64nvme") as server, trainer(recipe, ours) as training:
         os.sched_setaffinity(server.pid, theirs)
         beside = Beside(ROOT, server, theirs, waiting, plan.is_of_others, before.memory, before.work)
         cleared(beside)
