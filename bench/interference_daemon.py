@@ -1,7 +1,7 @@
 """The ckptd that bench.interference measures training beside: real, confined, and never without work.
 
-It takes care of the training's saves, of which large earlier ones wait to be sent and converted, or of other
-runs of the node with such checkpoints: so it works as fast as it may from before a segment's first step to
+It takes care of the training's saves, of which large earlier ones wait to be sent, or of other runs of the
+node whose large checkpoints wait to be sent and converted: so it works as fast as it may from before a segment's first step to
 after its last one, and the account says how fast. It is started for each segment and ended after it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from bench.interference_report import Memory, Work
 from bench.measure import make_warm
 from bench.saves import TAG, Save
 from bench.transfer_runs import BUCKET, ENVIRONMENT
+from ckptd.local import fs
 from tests import cgroup
 
 BUDGET_BYTES = 512 << 20
@@ -126,14 +128,20 @@ class Beside:
             seconds=time.monotonic(),
             cpu_seconds=sum(t.user + t.system + t.children_user + t.children_system for t in times),
             sent_bytes=self.server.counted().data_bytes,
-            converted_bytes=sum(map(_bytes_below, (self.root / "save", *self._places))),
+            converted_bytes=self._converted_bytes(),
         )
+
+    def _converted_bytes(self) -> int:
+        """Of universal forms: finished ones as the log has them (an older one goes), and those under way."""
+        finished = re.findall(r"universal form \(\w+, ([\d.]+) MB\)", (self.root / "daemon.log").read_text())
+        begun = sum(_bytes_below(place / fs.STAGING) for place in (self.root / "save", *self._places))
+        return begun + sum(int(1e6 * float(megabytes)) for megabytes in finished)
 
 
 def _bytes_below(place: Path) -> int:
-    """Of universal forms, finished or not: blocks on the disk below ckptd's own folder."""
+    """Blocks on the disk."""
     total = 0
-    for folder, _, names in os.walk(place / "_ckptd"):
+    for folder, _, names in os.walk(place):
         for name in names:
             with contextlib.suppress(OSError):
                 found = os.lstat(os.path.join(folder, name))
