@@ -4,10 +4,11 @@
 
 One DeepSpeed training on CPU (two ranks, ZeRO 2) runs through all segments: short steps, and a save every few
 of them. In every A/B pair one segment runs beside a daemon that has more checkpoints of this training to
-upload (to a null S3 server) than a segment is long and converts the newest; in every A/A pair none does. Segments are
-short and follow each other at once, in the order ABBA. Trainer on the first half of the cores, daemon and
-server on the other. The daemon lives in a memory cgroup as large as its budget. `--others`: what waits is of
-other runs, each with a job of its own; printed, never written. `--more`: goes on with what was measured.
+upload (to a null S3 server) than a segment is long and converts the newest; in every A/A pair none does.
+Segments are short and follow each other at once, in the order ABBA. Trainer on the first half of the cores,
+daemon and server on the other. The daemon lives in a memory cgroup as large as its budget. `--others`: what
+waits is of other runs, each with a job of its own; printed, never written. `--more`: goes on with what was
+measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The ckptd that bench.interference measures training beside: real, confined, and never without work.
 
 It takes care of the training's saves, of which large earlier ones wait to be sent, or of other runs of the
-node whose large checkpoints wait to be sent and converted: so it works as fast as it may from before a segment's first step to
-after its last one, and the account says how fast. It is started for each segment and ended after it.
+node whose large checkpoints wait to be sent and converted: so it works as fast as it may from before a
+segment's first step to after its last one, and the account says how fast. It is started for each segment and
+ended after it.
 """
 
 from __future__ import annotations
