@@ -3,10 +3,12 @@
     make bench-interference            (python -m bench.interference --minutes 30)
 
 One DeepSpeed training on CPU (two ranks, ZeRO 2) runs through all segments: short steps, and a save every few
-of them. In every A/B pair one segment runs beside a daemon that uploads to a null S3 server and converts at
-full speed from before its first step to after its last, in every A/A pair none does. Segments are short and
-follow each other at once, in the order ABBA. Trainer on the first half of the cores, daemon and server on
-the other. The daemon lives in a memory cgroup as large as its budget.
+of them. In every A/B pair one segment runs beside a daemon that has more checkpoints of this training to
+upload (to a null S3 server) than a segment is long and converts the newest; in every A/A pair none does.
+Segments are short and follow each other at once, in the order ABBA. Trainer on the first half of the cores,
+daemon and server on the other. The daemon lives in a memory cgroup as large as its budget. `--others`: what
+waits is of other runs, each with a job of its own; printed, never written. `--more`: goes on with what was
+measured.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench import native, saves
 from bench.interference_daemon import BUDGET_BYTES, Beside, pinned
-from bench.interference_report import render, write
+from bench.interference_report import Memory, Work, render, write
 from bench.interference_stats import Pair, Segment
 from bench.measure import make_warm, resident_share
 from tests.real import REPOSITORY, Recipe
@@ -34,8 +37,8 @@ ROOT = REPOSITORY / ".build" / "bench-interference"
 RECORD = ROOT.with_suffix(".json")
 SHORT = Recipe(stage=2, world_size=2, hidden=192, layers=6, heads=6, vocab=4096)
 """4 million parameters: a step of a tenth of a second on two cores, 57 MB a save."""
-LUGGAGE_BYTES = 400 << 20
-"""So that a save takes as long as one of a model whose steps would take a second."""
+LUGGAGE_BYTES = 1280 << 20
+"""So that a save takes a second and a half at least, as one of a model whose steps would take seconds."""
 TINY = Recipe(stage=2, world_size=2, hidden=64, layers=2)
 WAITING_LAYERS = 8
 """Of the checkpoints that wait beside the training: 1.5 GB each."""
@@ -53,6 +56,22 @@ class Plan:
     minutes: float
     luggage_bytes: int
     """What the trainer puts into each save besides its small model, as client state."""
+    is_of_others: bool = False
+    """What waits is of other runs."""
+
+    @property
+    def what_is_measured(self) -> list[int]:
+        """Figures of runs that agree in this go together."""
+        return [self.steps, self.saves, self.luggage_bytes, self.is_of_others]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured: pairs of either kind, and the daemon's account."""
+
+    pairs: dict[str, list[Pair]] = field(default_factory=lambda: {"AB": [], "AA": []})
+    work: list[Work] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
 
 
 def halves() -> tuple[list[int], list[int]]:
@@ -88,8 +107,12 @@ class Trainer:
         """Order one and wait for it."""
         order: dict[str, str | int] = {"save_dir": str(ROOT / "save"), "luggage_bytes": plan.luggage_bytes}
         self._orders.write(json.dumps(order | {"steps": plan.steps, "saves": plan.saves}) + "\n")
+        before = _ticks()
         told = json.loads(self._answers.readline())
-        return Segment(tuple(told["steps"]), tuple(told["saves"]))
+        stolen, passed = (now - then for now, then in zip(_ticks(), before, strict=True))
+        return Segment(
+            tuple(told["steps"]), tuple(told["saves"]), tuple(told["cpu"]), stolen / max(1, passed)
+        )
 
     def end(self) -> None:
         """Let it leave."""
@@ -124,16 +147,22 @@ def trainer(recipe: Recipe, cores: list[int]) -> Iterator[Trainer]:
         running.end()
 
 
+def _ticks() -> tuple[int, int]:
+    """Of the trainer's cores since the machine started: stolen by the host, and all."""
+    ours = {f"cpu{core}" for core in halves()[0]}
+    rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    counts = [[int(word) for word in row[1:9]] for row in rows if row[0] in ours]
+    return sum(row[7] for row in counts), sum(map(sum, counts))
+
+
 def cleared(beside: Beside) -> None:
     """What earlier segments left is gone and flushed before the next one begins."""
     beside.cleared()
-    shutil.rmtree(ROOT / "save", ignore_errors=True)
-    (ROOT / "save").mkdir()
     os.sync()
 
 
-def run(recipe: Recipe, plan: Plan) -> tuple[list[Pair], list[Pair], Beside, float]:
-    """A/B pairs, A/A pairs, the daemon's account, and how much of the trainer's data is still cached.
+def run(recipe: Recipe, plan: Plan, before: Found) -> tuple[Beside, float]:
+    """Measure into `before`; the daemon's account, and how much of the trainer's data is still cached.
 
     As many A/A as A/B pairs; a daemon that fails ends the measuring, and what was measured before it stands.
     """
@@ -142,12 +171,14 @@ def run(recipe: Recipe, plan: Plan) -> tuple[list[Pair], list[Pair], Beside, flo
     is_tiny = recipe == TINY
     data = ROOT / "data.bin"
     data.write_bytes(os.urandom(1 << 20 if is_tiny else DATA_BYTES))
-    waiting = saves.shards("waits", 1 if is_tiny else WAITING_LAYERS, 2)
+    layers = 1 if is_tiny else WAITING_LAYERS
+    waiting = saves.shards(f"waits-{layers}", layers, 2)
     ours, theirs = halves()
-    found: dict[str, list[Pair]] = {"AB": [], "AA": []}
-    with native.null_server(ROOT, "plain") as server, trainer(recipe, ours) as training:
+    found = before.pairs
+    with native.null_server(ROOT, "crc64nvme") as server, trainer(recipe, ours) as training:
         os.sched_setaffinity(server.pid, theirs)
-        beside = Beside(ROOT, server, theirs, waiting)
+        beside = Beside(ROOT, server, theirs, waiting, plan.is_of_others, before.memory, before.work)
+        cleared(beside)
         training.segment(plan)
         make_warm([data])
         end = time.monotonic() + 60 * plan.minutes
@@ -167,38 +198,56 @@ def run(recipe: Recipe, plan: Plan) -> tuple[list[Pair], list[Pair], Beside, flo
                 break
             plain, other = reversed(told) if is_other_first else told
             found[kind].append(Pair(plain=plain, other=other))
-            _record(found, beside)
+            _record(plan, found, beside)
             print(f"\r{number + 1} pairs", end="", flush=True)
         print()
         kept = resident_share([data])
-    whole = len(found["AB"])
-    return found["AB"], found["AA"][:whole], beside, kept
+    del found["AA"][len(found["AB"]) :]
+    return beside, kept
 
 
-def _record(found: dict[str, list[Pair]], beside: Beside) -> None:
-    """All figures so far, for whoever looks closer."""
-    told = {kind: [asdict(pair) for pair in pairs] for kind, pairs in found.items()}
-    RECORD.write_text(json.dumps(told | {"work": [asdict(one) for one in beside.work]}))
+def _record(plan: Plan, found: dict[str, list[Pair]], beside: Beside) -> None:
+    """All figures so far, for whoever looks closer, and for `--more`."""
+    told: dict[str, object] = {kind: [asdict(pair) for pair in pairs] for kind, pairs in found.items()}
+    told |= {"work": [asdict(one) for one in beside.work], "memory": asdict(beside.memory)}
+    RECORD.write_text(json.dumps(told | {"plan": plan.what_is_measured}))
+
+
+def recorded(plan: Plan) -> Found:
+    """What an earlier run of the same plan found; nothing where there is none."""
+    told = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if told.get("plan") != plan.what_is_measured:
+        return Found()
+
+    def segment(one: dict[str, Any]) -> Segment:
+        return Segment(tuple(one["steps"]), tuple(one["saves"]), tuple(one["cpu"]), one["stolen"])
+
+    pairs = {k: [Pair(segment(p["plain"]), segment(p["other"])) for p in told[k]] for k in ("AB", "AA")}
+    return Found(pairs, [Work(**one) for one in told["work"]], Memory(**told["memory"]))
 
 
 def main() -> None:
     """Measure, print, and write the page unless it was tiny."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=200, help="of either kind, at most")
-    parser.add_argument("--steps", type=int, default=48, help="of a segment")
-    parser.add_argument("--saves", type=int, default=3, help="of a segment, spread over its steps")
+    parser.add_argument("--steps", type=int, default=64, help="of a segment")
+    parser.add_argument("--saves", type=int, default=2, help="of a segment, spread over its steps")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further pair after them")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, nothing is written")
     parser.add_argument("--dry", action="store_true", help="print what is found and leave the page alone")
+    parser.add_argument("--others", action="store_true", help="what waits is of other runs; implies --dry")
+    parser.add_argument("--more", action="store_true", help="put this with what the last run measured")
     given = parser.parse_args()
     luggage_bytes = 0 if given.tiny else LUGGAGE_BYTES
-    plan = Plan(given.pairs, given.steps, given.saves, given.minutes, luggage_bytes)
-    both, none, beside, kept = run(TINY if given.tiny else SHORT, plan)
+    plan = Plan(given.pairs, given.steps, given.saves, given.minutes, luggage_bytes, given.others)
+    found = recorded(plan) if given.more else Found()
+    beside, kept = run(TINY if given.tiny else SHORT, plan, found)
+    both, none = found.pairs["AB"], found.pairs["AA"]
     text = render(
         both, none, beside.memory, beside.work, beside.waiting_bytes, kept, BUDGET_BYTES, len(halves()[0])
     )
     print(text)
-    if not given.tiny and not given.dry:
+    if not given.tiny and not given.dry and not given.others:
         write(text, both, none)
     shutil.rmtree(ROOT, ignore_errors=True)
 

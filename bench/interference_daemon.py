@@ -1,14 +1,16 @@
 """The ckptd that bench.interference measures training beside: real, confined, and never without work.
 
-It takes care of the training's own saves, and of other runs of the node whose large checkpoints wait to be
-sent and converted: so it works at full speed from before a segment's first step to after its last one, and
-the account says how fast. It is started for each segment and ended after it, done or not.
+It takes care of the training's saves, of which large earlier ones wait to be sent, or of other runs of the
+node whose large checkpoints wait to be sent and converted: so it works as fast as it may from before a
+segment's first step to after its last one, and the account says how fast. It is started for each segment and
+ended after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,11 +27,12 @@ from bench.interference_report import Memory, Work
 from bench.measure import make_warm
 from bench.saves import TAG, Save
 from bench.transfer_runs import BUCKET, ENVIRONMENT
+from ckptd.local import fs
 from tests import cgroup
 
 BUDGET_BYTES = 512 << 20
-WAITING_RUNS = 4
-"""Besides the training; more than is sent and converted during a segment."""
+WAITING = 4
+"""Checkpoints: more than is sent and converted during a segment."""
 UNDER_WAY_BYTES = 32 << 20
 START_SECONDS = 120.0
 
@@ -47,30 +50,36 @@ class Beside:
     server: native.NullServer
     cores: list[int]
     waiting: Save
-    """The checkpoint of every other run."""
+    """What every checkpoint that waits is a copy of."""
+    is_of_others: bool
+    """They wait in runs of their own, one in each; else all in the training's."""
     memory: Memory = field(default_factory=Memory)
     work: list[Work] = field(default_factory=list)
     """Of each segment."""
 
     @property
     def _places(self) -> list[Path]:
-        return [self.root / f"waiting-{number}" for number in range(WAITING_RUNS)]
+        return [self.root / f"waiting-{number}" for number in range(WAITING if self.is_of_others else 0)]
 
     @property
     def waiting_bytes(self) -> int:
         """In all of them, before anything is converted."""
-        return WAITING_RUNS * self.waiting.bytes
+        return WAITING * self.waiting.bytes
 
     def cleared(self) -> None:
-        """What it left is gone."""
-        for path in (self.root / "state", self.root / "etc", *self._places):
+        """What it left is gone, what waits is there, and read as by its trainer just now."""
+        for path in (self.root / "state", self.root / "etc", self.root / "save", *self._places):
             shutil.rmtree(path, ignore_errors=True)
+        (self.root / "save").mkdir()
+        earlier = [self.root / "save" / f"earlier-{number}" for number in range(WAITING)]
+        for folder in [place / TAG for place in self._places] or earlier:
+            shutil.copytree(self.waiting.folder, folder, copy_function=os.link)
+        make_warm(self.waiting.files)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The daemon at full speed."""
         self.server.reset()
-        make_warm(self.waiting.files)
         config = self._configured()
         with contextlib.ExitStack() as stack:
             inside = pinned([sys.executable, "-m", "ckptd", "run", "--config-dir", str(config)], self.cores)
@@ -96,8 +105,6 @@ class Beside:
         (config / "ckptd.toml").write_text(
             f'state_dir = "{self.root}/state"\nmemory_budget = "{BUDGET_BYTES >> 20}MiB"\n'
         )
-        for place in self._places:
-            shutil.copytree(self.waiting.folder, place / TAG, copy_function=os.link)
         for place in (self.root / "save", *self._places):
             (config / "jobs.d" / f"{place.name}.toml").write_text(
                 f'save_dir = "{place}"\nsettle = "1s"\nbackfill = "all"\n[local]\nforms = ["universal"]\n'
@@ -122,14 +129,20 @@ class Beside:
             seconds=time.monotonic(),
             cpu_seconds=sum(t.user + t.system + t.children_user + t.children_system for t in times),
             sent_bytes=self.server.counted().data_bytes,
-            converted_bytes=sum(map(_bytes_below, self._places)),
+            converted_bytes=self._converted_bytes(),
         )
+
+    def _converted_bytes(self) -> int:
+        """Of universal forms: finished ones as the log has them (an older one goes), and those under way."""
+        finished = re.findall(r"universal form \(\w+, ([\d.]+) MB\)", (self.root / "daemon.log").read_text())
+        begun = sum(_bytes_below(place / fs.STAGING) for place in (self.root / "save", *self._places))
+        return begun + sum(int(1e6 * float(megabytes)) for megabytes in finished)
 
 
 def _bytes_below(place: Path) -> int:
-    """Of universal forms, finished or not: blocks on the disk below ckptd's own folder."""
+    """Blocks on the disk."""
     total = 0
-    for folder, _, names in os.walk(place / "_ckptd"):
+    for folder, _, names in os.walk(place):
         for name in names:
             with contextlib.suppress(OSError):
                 found = os.lstat(os.path.join(folder, name))

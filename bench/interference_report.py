@@ -14,8 +14,10 @@ from bench.interference_stats import (
     difference,
     each,
     mean_save,
+    median_cpu,
     median_step,
     p99_step,
+    undisturbed,
 )
 from bench.report import machine, replace_part
 from tests.real import REPOSITORY
@@ -80,6 +82,9 @@ def render(
     cores: int,
 ) -> str:
     """The measured part of the page."""
+    all_pairs = len(both) + len(none)
+    both, none = undisturbed(both, none)
+    left_out = all_pairs - len(both) - len(none)
     lines = [
         f"Machine: {machine()}; trainer on {cores} of the cores, ckptd on the others.",
         _scene(both, none),
@@ -94,8 +99,14 @@ def render(
             f"| {words} | {_words(ours)} | {_words(control)} | at most {ours.high:+.1f} % "
             f"| ≤ {aim:g} %, or not above A/A: {verdict} |"
         )
+    if all(pair.plain.cpu and pair.other.cpu for pair in (*both, *none)):
+        ours, control = difference(both, median_cpu), difference(none, median_cpu)
+        lines.append(
+            f"| CPU time of a step, median | {_words(ours)} | {_words(control)} | | for comparison |"
+        )
     lines += [
         "",
+        f"* left out as those from which the host took most: {left_out} of {all_pairs} pairs",
         *(_work(work, waiting_bytes) if work else ()),
         (
             f"* the trainer's data file, all in the page cache before, {kept:.0%} afterwards "

@@ -20,10 +20,13 @@ SEED = 20_261_121
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Seconds of each step and of each save."""
+    """Seconds of each step and of each save; CPU seconds of each step."""
 
     steps: tuple[float, ...]
     saves: tuple[float, ...]
+    cpu: tuple[float, ...] = ()
+    stolen: float = 0.0
+    """Share of the time of the trainer's cores that the host gave to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,11 @@ class Pair:
 
     plain: Segment
     other: Segment
+
+    @property
+    def stolen(self) -> float:
+        """In its worse segment."""
+        return max(self.plain.stolen, self.other.stolen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,18 @@ def p99_step(pairs: Sequence[Pair]) -> Statistic:
 def mean_save(pairs: Sequence[Pair]) -> Statistic:
     """Of the ratios of the segments' mean saves: the mean of their middle half."""
     return _middle([float(np.mean(p.other.saves) / np.mean(p.plain.saves)) for p in pairs])
+
+
+def median_cpu(pairs: Sequence[Pair]) -> Statistic:
+    """As `median_step`, of the CPU time of steps: without waits for a core."""
+    return _middle([float(np.median(p.other.cpu) / np.median(p.plain.cpu)) for p in pairs])
+
+
+def undisturbed(both: Sequence[Pair], none: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Without the quarter of all pairs, of whichever kind, in which the host took most time away."""
+    found = sorted(pair.stolen for pair in (*both, *none))
+    most = found[-(-3 * len(found) // 4) - 1] if found else 0.0
+    return [p for p in both if p.stolen <= most], [p for p in none if p.stolen <= most]
 
 
 def _middle(ratios: list[float]) -> Statistic:

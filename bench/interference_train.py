@@ -2,8 +2,8 @@
 
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
 line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step,
-"saves": seconds of each save}: some steps that nobody counts, then so many times a save (with that much
-client state) and its share of the steps. An empty line ends the training.
+"saves": seconds of each save, "cpu": CPU seconds of each step of rank 0}: some steps that nobody counts, then
+so many times a save (with that much client state) and its share of the steps. An empty line ends all.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[
     client_state: dict[str, Any] = {make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}}
     if order["luggage_bytes"]:
         client_state["luggage"] = torch.ones(order["luggage_bytes"], dtype=torch.uint8)
-    steps, saves = [], []
+    steps, saves, cpu = [], [], []
     for _ in range(order["saves"]):
         saves.append(save(engine, order["save_dir"], client_state))
-        steps += [step(engine, recipe, engine.global_steps) for _ in range(order["steps"] // order["saves"])]
-    return {"steps": steps, "saves": saves}
+        for _ in range(order["steps"] // order["saves"]):
+            before = time.process_time()
+            steps.append(step(engine, recipe, engine.global_steps))
+            cpu.append(time.process_time() - before)
+    return {"steps": steps, "saves": saves, "cpu": cpu}
 
 
 def pin(rank: int) -> None:

@@ -52,9 +52,10 @@ def die_with_parent() -> None:
 
 
 def lower_priority(libc: ctypes.CDLL | None = None) -> None:
-    """Nice 10 and the lowest best-effort I/O class; failures are harmless."""
+    """Nice 10, preempting nobody, the lowest best-effort I/O class; failures are harmless."""
     with contextlib.suppress(OSError):
         os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     library = libc or ctypes.CDLL(None, use_errno=True)
     library.syscall(251 if os.uname().machine == "x86_64" else 30, 1, 0, (2 << 13) | 7)  # ioprio_set
 

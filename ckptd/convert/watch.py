@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.02
+"""A pause takes hold after so long at most: a save may last half a second."""
 STOP_SECONDS = 10.0
 _MAX_WORDS_BYTES = 1 << 20
 

@@ -138,9 +138,11 @@ class Control:
         """The deadline is noticed by itself; a drain is planned anew each second."""
         return 1.0 if self.is_draining else 3600.0
 
-    def pace(self, job: Job, state: JobState) -> None:
-        """Make way for a save in flight (P11), and for what a person asked."""
-        is_busy = bool(state.in_flight)
+    def pace(self, job: Job) -> None:
+        """Make way for a save in flight (P11), in this job or on its disk, and for what a person asked."""
+        if job.state is None:
+            return
+        is_busy = bool(job.state.in_flight) or job.way.is_taken(job)
         job.chores.pace(is_resting=is_busy or self.rests)
         for link in job.links.values():
             # whoever drains has no later; nobody trains on a node that is about to go

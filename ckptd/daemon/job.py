@@ -41,6 +41,7 @@ from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
 from ckptd.daemon.tenancy import finish_begun
 from ckptd.daemon.viewing import build_view, folders_to_watch, planned
+from ckptd.daemon.way import Ear, is_being_saved
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
 from ckptd.local.watch import Watcher
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.job")
 
-HINT_SECONDS = 0.3
 NAMING_SECONDS = 5.0
 
 
@@ -92,7 +92,8 @@ class Job:
         self._fd: int | None = None
         self._lock: int = -1
         self.watcher: Watcher | None = None
-        self._hinted_at: float | None = None
+        self.way = totals.way
+        self._ear = Ear(post, lambda: self.way.tell(self, is_saving=True))
         self.needs_turn = True
         self.turns = 0
         self.plans = 0
@@ -128,7 +129,7 @@ class Job:
             return
         self._fd, self._lock = opened
         self.problems.clear("save-dir-missing", save_dir)
-        self.watcher = Watcher(save_dir, self.hint)
+        self.watcher = Watcher(save_dir, self._ear.hint)
         self.watcher.start()
 
     def _activate(self, save_dir_fd: int) -> JobState:
@@ -182,12 +183,6 @@ class Job:
 
     # --- hints -----------------------------------------------------------------------------------------
 
-    def hint(self) -> None:
-        """Something moved (any thread)."""
-        if self._hinted_at is None:
-            self._hinted_at = time.monotonic()
-            self._post(lambda: None)
-
     def wake(self) -> None:
         """A result arrived: plan again."""
         self.needs_turn = True
@@ -199,9 +194,10 @@ class Job:
         if self.phase == "waiting":
             return 1.0
         rescan = min(self._rescan_seconds(), self.control.seconds_to_next)
-        waits = [rescan - (now_seconds - self.rest.scanned_at_seconds)]
-        if self._hinted_at is not None:
-            waits.append(self._hinted_at + HINT_SECONDS - now_seconds)
+        waits = [
+            rescan - (now_seconds - self.rest.scanned_at_seconds),
+            self._ear.seconds_to_look(now_seconds),
+        ]
         if self.state is not None:
             waits.append(self.intake.next_due_seconds(now_seconds))
             waits += [wait for link in self.links.values() if (wait := link.seconds_to_wake) > 0]
@@ -232,7 +228,7 @@ class Job:
         if fd is None:
             self.needs_turn = False
             return
-        is_hinted = self._hinted_at is not None and now_seconds - self._hinted_at >= HINT_SECONDS
+        is_hinted = self._ear.seconds_to_look(now_seconds) <= 0
         scanned_at = self.rest.scanned_at_seconds
         settled = self.intake.next_due_seconds(scanned_at) if self.state else RESCAN_SECONDS
         is_due = now_seconds - scanned_at >= min(
@@ -245,16 +241,19 @@ class Job:
             self._still_stands(fd, now_seconds)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
-        self._hinted_at, self.rest.scanned_at_seconds = None, now_seconds
+        is_asked |= self._ear.take()
+        self.rest.scanned_at_seconds = now_seconds
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.listing if self.state is not None else None
         listing = scan(save_dir_fd, self.config.trainer, before)
+        self.way.join(self, listing.device, lambda: self.control.pace(self))
         if self._tags_at_start is None:
             self._tags_at_start = frozenset(f.tag for f in listing.folders)
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
+            self.way.tell(self, is_saving=False)
             if not listing.folders and self.state_dir.is_relative_to(self.config.save_dir):
                 self.patience.works()
                 return
@@ -280,7 +279,8 @@ class Job:
         notice_gone(self, state)
         self.rights.prove(self, state, save_dir_fd)
         self.knowledge.choose_generations()
-        self.control.pace(self, state)
+        self.way.tell(self, is_saving=is_being_saved(state, self.config.settle_seconds, now_seconds))
+        self.control.pace(self)
         if self.watcher is not None:
             self.watcher.follow(folders_to_watch(state))
         self.actor.sweep(save_dir_fd)
@@ -331,6 +331,7 @@ class Job:
 
     def close(self) -> None:
         """Stop everything of this job; what is half done is continued by the next start."""
+        self.way.leave(self)
         if self.watcher is not None:
             self.watcher.stop()
             self.watcher = None

@@ -16,6 +16,7 @@ import psutil
 
 from ckptd.budget import Division, divide, shortage
 from ckptd.daemon.places import Places
+from ckptd.daemon.way import Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -99,6 +100,7 @@ class Totals:
         self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
         self.conversions = Slots(lambda: CONVERSIONS, converting)
         self.places = Places(lambda: self.division.children)
+        self.way = Way()
         self._told: tuple[str, str] | None = None
         self.change(daemon)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from watchdog.events import (
     DirCreatedEvent,
@@ -45,16 +45,29 @@ _MEANT: list[type[FileSystemEvent]] = [
     FileMovedEvent,
 ]
 """Reading a file or a folder, as our own scans do, is no hint."""
+_FOLDER_CAME = (DirCreatedEvent, DirMovedEvent)
+_WRITES = (FileCreatedEvent, FileModifiedEvent, FileMovedEvent, FileClosedEvent)
+"""In a folder of save_dir: what lies beside them (a log of each step) is no save."""
+
+
+class OnHint(Protocol):
+    """`is_writing`: a save may be under way."""
+
+    def __call__(self, *, is_writing: bool = False) -> None:
+        """Called in the watcher's threads."""
 
 
 class Watcher:
-    """Watches save_dir and its unfinished tag folders; calls `on_hint` from its own thread."""
+    """Watches save_dir and its unfinished tag folders; calls `on_hint` from its own thread.
 
-    def __init__(self, save_dir: str, on_hint: Callable[[], None]) -> None:
+    It says whether something is written in a folder, or a folder came: a save may begin.
+    """
+
+    def __init__(self, save_dir: str, on_hint: OnHint) -> None:
         self._save_dir = save_dir
         self._gone: set[str] = set()
         """Paths of folders that went; what has such a name now is another one, which no watch is on."""
-        self._handler = _Handler(f"{save_dir}/{OURS}", on_hint, self._gone.add)
+        self._handler = _Handler(save_dir, on_hint, self._gone.add)
         self._hints = Hints(save_dir, on_hint)
         self._observer = Observer()
         self._observer.daemon = True
@@ -108,8 +121,9 @@ class Watcher:
 
 
 class _Handler(FileSystemEventHandler):
-    def __init__(self, ours: str, on_hint: Callable[[], None], on_gone: Callable[[str], None]) -> None:
-        self._ours = ours
+    def __init__(self, save_dir: str, on_hint: OnHint, on_gone: Callable[[str], None]) -> None:
+        self._save_dir = save_dir
+        self._ours = f"{save_dir}/{OURS}"
         self._on_gone = on_gone
         self._on_hint = on_hint
 
@@ -119,4 +133,5 @@ class _Handler(FileSystemEventHandler):
             return
         if isinstance(event, DirDeletedEvent | DirMovedEvent):
             self._on_gone(path)
-        self._on_hint()
+        is_below = os.path.dirname(path) != self._save_dir
+        self._on_hint(is_writing=isinstance(event, _FOLDER_CAME) or (is_below and isinstance(event, _WRITES)))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from ckptd.core.heartbeat import HEARTBEATS
@@ -208,6 +211,41 @@ def test_a_reload_does_not_disturb_the_others_upload(house: House) -> None:
     house.wait("reloaded", lambda: house.status()["daemon"]["reloaded_at"])
     house.wait("the commit", lambda: house.committed("slow"))
     assert house.log.read_text().count("→ nas as generation 1") == children
+
+
+def test_a_conversion_stands_still_while_another_job_saves(house: House) -> None:
+    """One disk serves both trainers: a save in one save_dir stops the other's conversion until it is over."""
+    for name in ("one", "two"):
+        (house.root / "nvme" / name).mkdir()
+        house.job(name, '[local]\nforms = ["universal"]')
+    daemon = house.start()
+    begun = house.root / "nvme" / "one" / "global_step1"
+    begun.mkdir()
+    is_over = threading.Event()
+
+    def save_on() -> None:
+        with (begun / "mp_rank_00_model_states.pt").open("ab") as shard:
+            while not is_over.wait(0.05):
+                shard.write(b"x")
+                shard.flush()
+
+    writer = threading.Thread(target=save_on)
+    writer.start()
+    try:
+        house.wait("the save", lambda: "saving" in [c["state"] for c in house.jobs()["one"]["checkpoints"]])
+        house.save("two")
+        house.wait("a stopped child", lambda: any(p.status() == "stopped" for p in below(daemon)))
+        assert not (house.root / "nvme" / "two" / "latest_universal").exists()
+    finally:
+        is_over.set()
+        writer.join()
+    shutil.rmtree(begun)
+    house.wait("the conversion", lambda: (house.root / "nvme" / "two" / "latest_universal").exists())
+
+
+def below(daemon: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """All its children."""
+    return psutil.Process(daemon.pid).children(recursive=True)
 
 
 def test_a_bad_ckptd_toml_keeps_everything(house: House) -> None:

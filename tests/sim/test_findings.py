@@ -294,6 +294,34 @@ def test_transfers_and_conversions_make_way_for_a_save_in_flight(
     assert not is_paused(world)
 
 
+def test_all_jobs_of_a_disk_make_way_at_the_first_event(world: World) -> None:
+    """No look is waited for, and none of a job that works for another save_dir on that disk."""
+    saved(world, 1)
+    rng = random.Random(0)
+    world.live_on(100, rng)
+    assert world.hint is not None
+    world.hint(is_writing=False)
+    world.take_posts()
+    assert not is_paused(world)
+    world.hint(is_writing=True)
+    world.take_posts()
+    assert is_paused(world)
+    world.live_on(20, rng)
+    assert not is_paused(world), "what was written was no save"
+    assert world.job is not None and world.job.state is not None and world.job.state.listing is not None
+    way, disk = world.totals.way, world.job.state.listing.device
+    way.join("neighbour", disk, lambda: None)
+    way.join("elsewhere", disk + 1, lambda: None)
+    way.tell("elsewhere", is_saving=True)
+    assert not is_paused(world)
+    way.tell("neighbour", is_saving=True)
+    assert is_paused(world)
+    world.live_on(20, rng)
+    assert is_paused(world), "a turn without a save of its own forgot the neighbour's"
+    way.leave("neighbour")
+    assert not is_paused(world)
+
+
 def is_paused(world: World) -> bool:
     """Conversions of the job wait."""
     assert world.job is not None

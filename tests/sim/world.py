@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.daemon.links import RemoteLink
+    from ckptd.local.watch import OnHint
     from tests.sim.disk import Disk
 
 NAS, S3 = "nas", "s3"
@@ -98,7 +99,7 @@ class Quiet:
 
     problem = None
 
-    def __init__(self, world: World, hint: Callable[[], None]) -> None:
+    def __init__(self, world: World, hint: OnHint) -> None:
         self._world = world
         world.hint = hint
 
@@ -145,7 +146,7 @@ class World:
         self.written_over: set[str] = set()
         """Tags in which a note was written over: if it was part of the save, that is another save now, and
         may be retired before it was committed."""
-        self.hint: Callable[[], None] | None = None
+        self.hint: OnHint | None = None
         self.defect: BaseException | None = None
         self.posts: deque[Callable[[], None]] = deque()
         self.tasks: list[Callable[[], None]] = []
@@ -223,7 +224,7 @@ class World:
 
     def _on_step(self) -> None:
         if self.hint is not None and not self.is_deaf:
-            self.hint()
+            self.hint(is_writing=True)
 
     def _on_write(self, inode: Any, path: str) -> None:
         if self.kernel.actor == "ckptd":
@@ -306,10 +307,14 @@ class World:
     def turn(self) -> None:
         """What happened reaches the deciding thread, then a turn."""
         job = self.ensure_daemon()
-        while self.posts:
-            self.posts.popleft()()
+        self.take_posts()
         job.turn(self.kernel.now_seconds)
         self.totals.settle()
+
+    def take_posts(self) -> None:
+        """What happened elsewhere reaches the deciding thread, before any turn."""
+        while self.posts:
+            self.posts.popleft()()
 
     def work(self, rng: random.Random) -> bool:
         """Let one worker or one remote's process go on; False when all have nothing to do."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from bench.interference_report import Memory, Work, render
-from bench.interference_stats import Pair, Segment, difference, mean_save, median_step, p99_step
+from bench.interference_stats import Pair, Segment, difference, mean_save, median_step, p99_step, undisturbed
 
 
 def pairs(
@@ -77,6 +78,19 @@ def test_a_claim_is_the_upper_end_and_is_held_against_the_control() -> None:
     assert "at most 100 MiB, dirty pages 6 MiB, killed for want of memory: 1" in render(
         slow, quiet, known, work, 6_000_000_000, 1.0, 256 << 20, 2
     )
+
+
+def test_what_the_host_took_is_left_out_of_both_kinds_alike() -> None:
+    """By one limit for all pairs; where nothing was taken nothing is left out."""
+
+    def stolen(shares: list[float]) -> list[Pair]:
+        made = pairs(0, len(shares))
+        return [replace(p, other=replace(p.other, stolen=s)) for p, s in zip(made, shares, strict=True)]
+
+    kept = undisturbed(stolen([0.0, 0.3, 0.01, 0.2]), stolen([0.02, 0.0, 0.0, 0.03]))
+    assert [[pair.stolen for pair in kind] for kind in kept] == [[0.0, 0.01], [0.02, 0.0, 0.0, 0.03]]
+    assert [len(kind) for kind in undisturbed(stolen([0.0] * 3), stolen([0.0]))] == [3, 1]
+    assert undisturbed([], []) == ([], [])
 
 
 def test_no_pairs_are_no_claim() -> None:

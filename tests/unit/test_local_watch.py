@@ -21,11 +21,13 @@ class Ear:
     def __init__(self, save_dir: Path) -> None:
         self.save_dir = save_dir
         self.hints = 0
+        self.is_writing = False
         self.watcher = Watcher(str(save_dir), self.hint)
         self.watcher.start()
 
-    def hint(self) -> None:
+    def hint(self, *, is_writing: bool = False) -> None:
         self.hints += 1
+        self.is_writing |= is_writing
 
     def hears(self, seconds: float = 200.0) -> bool:
         end = time.monotonic() + seconds
@@ -33,10 +35,17 @@ class Ear:
             time.sleep(0.02)
         return self.hints > 0
 
+    def hears_writing(self, seconds: float = 200.0) -> None:
+        end = time.monotonic() + seconds
+        while not self.is_writing:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
     def forget(self) -> None:
         """What was said so far and is still on its way (watchdog holds deletions back for half a second)."""
         time.sleep(0.8)
         self.hints = 0
+        self.is_writing = False
 
 
 @pytest.fixture(params=["run", "_ckptd-tests/run"])
@@ -54,6 +63,25 @@ def test_a_new_folder_is_a_hint_and_ours_is_none(ear: Ear) -> None:
     assert not ear.hears(0.5)
     (ear.save_dir / "global_step1").mkdir()
     assert ear.hears()
+    assert ear.is_writing
+
+
+def test_what_lies_beside_the_checkpoints_is_no_save(ear: Ear) -> None:
+    """A log that is written in every step would keep transfers slow for ever."""
+    (ear.save_dir / "log.txt").write_text("step 1")
+    assert ear.hears()
+    (ear.save_dir / "global_step1").mkdir()
+    ear.watcher.follow(["global_step1"])
+    ear.forget()
+    (ear.save_dir / "log.txt").write_text("step 2")
+    assert ear.hears()
+    assert not ear.is_writing
+    (ear.save_dir / "global_step1" / "shard").write_bytes(b"x")
+    ear.hears_writing()
+    ear.forget()
+    (ear.save_dir / "global_step1" / "shard").unlink()
+    assert ear.hears()
+    assert not ear.is_writing
 
 
 def test_a_folder_made_anew_under_its_name_is_heard_again(ear: Ear) -> None:

@@ -133,7 +133,7 @@ def test_a_watcher_without_file_events_hears_the_trainer(
 ) -> None:
     """Where the inotify limits are used up nothing else tells of a save before the next rescan."""
     heard = threading.Event()
-    watcher = Watcher(str(tmp_path), heard.set)
+    watcher = Watcher(str(tmp_path), lambda *, is_writing=False: heard.set())
 
     def no_watches_left(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
