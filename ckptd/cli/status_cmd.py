@@ -128,6 +128,8 @@ def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
 
 
 def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> None:
+    import gc
+
     from rich.console import Group
 
     from ckptd.cli.screen import Screen
@@ -141,6 +143,7 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
             for one in printable_everywhere(document["jobs"])
         ]
 
+    gc.enable()  # one look needs none, days of them do
     console = Screen()
     if console.is_terminal:
         quietly(
