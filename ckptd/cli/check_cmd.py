@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help="Prove rights, remote, room and restrictions of jobs; changes nothing that stays.")
     def check(
-        files: list[str] = typer.Argument(None, metavar="[FILE ...]", help="Job files; default: all."),
+        files: list[str] = typer.Argument(
+            None, metavar="[FILE ...]", help="Job files, or SAVE_DIR URL; default: all."
+        ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
@@ -103,6 +105,9 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
     if not files and not config_dir and (environ.get("CKPTD_SAVE_DIR") or environ.get("CKPTD_JOB")):
         return load(environ), Path()
     directory = Path(config_dir) if config_dir else default_config_dir(environ)
+    if files and len(files) <= 2 and Path(files[0]).is_dir():
+        # as `ckptd run SAVE_DIR URL` would take them
+        return load(environ, save_dir=files[0], url=(*files[1:], None)[0]), Path()
     if files:
         daemon = load_daemon(directory / "ckptd.toml", environ)
         return load_jobs([Path(name) for name in files], daemon, environ), directory

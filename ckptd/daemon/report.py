@@ -10,6 +10,7 @@ from ckptd.core.keeping import newest as newest_save
 from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
+from ckptd.core.planner import to_ship
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
+_LEFT = "found at the first start: not sent (backfill); ckptd adopt sends it"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 
@@ -212,7 +214,9 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     is_shown = {r.id for r in shown}
     ended = [r for r in rows if r.id not in is_shown and r.state in ("pruned", "vanished", "superseded")]
     times = state.journal.ship_times()
-    sealed = [_sealed(job, state, row, times) for row in [*shown, *ended[:SHOWN_ENDED]]]
+    assert job.view is not None
+    left = frozenset(s.id for s in job.view.saves if not to_ship(job.view, s))
+    sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
     folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}
     cut_short = unfinished(state)
@@ -251,21 +255,23 @@ def _unsealed(
     )
 
 
-def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes) -> st.CheckpointStatus:
+def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: bool) -> st.CheckpointStatus:
     assert job.view is not None
     save = row.save
     records = state.ships.get(row.id, {})
     remotes: dict[str, dict[str, st.FormStatus]] = {}
     for remote in job.view.remotes:
         forms = {
-            form: _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
+            form: st.FormStatus(state="none")
+            if is_left and (remote.name, form) not in records
+            else _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
             for form in remote.forms
         }
         remotes[remote.name] = forms
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
     fate = state.plan.local_fates.get(row.id) if state.plan else None
-    reason = damage(state, row)
+    reason = damage(state, row) or (_LEFT if is_left and row.state == "present" else None)
     return st.CheckpointStatus(
         tag=save.tag,
         generation=max((r.generation or 1 for r in zero), default=None),
