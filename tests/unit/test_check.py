@@ -85,6 +85,13 @@ def test_what_run_takes_check_takes(tmp_path: Path) -> None:
     assert (done.returncode, f"run: {tmp_path}/nvme/run" in done.stdout) == (0, True), (
         done.stdout + done.stderr
     )
+    (tmp_path / "etc" / "jobs.d").mkdir(parents=True)
+    (tmp_path / "run.toml").rename(tmp_path / "etc" / "jobs.d" / "llama.toml")
+    for word in ("llama", f"{tmp_path}/nvme/run", f"{tmp_path}/etc/jobs.d/llama.toml"):
+        named = ckptd("check", word, "--no-probe", "--config-dir", f"{tmp_path}/etc")
+        assert (named.returncode, "jobs.d/llama.toml" in named.stdout) == (0, True), (
+            named.stdout + named.stderr
+        )
     alone = ckptd("check", f"{tmp_path}/nvme/run")
     assert (alone.returncode, "there is no URL" in alone.stderr) == (2, True), alone.stderr
 
