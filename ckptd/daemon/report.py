@@ -271,7 +271,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: 
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
     fate = state.plan.local_fates.get(row.id) if state.plan else None
-    reason = damage(state, row) or (_LEFT if is_left and row.state == "present" else None)
+    damaged = damage(state, row)
     return st.CheckpointStatus(
         tag=save.tag,
         generation=max((r.generation or 1 for r in zero), default=None),
@@ -279,8 +279,8 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: 
         step=save.step,
         state=_state(row, zero),
         bytes=save.total_bytes,
-        reason=reason,
-        next_step=None if reason is None else way_out(job, state, save.tag)[0],
+        reason=damaged or (_LEFT if is_left and row.state == "present" else None),
+        next_step=None if damaged is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",
             universal=str(row.derived.state),

@@ -52,6 +52,7 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         left = here.checkpoint("global_step3")
         assert {form["state"] for forms in left["remotes"].values() for form in forms.values()} == {"none"}
         assert left["reason"] == "found at the first start: not sent (backfill); ckptd adopt sends it"
+        assert left["next_step"] is None, "it is whole: nothing to remove"
         here.stop()
         decide(here, "unpin", "global_step2")
         shutil.rmtree(here.save_dir / "_ckptd")
