@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
                 tell(f"  {line}")
             codes.append(error.exit_code)
         if not loaded.jobs and not loaded.problems:
-            tell(f"no job file in {place}; `ckptd init SAVE_DIR URL` prints one")
+            tell(f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one")
             raise typer.Exit(66)
         service = None if files else service_paths(loaded, place.parent)
         environ = dict(os.environ)

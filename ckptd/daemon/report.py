@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.keeping import newest as newest_save
 from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
+_GENERAL = re.compile("`ckptd (check|list)`")
 _LEFT = "found at the first start: not sent (backfill); ckptd adopt sends it"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
@@ -63,7 +66,7 @@ def job_status(job: Job) -> st.JobStatus:
                 severity=p.severity,
                 since=rfc3339(p.since),
                 text=p.text,
-                next_step=p.next_step,
+                next_step=_typed(job, p.next_step),
                 about=p.about,
             )
             for p in problems
@@ -313,6 +316,11 @@ def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
         return "uploading"
     refused = [r for r in zero if r.state in (ShipState.REFUSED, ShipState.RETIRED, ShipState.WAITING)]
     return str(refused[0].state) if refused else "complete"
+
+
+def _typed(job: Job, text: str) -> str:
+    """Commands that a message names in general, as they are typed for this job."""
+    return _GENERAL.sub(lambda said: f"`{command_for(job.config, said[1])}`", text)
 
 
 def _form(
