@@ -243,7 +243,9 @@ def _no_job(config_dir: Path | None) -> NotFoundError:
 
     wrong = wrong_file(config_dir)
     if wrong is None:
-        msg = "there is no job in the configuration directory"
+        from ckptd.config_places import default_config_dir
+
+        msg = f"there is no job in {(config_dir or default_config_dir(os.environ)) / 'jobs.d'}"
         return NotFoundError(msg, hint="name a job file or a SAVE_DIR, or say where --state-dir is")
     hint = f"{wrong.hint or 'put it right'}; `ckptd check` reads it; meanwhile ask by SAVE_DIR"
     return NotFoundError(f"no job can be told from the configuration: {wrong.message}", hint=hint)
