@@ -1,4 +1,4 @@
-"""`ckptd check [FILE ...]`: what is proved before a job is trusted, and what is not."""
+"""`ckptd check [JOB ...]`: what is proved before a job is trusted, and what is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help="Prove rights, remote, room and restrictions of jobs; changes nothing that stays.")
     def check(
-        files: list[str] = typer.Argument(None, metavar="[FILE ...]", help="Job files; default: all."),
+        files: list[str] = typer.Argument(
+            None, metavar="[JOB ...]", help="Files, names or SAVE_DIRs; SAVE_DIR URL as of run; default: all."
+        ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
@@ -47,7 +49,7 @@ def register(app: typer.Typer) -> None:
                 tell(f"  {line}")
             codes.append(error.exit_code)
         if not loaded.jobs and not loaded.problems:
-            tell(f"no job file in {place}; `ckptd init SAVE_DIR URL` prints one")
+            tell(f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one")
             raise typer.Exit(66)
         service = None if files else service_paths(loaded, place.parent)
         environ = dict(os.environ)
@@ -104,9 +106,23 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
         return load(environ), Path()
     directory = Path(config_dir) if config_dir else default_config_dir(environ)
     if files:
-        daemon = load_daemon(directory / "ckptd.toml", environ)
-        return load_jobs([Path(name) for name in files], daemon, environ), directory
+        named = [_file_of(name, directory, environ) for name in files]
+        if named[0] is None and len(files) <= 2:
+            return load(environ, save_dir=files[0], url=(*files[1:], None)[0]), Path()
+        paths = [path or Path(name) for path, name in zip(named, files, strict=True)]
+        return load_jobs(paths, load_daemon(directory / "ckptd.toml", environ), environ), directory
     return load_all(directory, environ), directory / "jobs.d"
+
+
+def _file_of(job: str, config_dir: Path, environ: Mapping[str, str]) -> Path | None:
+    """The file of JOB as every verb takes it; None: a SAVE_DIR of none, with its URL as `run` takes it."""
+    from pathlib import Path
+
+    from ckptd.config import resolve_job
+
+    if job.endswith(".toml") or Path(job).is_file() or "://" in job:
+        return Path(job)
+    return resolve_job(job, environ, config_dir=config_dir).file
 
 
 def _rows(finding: Finding) -> Table:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 2.0
 """After the deadline, for the daemon's last word."""
 AGAIN_SECONDS = 0.5
+_NOT_BEGUN = ("saving", "unknown", "resaving", "sealing")
 
 _HELP = (
     "The node is about to go: stop conversions and removals, send what is complete here, newest first, and "
@@ -128,9 +129,9 @@ class Draining:
     def _follow(self, live: list[Asked]) -> bool:
         """Until all are done or the time is over; True: a daemon has gone meanwhile."""
         import time
-        from pathlib import Path
 
         from ckptd.cli.asking import POLL_SECONDS
+        from ckptd.cli.status_words import is_there
 
         waiting = list(live)
         while waiting and time.monotonic() < self._end + GRACE_SECONDS:
@@ -138,7 +139,7 @@ class Draining:
                 drain = self._drain_of(one)
                 if drain and (drain["is_done"] or set(drain["missing"]) <= set(drain["refused"])):
                     waiting.remove(one)
-                elif not Path(f"/proc/{one.pid}").exists():
+                elif one.pid is None or not is_there(one.pid):
                     say(f"{one.name}: its daemon has gone")
                     return True
             time.sleep(POLL_SECONDS)
@@ -170,8 +171,10 @@ class Draining:
             if drain["is_done"]:
                 tell(f"{one.name}: drained, all that is complete here is committed")
                 continue
-            missing = ", ".join(drain["missing"]) or "what is being saved"
-            tell(f"{one.name}: not committed: {missing}")
+            job = one.job()
+            tell(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
+            for line in reasons(job):
+                say(f"{one.name}: {line}")
             is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])
             code = max(code, 1 if is_refused else 3)
         return code
@@ -229,6 +232,24 @@ class Draining:
             raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
         daemon = config.load_daemon(directory / "ckptd.toml", os.environ)
         return config.LoadedConfig(daemon=daemon, jobs=(job,))
+
+
+def not_begun(job: dict[str, Any]) -> str:
+    """What was not known to be complete when the time was over."""
+    rows = job.get("checkpoints", [])
+    return ", ".join(f"{row['tag']} ({row['state']})" for row in rows if row["state"] in _NOT_BEGUN) or (
+        "what is being saved"
+    )
+
+
+def reasons(job: dict[str, Any]) -> list[str]:
+    """What else is wrong, and what to type: a link that is away is no matter of a longer window."""
+    import time
+
+    from ckptd.cli.status_words import problem_lines
+
+    lines = problem_lines(job, time.time()) if job.get("problems") else []
+    return [line.strip() for severity, line in lines if severity != "note"]
 
 
 def _no_answer(one: Asked) -> str:

@@ -5,7 +5,6 @@ Loading one verb keeps `ckptd status` fast: nothing it does not need is imported
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -99,7 +98,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = next((a for a in arguments if not a.startswith("-")), None)
     verbs = (wanted,) if wanted in VERBS else VERBS
     if wanted == "status":
-        gc.disable()
         take_texts_as_they_are()
     try:
         _refuse_empty(arguments)

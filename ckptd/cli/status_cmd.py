@@ -128,6 +128,8 @@ def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
 
 
 def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> None:
+    import gc
+
     from rich.console import Group
 
     from ckptd.cli.screen import Screen
@@ -141,6 +143,7 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
             for one in printable_everywhere(document["jobs"])
         ]
 
+    gc.enable()  # one look needs none, days of them do
     console = Screen()
     if console.is_terminal:
         quietly(
@@ -229,10 +232,31 @@ def published(
     if found:
         return found
     if job is None and not looked:
-        msg = "there is no job in the configuration directory"
-        raise NotFoundError(msg, hint="name a job file or a SAVE_DIR, or say where --state-dir is")
+        raise _no_job(config_dir)
     msg = f"no daemon has published a status (looked at {', '.join(dict.fromkeys(looked))})"
-    raise NotFoundError(msg, hint="is it running? start it with: ckptd run SAVE_DIR URL")
+    raise NotFoundError(msg, hint=_where_then(job))
+
+
+def _no_job(config_dir: Path | None) -> NotFoundError:
+    """Nothing is configured, or nothing that is can run: a daemon may go on with what it read before."""
+    from ckptd.cli.status_places import wrong_file
+
+    wrong = wrong_file(config_dir)
+    if wrong is None:
+        from ckptd.config_places import default_config_dir
+
+        msg = f"there is no job in {(config_dir or default_config_dir(os.environ)) / 'jobs.d'}"
+        return NotFoundError(msg, hint="name a job file or a SAVE_DIR, or say where --state-dir is")
+    hint = f"{wrong.hint or 'put it right'}; `ckptd check` reads it; meanwhile ask by SAVE_DIR"
+    return NotFoundError(f"no job can be told from the configuration: {wrong.message}", hint=hint)
+
+
+def _where_then(job: str | None) -> str:
+    """What to type where nothing is published of a job."""
+    if job is not None and "/" in job and not os.path.exists(job):
+        return f"{job} is not there: a remote that is not mounted, or a SAVE_DIR that is spelt otherwise?"
+    place = job if job is not None and os.path.isdir(job) else "SAVE_DIR"
+    return f"is it running? start it with: ckptd run {place} URL"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from ckptd.errors import CkptdError
+
 _SERVICES = Path("/var/lib/ckptd")
 """Where systemd keeps the state of `ckptd@USER.service`, by user and job."""
 STATUS = "status.json"
@@ -52,6 +54,13 @@ def _all_known(config_dir: Path | None) -> list[Path]:
         found += _dirs_of(config.name, config.save_dir, loaded.daemon.state_dir)
     # whoever asks: what the node's services publish
     return found or sorted(path.parent for path in _SERVICES.glob(f"*/*/{STATUS}"))
+
+
+def wrong_file(config_dir: Path | None) -> CkptdError | None:
+    """Why the first job file that cannot run cannot; None: none is wrong."""
+    from ckptd.config import load_all
+
+    return next((error for _, error in load_all(_directory(config_dir), os.environ).problems), None)
 
 
 def _configured(job: str, config_dir: Path | None) -> list[Path]:

@@ -51,7 +51,7 @@ def life_of(document: dict[str, Any], now: float) -> Life:
     start = str(daemon.get("start_command") or "")
     if not daemon["alive"]:
         return Life(reason=f"the daemon was stopped {ago(age)} ago", age_seconds=age, start_command=start)
-    if daemon.get("pid_space") in (None, "", pid_space()) and not _is_there(int(daemon["pid"])):
+    if daemon.get("pid_space") in (None, "", pid_space()) and not is_there(int(daemon["pid"])):
         reason = f"the daemon (process {daemon['pid']}) is gone; it last published {ago(age)} ago"
         return Life(reason=reason, age_seconds=age, start_command=start)
     if age > STALE_SECONDS:
@@ -60,14 +60,19 @@ def life_of(document: dict[str, Any], now: float) -> Life:
     return Life(age_seconds=age)
 
 
-def _is_there(pid: int) -> bool:
+def is_there(pid: int) -> bool:
+    """Whether a process goes on; one that has ended and that nobody asked about yet (a zombie) does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
+        pass
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
         return True
-    return True
 
 
 def headline(job: dict[str, Any], life: Life, now: float) -> str:

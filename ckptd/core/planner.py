@@ -132,7 +132,7 @@ def _open(view: JobView, remote: RemoteView) -> list[SaveView]:
         if ZERO in remote.forms
         and (s.is_intact or s.is_held)
         and s.ship(remote.name, ZERO).state not in done
-        and _to_ship(view, s)
+        and to_ship(view, s)
     ]
 
 
@@ -196,7 +196,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
         and not s.is_held
         and not s.is_busy
         and not _was_committed(view, s)
-        and _to_ship(view, s)
+        and to_ship(view, s)
         and s.id not in loose
     ]
 
@@ -212,7 +212,7 @@ def _was_committed(view: JobView, save: SaveView) -> bool:
     return bool(required) and all(save.ship(r, ZERO).state in done for r in required)
 
 
-def _to_ship(view: JobView, save: SaveView) -> bool:
+def to_ship(view: JobView, save: SaveView) -> bool:
     """Backfill: of the saves found at the first start, all, the newest, or none are shipped (H20)."""
     if not save.was_found_first or save.is_adopted or view.backfill == "all":
         return True
@@ -251,7 +251,7 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
 
 def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:
     has_source = save.is_intact or save.is_held
-    return has_source and _is_due(view, save, remote, ZERO) and _to_ship(view, save)
+    return has_source and _is_due(view, save, remote, ZERO) and to_ship(view, save)
 
 
 def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:

@@ -17,6 +17,7 @@ from ckptd.core.afar import gets_nothing
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
+from ckptd.core.planner import to_ship
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
@@ -136,7 +137,11 @@ def see_problems(job: Job, state: JobState) -> None:
                 "remote-left-alone", link.name, text, "nothing to do but to mend the reason; tried by itself"
             )
     waiting = (
-        [s.save.tag for s in job.view.saves if s.is_intact and not is_committed(job.view, s)]
+        [
+            s.save.tag
+            for s in job.view.saves
+            if s.is_intact and to_ship(job.view, s) and not is_committed(job.view, s)
+        ]
         if job.view
         else []
     )

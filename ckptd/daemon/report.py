@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ckptd.config_places import command_for
 from ckptd.core.keeping import newest as newest_save
 from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
+from ckptd.core.planner import to_ship
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
+_GENERAL = re.compile("`ckptd (check|list)`")
+_LEFT = "found at the first start: not sent (backfill); ckptd adopt sends and rotates it"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 
@@ -61,7 +66,7 @@ def job_status(job: Job) -> st.JobStatus:
                 severity=p.severity,
                 since=rfc3339(p.since),
                 text=p.text,
-                next_step=p.next_step,
+                next_step=_typed(job, p.next_step),
                 about=p.about,
             )
             for p in problems
@@ -212,7 +217,9 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     is_shown = {r.id for r in shown}
     ended = [r for r in rows if r.id not in is_shown and r.state in ("pruned", "vanished", "superseded")]
     times = state.journal.ship_times()
-    sealed = [_sealed(job, state, row, times) for row in [*shown, *ended[:SHOWN_ENDED]]]
+    assert job.view is not None
+    left = frozenset(s.id for s in job.view.saves if not to_ship(job.view, s))
+    sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
     folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}
     cut_short = unfinished(state)
@@ -251,21 +258,23 @@ def _unsealed(
     )
 
 
-def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes) -> st.CheckpointStatus:
+def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: bool) -> st.CheckpointStatus:
     assert job.view is not None
     save = row.save
     records = state.ships.get(row.id, {})
     remotes: dict[str, dict[str, st.FormStatus]] = {}
     for remote in job.view.remotes:
         forms = {
-            form: _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
+            form: st.FormStatus(state="none")
+            if is_left and (remote.name, form) not in records
+            else _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
             for form in remote.forms
         }
         remotes[remote.name] = forms
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
     fate = state.plan.local_fates.get(row.id) if state.plan else None
-    reason = damage(state, row)
+    damaged = damage(state, row)
     return st.CheckpointStatus(
         tag=save.tag,
         generation=max((r.generation or 1 for r in zero), default=None),
@@ -273,8 +282,8 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes) -> st.Che
         step=save.step,
         state=_state(row, zero),
         bytes=save.total_bytes,
-        reason=reason,
-        next_step=None if reason is None else way_out(job, state, save.tag)[0],
+        reason=damaged or (_LEFT if is_left and row.state == "present" else None),
+        next_step=None if damaged is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",
             universal=str(row.derived.state),
@@ -307,6 +316,11 @@ def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
         return "uploading"
     refused = [r for r in zero if r.state in (ShipState.REFUSED, ShipState.RETIRED, ShipState.WAITING)]
     return str(refused[0].state) if refused else "complete"
+
+
+def _typed(job: Job, text: str) -> str:
+    """Commands that a message names in general, as they are typed for this job."""
+    return _GENERAL.sub(lambda said: f"`{command_for(job.config, said[1])}`", text)
 
 
 def _form(

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shlex
 import time
 from typing import TYPE_CHECKING
 
@@ -129,8 +130,8 @@ def open_locked(save_dir: str) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
-        msg = f"another daemon owns {save_dir}"
-        raise LockHeld(msg) from error
+        hint = f"one daemon per save_dir; `{shlex.join(['ckptd', 'status', save_dir])}` shows it"
+        raise LockHeld(f"another daemon owns {save_dir}", hint=hint) from error
     return fd
 
 

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
 from ckptd.core.manifest import side_key, stem
 from ckptd.core.save import Order
@@ -210,6 +209,9 @@ def look_locally(
 
 
 def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:
+    # what looks at a remote alone loads no conversions
+    from ckptd.convert.supervise import inspect_files
+
     try:
         return inspect_files(folder, paths, is_final=False), None
     except StorageError as error:

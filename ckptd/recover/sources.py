@@ -69,7 +69,7 @@ def where_of(
         remote = remote_from_arguments(str(found.save_dir), environ)
         return Where(remotes=named((remote,), only), owner=None)
     msg = f"{found.save_dir} is neither a remote of ckptd nor the save_dir of a job that has one"
-    raise NotFoundError(msg, hint="name the job or the remote's directory")
+    raise NotFoundError(msg, hint="name its URL instead, or set CKPTD_URL to it; a job file would know it")
 
 
 def said_of(name: str, url: str, text: str) -> str:

@@ -77,6 +77,25 @@ def test_init_remote_and_then_all_is_well(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "nas" / "run").rglob("*") if p.is_file()] == ["remote.json"]
 
 
+def test_what_run_takes_check_takes(tmp_path: Path) -> None:
+    """SAVE_DIR URL: whoever starts without a job file proves it as well before."""
+    job_file(tmp_path)
+    (tmp_path / "nvme" / "run").mkdir()
+    done = ckptd("check", f"{tmp_path}/nvme/run", f"{tmp_path}/nas/run", "--no-probe")
+    assert (done.returncode, f"run: {tmp_path}/nvme/run" in done.stdout) == (0, True), (
+        done.stdout + done.stderr
+    )
+    (tmp_path / "etc" / "jobs.d").mkdir(parents=True)
+    (tmp_path / "run.toml").rename(tmp_path / "etc" / "jobs.d" / "llama.toml")
+    for word in ("llama", f"{tmp_path}/nvme/run", f"{tmp_path}/etc/jobs.d/llama.toml"):
+        named = ckptd("check", word, "--no-probe", "--config-dir", f"{tmp_path}/etc")
+        assert (named.returncode, "jobs.d/llama.toml" in named.stdout) == (0, True), (
+            named.stdout + named.stderr
+        )
+    alone = ckptd("check", f"{tmp_path}/nvme/run")
+    assert (alone.returncode, "there is no URL" in alone.stderr) == (2, True), alone.stderr
+
+
 def test_bandwidth_is_echoed_with_what_holds_now(tmp_path: Path) -> None:
     path = job_file(tmp_path)
     path.write_text(f'{path.read_text()}bandwidth = "00:00,8Gb/s"\n')

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.cli.drain_cmd import not_begun, reasons
 from ckptd.core import actions as a
 from ckptd.core.draining import COMMIT_SECONDS, Drain
 from ckptd.core.planner import plan
@@ -239,3 +240,18 @@ def test_late_is_what_the_sum_says(speed: float) -> None:
     told = plan(view).drained
     assert told is not None
     assert len(told.late) == (3 if speed == 10.0 else 1)
+
+
+def test_what_a_window_was_too_short_for_is_named_with_what_else_is_wrong() -> None:
+    """A longer window does not help where the remote refuses: the reason stands beside what is missing."""
+    at = "2026-01-01T00:00:00Z"
+    problem = {"severity": "attention", "text": "nas: no credentials", "next_step": "give some", "since": at}
+    note = {"severity": "note", "text": "small", "next_step": "", "since": at}
+    rows = [{"tag": "global_step7", "state": "sealing"}, {"tag": "global_step6", "state": "committed"}]
+    job = {"problems": [problem, note], "checkpoints": rows}
+    assert not_begun(job) == "global_step7 (sealing)"
+    assert not_begun({}) == "what is being saved"
+    text, step = reasons(job)
+    assert text.startswith("! nas: no credentials (")
+    assert step == "→ give some"
+    assert reasons({}) == []

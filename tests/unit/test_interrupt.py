@@ -59,3 +59,37 @@ def test_where_it_is_ignored_it_is_ignored() -> None:
     """As a shell does for what it starts in the background."""
     done = interrupted("typer", "list", "job", ignored=True)
     assert (done.returncode, "no job 'job'" in done.stderr) == (66, True), done
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "said"),
+    [(">&-", 66, "no daemon has published"), (">&- 2>&-", 66, ""), ("<&- >&- 2>&-", 66, "")],
+)
+def test_closed_outputs_are_no_reason_to_fail(closed: str, code: int, said: str) -> None:
+    """A file that is opened takes the lowest number that is free: never that of what we print on."""
+    command = f'"$0" -m ckptd status /nowhere/at/all {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], check=False, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (code, True, False)
+
+
+def test_what_nobody_reads_any_more_ends_like_any_program() -> None:
+    """`status` ends without taking the interpreter apart: what it said is out before, or it says why not."""
+    shown = subprocess.run(
+        ["sh", "-c", '"$0" -m ckptd status --help | cat', sys.executable],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "Is my run safe?" in shown.stdout
+    full = subprocess.run(
+        ["sh", "-c", '"$0" -m ckptd status --help > /dev/full', sys.executable],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert full.returncode != 0
+    assert "No space left" in full.stderr

@@ -113,6 +113,37 @@ def test_no_job_at_all_is_said(tmp_path: Path) -> None:
     assert (done.returncode, "there is no job in" in done.stderr) == (66, True), done.stderr
 
 
+def test_a_configuration_that_names_no_job_any_more_says_why(tmp_path: Path) -> None:
+    """A daemon may go on with what it read before: "there is no job" would be a lie about it."""
+    (tmp_path / "etc" / "jobs.d").mkdir(parents=True)
+    (tmp_path / "etc" / "jobs.d" / "a.toml").write_text('save_dri = "/nvme/a"\n')
+    done = status(tmp_path)
+    assert done.returncode == 66
+    assert "etc/jobs.d/a.toml: save_dri" in done.stderr
+    assert 'did you mean "save_dir"?; `ckptd check` reads it' in done.stderr
+
+
+def test_what_to_type_names_what_was_asked_for(tmp_path: Path) -> None:
+    """A SAVE_DIR that no daemon runs, and a directory that is not there (a remote that is not mounted)."""
+    assert f"start it with: ckptd run {tmp_path} URL" in status(tmp_path, str(tmp_path)).stderr
+    gone = tmp_path / "mnt" / "run"
+    done = status(tmp_path, str(gone))
+    assert (done.returncode, f"{gone} is not there: a remote that is not mounted" in done.stderr) == (
+        66,
+        True,
+    )
+
+
+def test_a_daemon_that_nobody_has_waited_for_is_gone(house: Path) -> None:
+    """A container without an init keeps it as a zombie, which takes signals like any process."""
+    with subprocess.Popen(["true"]) as zombie:
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        publish(house, "a", document("a", pid=zombie.pid, at=just_now(), root=house))
+        done, live = status(house, "a"), status(house, "a", "--live")
+    assert (done.returncode, live.returncode) == (1, 1)
+    assert f"NOT WATCHED: the daemon (process {zombie.pid}) is gone" in done.stdout
+
+
 @pytest.mark.parametrize("state", ["committed", "shipping"])
 def test_what_was_committed_is_said_while_its_remote_is_away(house: Path, state: str) -> None:
     """Still not safe (P17), but nobody has to think that everything is lost."""
