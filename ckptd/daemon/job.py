@@ -194,10 +194,8 @@ class Job:
         if self.phase == "waiting":
             return 1.0
         rescan = min(self._rescan_seconds(), self.control.seconds_to_next)
-        waits = [
-            rescan - (now_seconds - self.rest.scanned_at_seconds),
-            self._ear.seconds_to_look(now_seconds),
-        ]
+        looked_seconds_ago = now_seconds - self.rest.scanned_at_seconds
+        waits = [rescan - looked_seconds_ago, self._ear.seconds_to_look(now_seconds)]
         if self.state is not None:
             waits.append(self.intake.next_due_seconds(now_seconds))
             waits += [wait for link in self.links.values() if (wait := link.seconds_to_wake) > 0]
