@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -33,10 +34,11 @@ REST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of asking, the seconds of each run, and milliseconds of imports by package."""
+    """A way of asking, the seconds of each run, also of CPU time, and milliseconds of imports by package."""
 
     name: str
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     imports: tuple[tuple[str, float], ...]
 
     @property
@@ -44,7 +46,8 @@ class Way:
         """A line of the table."""
         told = ", ".join(f"{name} {taken:.0f}" for name, taken in self.imports)
         low, high = min(self.seconds), max(self.seconds)
-        return f"| {self.name} | {median(self.seconds):.2f} ({low:.2f} – {high:.2f}) | {told} |"
+        cpu = f"{median(self.cpu_seconds):.2f}"
+        return f"| {self.name} | {median(self.seconds):.2f} ({low:.2f} – {high:.2f}) | {cpu} | {told} |"
 
 
 def ask(name: str, arguments: list[str], environment: dict[str, str], runs: int) -> Way:
@@ -54,8 +57,9 @@ def ask(name: str, arguments: list[str], environment: dict[str, str], runs: int)
         SystemExit: the command does not answer.
     """
     taken: list[float] = []
+    worked: list[float] = []
     for _ in range(runs + 1):
-        began = time.monotonic()
+        began, before = time.monotonic(), _cpu_of_children()
         done = subprocess.run(
             [Path(sys.executable).with_name("ckptd"), "status", *arguments],
             capture_output=True,
@@ -64,10 +68,17 @@ def ask(name: str, arguments: list[str], environment: dict[str, str], runs: int)
             check=False,
         )
         taken.append(time.monotonic() - began)
+        worked.append(_cpu_of_children() - before)
         if done.returncode not in (0, 1, 3) or not done.stdout:
             raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr}")
     # the first one compiles
-    return Way(name, tuple(taken[1:]), imports(arguments, environment))
+    return Way(name, tuple(taken[1:]), tuple(worked[1:]), imports(arguments, environment))
+
+
+def _cpu_of_children() -> float:
+    """Of those that have ended; the daemon and the server have not."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def installed(environment: dict[str, str], folder: Path) -> dict[str, str]:
@@ -135,8 +146,8 @@ def render(ways: list[Way], checkpoints: int) -> str:
     lines = [
         f"Machine: {machine()}; load {os.getloadavg()[0]:.1f} in the last minute. {checkpoints} checkpoints.",
         "",
-        "| command | s, median (least – greatest) | ms of imports, the dearest |",
-        "|---|---|---|",
+        "| command | s, median (least – greatest) | CPU s, median | ms of imports, the dearest |",
+        "|---|---|---|---|",
         *(way.row for way in ways),
         "",
         f"* on the node, at most {AIM_SECONDS} s: {here:.2f} ({_word(here, AIM_SECONDS)})",

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ckptd import files
 from ckptd.cli.main import main
 from ckptd.cli.status_tables import checkpoints_table
+from ckptd.local.state_dir import prepare_state_dir
 from tests.unit import status_gallery as gallery
 
-if TYPE_CHECKING:
-    from pathlib import Path
+NOBODY = 65534
 
 
 def just_now() -> str:
@@ -230,3 +236,39 @@ def test_a_tag_is_whole_on_a_narrow_terminal() -> None:
     out = io.StringIO()
     Console(file=out, width=70).print(checkpoints_table(job, retention=False))
     assert f"global_step{'0' * 20} " in out.getvalue()
+
+
+def _as_somebody_else(place: str, answers: multiprocessing.Queue[tuple[object, str]]) -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            main(["status", "--state-dir", place])
+        except SystemExit as end:
+            answers.put((end.code, said.getvalue()))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_any_user_is_answered() -> None:
+    """By the modes that a daemon gives what it publishes, and its process seen from another user."""
+    base = Path(tempfile.mkdtemp())
+    try:
+        base.chmod(0o755)
+        place = base / "run" / "_ckptd" / "state"
+        place.parent.mkdir(parents=True)
+        prepare_state_dir(place)
+        text = json.dumps(document("a", pid=os.getpid(), at=just_now(), root=base)).encode()
+        with files.opened_dir(place) as fd:
+            files.write_atomic(fd, "status.json", text, mode=0o644)
+        context = multiprocessing.get_context("fork")
+        answers: multiprocessing.Queue[tuple[object, str]] = context.Queue()
+        process = context.Process(target=_as_somebody_else, args=(str(place), answers))
+        process.start()
+        code, said = answers.get(timeout=200)
+        process.join()
+    finally:
+        shutil.rmtree(base)
+    assert (code, "a  NOT SAFE: nothing is committed yet" in said) == (0, True), said
