@@ -21,10 +21,10 @@ def keep_sums(db: Connection) -> None:
     db.execute("PRAGMA temp_store=MEMORY")
     for table, columns in _tables(db).items():
         for event in ("INSERT", f"UPDATE OF {columns}"):
-            db.execute(
-                f"CREATE TEMP TRIGGER {table}_{event.split()[0]} AFTER {event} ON main.{table} BEGIN "  # noqa: S608 - names of ours
-                f"UPDATE {table} SET {_SUM}={_SUM}({columns}) WHERE rowid=NEW.rowid; END"
-            )
+            name = f"{table}_{event.split()[0]}"
+            change = f"UPDATE {table} SET {_SUM}={_SUM}({columns}) WHERE rowid=NEW.rowid"  # noqa: S608 - names of ours
+            after = f"AFTER {event} ON main.{table}"
+            db.execute(f"CREATE TEMP TRIGGER IF NOT EXISTS {name} {after} BEGIN {change}; END")
 
 
 def add_sums(db: Connection) -> None:

@@ -117,11 +117,11 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     return actions
 
 
-def would_be_dropped(view: JobView, local: LocalFates, save: SaveView) -> bool:
-    """A form that is made now would go again at the next turn: its save may go, and cannot yet."""
+def worth_making(view: JobView, local: LocalFates, saves: list[SaveView]) -> list[SaveView]:
+    """Of these, without those whose form would go again at the next turn: they may go, and cannot yet."""
     ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
     proven = _proven(ready, {s.save.tag for s in view.saves if s.is_present})
-    return _why_drop(view, save, proven, local) is not None
+    return [s for s in saves if _why_drop(view, s, proven, local) is None]
 
 
 def _proven(ready: list[SaveView], here: set[str]) -> list[SaveView]:

@@ -32,7 +32,7 @@ from ckptd.core.deriving import (
     is_streamed,
     keep_derived,
     to_derive,
-    would_be_dropped,
+    worth_making,
 )
 from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local
@@ -300,9 +300,9 @@ def _convert(view: JobView, local: LocalFates) -> list[Action]:
     whole = (s for s in view.saves if s.is_intact and s.is_convertible)
     candidates = sorted(whole, key=lambda s: s.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
-    for save in candidates if view.disk.can_clone else candidates[:1]:
-        if not is_open(save.universal, view.now_seconds) or would_be_dropped(view, local, save):
-            continue
+    due = candidates if view.disk.can_clone else candidates[:1]
+    due = [s for s in due if is_open(s.universal, view.now_seconds)]
+    for save in worth_making(view, local, due) if due else ():
         cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
         if view.disk.free_bytes - cost_bytes < view.disk.reserve_bytes:
             return []

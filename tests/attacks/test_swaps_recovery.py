@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from ckptd.errors import CkptdError
+from tests.attacks.figures import note
 from tests.attacks.swaps import SwapScene, before_each_call, exchange
 from tests.unit.restore_scene import TAG, RestoreScene
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 PLACES = (TAG, "_ckptd", "_ckptd/staging", "_ckptd/aside", "latest")
+
+
+FULL_POINTS = {"restore": 1000, "resume": 200}
+"""A resume looks at everything that lies there and takes over a second."""
+
+
+def spread(calls: int, most: int, seed: str) -> list[int]:
+    """One call of each of `most` equal stretches of them, by the seed; all where there are no more."""
+    rng, parts = random.Random(seed), min(most, calls)
+    return [rng.randint(1 + n * calls // parts, (n + 1) * calls // parts) for n in range(parts)]
 
 
 class Planter:
@@ -69,9 +82,19 @@ def attempt(root: Path, committed: Path, verb: str, place: str, at: int, patch: 
 def test_links_planted_in_mid_recovery(
     tmp_path: Path, committed: Path, verb: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call with CKPTD_FULL=1, else four of them."""
+    """Before four calls; with CKPTD_FULL=1 before so many that it takes some minutes, spread over all."""
+    started = time.monotonic()
     calls = attempt(tmp_path, committed, verb, place, -1, monkeypatch)
     assert calls > 100
-    first = PLACES.index(place)
-    for at in range(1 + first, calls + 1, 1 if FULL else calls // 4):
+    chosen = spread(calls, FULL_POINTS[verb] if FULL else 4, f"{verb} {place}")
+    print(f"{verb}, {place}: {len(chosen)} of {calls} points")
+    for at in chosen:
         attempt(tmp_path, committed, verb, place, at, monkeypatch)
+    note(
+        f"F23-{verb}-{place.replace('/', '-')}",
+        f"links planted before calls of {verb}",
+        runs=len(chosen),
+        violations=0,  # the first one ends the run
+        seconds=time.monotonic() - started,
+        said=f"of {calls} points",
+    )

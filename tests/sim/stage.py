@@ -93,7 +93,7 @@ class Database:
         if self._db is None:
             msg = f"the journal {self.path}: file is not a database"
             raise JournalDamaged(msg)
-        if not statement.startswith(("SELECT", "PRAGMA")):
+        if not statement.startswith(("SELECT", "PRAGMA", "CREATE TEMP")):
             self._kernel.call("sql", statement.split(maxsplit=3)[0])
         return self._db
 
@@ -105,6 +105,10 @@ class Database:
 
     def executescript(self, statements: str) -> sqlite3.Cursor:
         return self._real("script").executescript(statements)
+
+    def create_function(self, name: str, count: int, function: Any, *, deterministic: bool) -> None:
+        if self._db is not None:
+            self._db.create_function(name, count, function, deterministic=deterministic)
 
     @property
     def in_transaction(self) -> bool:
