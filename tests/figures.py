@@ -160,7 +160,7 @@ class Row:
     @property
     def count(self) -> int:
         """Lives that were judged."""
-        return int(self.runs.replace(" ", ""))
+        return int(self.runs.partition(" (")[0].replace(" ", ""))
 
     def cells(self) -> str:
         """All but the fault."""

@@ -60,7 +60,11 @@ def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
         NotFoundError: it is not there or no folder.
     """
     path = real_path(folder, beneath)
-    if not os.path.isdir(path):
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)  # os.path.isdir takes a disk that refuses for a no
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = False
+    if not is_folder:
         raise NotFoundError(
             f"{folder} is no folder", hint="give a checkpoint folder or a save_dir with `latest`"
         )
