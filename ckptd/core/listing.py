@@ -100,3 +100,5 @@ class SaveDirListing:
     """Names that are no checkpoint and no file of ours: left alone."""
     nameless: tuple[str, ...] = ()
     """Checkpoints whose names are no text (bytes that are not UTF-8), as shown: left alone, too."""
+    closed: tuple[str, ...] = ()
+    """Other users' folders that we may not enter, perhaps checkpoints; `foreign` has them as well."""

@@ -5,7 +5,9 @@ Reads the job's memory only; raises and clears problems, decides nothing about d
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -174,6 +176,9 @@ def _see_verdicts(job: Job, state: JobState) -> None:
         see.see(
             "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
         )
+    for name in state.listing.closed if state.listing is not None else ():
+        reason = f"{name}: {os.strerror(errno.EACCES)} to enter this folder of another user"
+        see.see("incomplete-save", name, reason, f"if it is a checkpoint: {what_reads_it(reason)}")
     for name, why in state.stray_holds.items():
         if why:
             see.see("incomplete-save", name, why, f"ckptd never removes it: {removal_of_hold(job, name)}")

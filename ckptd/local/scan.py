@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 8
 EXTRA_LIMIT_BYTES = 16 << 20
+LOST_AND_FOUND = "lost+found"
+"""Root's, in every ext4 that is mounted at save_dir."""
 _POINTER_LIMIT_BYTES = 4096
 
 
@@ -38,12 +40,17 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
     extras: list[ListedFile] = []
     foreign: list[str] = []
     nameless: list[str] = []
+    closed: list[str] = []
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
             continue
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
+                if entry.name not in known and _is_closed(save_dir_fd, entry.name, status):
+                    foreign.append(entry.name)
+                    closed += [shown(entry.name)] if entry.name != LOST_AND_FOUND else []
+                    continue
                 listing = scan_folder(save_dir_fd, entry.name, known.get(entry.name))
                 is_one = listing is not None and listing.is_checkpoint and wanted in ("auto", listing.trainer)
                 if listing is None or not is_one or shown(entry.name) != entry.name:
@@ -65,7 +72,15 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
         foreign=tuple(foreign),
         nameless=tuple(nameless),
+        closed=tuple(closed),
     )
+
+
+def _is_closed(save_dir_fd: int, name: str, status: os.stat_result) -> bool:
+    """Another user's folder that we may not enter; it stops nothing. Our own is waited for."""
+    if status.st_uid == os.geteuid():
+        return False
+    return not os.access(name, os.R_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True)
 
 
 def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None) -> FolderListing | None:

@@ -45,6 +45,7 @@ def job(machine: Booted, name: str, text: str = JOB) -> Path:
     save_dir = machine.inside(f"/mnt/nvme/{name}")
     save_dir.mkdir(exist_ok=True)
     os.chown(save_dir, UID, UID)
+    (save_dir / "lost+found").mkdir(mode=0o700, exist_ok=True)  # root's, as on a disk of its own
     path = machine.inside(f"/etc/ckptd/{USER}/jobs.d/{name}.toml")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.format(name=name))

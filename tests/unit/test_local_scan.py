@@ -1,0 +1,50 @@
+"""What a look at save_dir makes of folders that are another user's and closed to us."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptd import files
+from ckptd.core.listing import SaveDirListing
+from ckptd.local.scan import scan
+from tests.unit.recover_scene import Scene
+
+NOBODY = 65534
+
+
+def looked(save_dir: Path, before: SaveDirListing | None = None) -> SaveDirListing:
+    """A look as somebody who is not root."""
+    for folder in (save_dir, *save_dir.parents)[:-1]:
+        if folder.stat().st_uid == 0 and "pytest" in str(folder):
+            folder.chmod(0o755)
+    os.seteuid(NOBODY)
+    try:
+        with files.opened_dir(save_dir) as fd:
+            return scan(fd, before=before)
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_users_closed_folder_is_left_alone_and_a_checkpoint_is_waited_for(tmp_path: Path) -> None:
+    """`lost+found`, where save_dir is a file system of its own, stopped the whole job."""
+    scene = Scene(tmp_path)
+    scene.save(5)
+    (scene.save_dir / "lost+found").mkdir(mode=0o700)
+    listing = looked(scene.save_dir)
+    assert [folder.tag for folder in listing.folders] == ["global_step5"]
+    assert "lost+found" in listing.foreign
+    assert listing.closed == ()
+    (scene.save_dir / "global_step6").mkdir(mode=0o700)
+    assert looked(scene.save_dir, listing).closed == ("global_step6",), "perhaps a checkpoint: status says so"
+    (scene.save_dir / "global_step5").chmod(0o700)
+    with pytest.raises(PermissionError):
+        looked(scene.save_dir, listing)
+    (scene.save_dir / "global_step5").chmod(0o755)
+    os.chown(scene.save_dir / "lost+found", NOBODY, NOBODY)
+    (scene.save_dir / "lost+found").chmod(0)
+    with pytest.raises(PermissionError):
+        looked(scene.save_dir, listing)
