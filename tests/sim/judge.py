@@ -88,6 +88,8 @@ class Judge:
         """Saves that were committed nowhere when the journal was lost: only their steps order them (P8)."""
         self.spoiled: set[str] = set()
         """Remotes that lost a COMMIT by somebody else's hand: what is claimed of them is out of date."""
+        self.was_stale = False
+        """A list may have hidden a COMMIT: what it is of counts as not committed for as long."""
         self.vouched: dict[tuple[str, int], float] = {}
         """(remote, save) → when it was there as ckptd asked for it last: good for one permit."""
         self._remotes = remotes
@@ -255,7 +257,7 @@ class Judge:
         rules = self._rules_lately(PERMIT_SECONDS)
         # what a remote that does not list it holds is not known as committed, and goes where all may
         is_committed = all(self.holds(name, save) for name in self._required)
-        is_committed &= all(r.unuploaded != "delete" for r in rules)
+        is_committed &= all(r.unuploaded != "delete" for r in rules) and not self.was_stale
         is_best = self._is_best(save)
         why = [
             r.local.why_kept(save.step, len(newer), is_committed=is_committed, is_best=is_best) for r in rules

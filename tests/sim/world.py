@@ -574,7 +574,7 @@ class World:
     def set_mood(self, name: str, mood: str) -> None:
         """How a remote behaves from now on; `empty`: its mount point shows an empty folder instead."""
         self.moods[name].mood = mood
-        self.was_stale = self.was_stale or mood == "stale"
+        self.was_stale = self.judge.was_stale = self.was_stale or mood == "stale"
         if name == NAS:
             mounted = self._mounted["nas"]
             if mood == "empty":
