@@ -100,5 +100,7 @@ class SaveDirListing:
     """Names that are no checkpoint and no file of ours: left alone."""
     nameless: tuple[str, ...] = ()
     """Checkpoints whose names are no text (bytes that are not UTF-8), as shown: left alone, too."""
+    bare: tuple[str, ...] = ()
+    """Folders without a shard, perhaps not yet one; `foreign` has them as well."""
     closed: tuple[str, ...] = ()
     """Other users' folders that we may not enter, perhaps checkpoints; `foreign` has them as well."""

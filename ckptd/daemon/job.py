@@ -41,7 +41,7 @@ from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
 from ckptd.daemon.tenancy import finish_begun
 from ckptd.daemon.viewing import build_view, folders_to_watch, planned
-from ckptd.daemon.way import Ear, is_being_saved
+from ckptd.daemon.way import Ear
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
 from ckptd.local.watch import Watcher
@@ -93,7 +93,7 @@ class Job:
         self._lock: int = -1
         self.watcher: Watcher | None = None
         self.way = totals.way
-        self._ear = Ear(post, lambda: self.way.tell(self, is_saving=True))
+        self._ear = Ear(post, lambda: self.way.tell(self, is_saving=True), config.settle_seconds)
         self.needs_turn = True
         self.turns = 0
         self.plans = 0
@@ -207,7 +207,7 @@ class Job:
         hears_all = self.watcher is not None and self.watcher.hears_all and not self.config.shared_fs
         # a turn looks at the remotes too: one that is away is tried again without much delay
         hears_all = hears_all and all(link.is_ready for link in self.links.values())
-        rescan = self.rest.rescan_seconds(hears_all=hears_all)
+        rescan = min(self.rest.rescan_seconds(hears_all=hears_all), self.way.seconds_to_look(self))
         return min(rescan, self.nodes.beat_seconds) if self.state is not None else rescan
 
     # --- the turn --------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Job:
             self._still_stands(fd, now_seconds)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
-        is_asked |= self._ear.take()
+        is_asked |= self._ear.take() or self.way.is_saving(self)
         self.rest.scanned_at_seconds = now_seconds
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
@@ -277,10 +277,10 @@ class Job:
         notice_gone(self, state)
         self.rights.prove(self, state, save_dir_fd)
         self.knowledge.choose_generations()
-        self.way.tell(self, is_saving=is_being_saved(state, self.config.settle_seconds, now_seconds))
+        self.way.tell(self, is_saving=self._ear.makes_out(state, now_seconds))
         self.control.pace(self)
         if self.watcher is not None:
-            self.watcher.follow(folders_to_watch(state))
+            self.watcher.follow([*folders_to_watch(state), *self._ear.newcomers(now_seconds)])
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         finish_begun(self, state, save_dir_fd)
@@ -323,7 +323,8 @@ class Job:
         return self.state is not None and self.state.converting is not None
 
     def leave_line(self) -> None:
-        """Nobody waits behind a job that ended or whose turn failed."""
+        """Nobody waits behind a job that ended or whose turn failed, nor for its save."""
+        self.way.tell(self, is_saving=False)
         if self.state is not None:
             self._totals.leave([self.actor, *self.links.values()])
 

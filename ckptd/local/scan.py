@@ -40,6 +40,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
     extras: list[ListedFile] = []
     foreign: list[str] = []
     nameless: list[str] = []
+    bare: list[str] = []
     closed: list[str] = []
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
@@ -57,6 +58,8 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
                     foreign.append(entry.name)
                     if is_one:
                         nameless.append(shown(entry.name))
+                    elif listing is not None and not listing.shards and _is_fit(entry.name):
+                        bare.append(entry.name)
                 else:
                     folders.append(listing)
             elif stat.S_ISREG(status.st_mode) and _is_fit(entry.name):
@@ -72,6 +75,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
         foreign=tuple(foreign),
         nameless=tuple(nameless),
+        bare=tuple(bare),
         closed=tuple(closed),
     )
 

@@ -322,6 +322,70 @@ def test_all_jobs_of_a_disk_make_way_at_the_first_event(world: World) -> None:
     assert not is_paused(world)
 
 
+def test_a_folder_that_came_is_made_way_for_before_it_has_a_shard(world: World) -> None:
+    """Hugging Face makes `checkpoint-N`, writes the model, then the shards: only the folder was heard."""
+    saved(world, 1)
+    rng = random.Random(0)
+    world.live_on(100, rng)
+    assert world.hint is not None
+    world.kernel.actor = "trainer"
+    world.kernel.mkdir(f"{SAVE_DIR}/checkpoint-2")
+    world.kernel.actor = "ckptd"
+    world.hint(is_writing=True)
+    for _ in range(10):
+        world.turn()
+        assert is_paused(world)
+        world.kernel.now_seconds += 0.5
+    assert "checkpoint-2" in followed(world)
+    world.live_on(30, rng)
+    assert not is_paused(world), "nothing came of it"
+    world.live_on(60, rng)
+    assert "checkpoint-2" not in followed(world)
+
+
+def test_a_log_in_a_checkpoint_holds_nobody_up(world: World) -> None:
+    """An evaluation that writes into the newest one ten times a second, for as long as it likes."""
+    saved(world, 1)
+    rng = random.Random(0)
+    world.live_on(100, rng)
+    assert world.hint is not None
+    paused = 0
+    for _ in range(300):
+        world.hint(is_writing=True)
+        world.turn()
+        paused += is_paused(world)
+        world.kernel.now_seconds += 0.1
+    assert 0 < paused < 60
+
+
+def test_what_never_settles_is_not_made_way_for_for_ever(world: World) -> None:
+    """Nor is a job whose turns fail."""
+    saved(world, 1)
+    rng = random.Random(0)
+    world.live_on(100, rng)
+    assert world.job is not None
+    assert world.job.state is not None
+    assert world.job.state.listing is not None
+    way, disk = world.totals.way, world.job.state.listing.device
+    way.join("neighbour", disk, lambda: None)
+    way.tell("neighbour", is_saving=True)
+    world.live_on(20, rng)
+    assert is_paused(world)
+    world.kernel.now_seconds += 3600
+    world.live_on(20, rng)
+    assert not is_paused(world)
+    way.tell(world.job, is_saving=True)
+    assert way.is_saving(world.job)
+    world.job.leave_line()
+    assert not way.is_saving(world.job)
+
+
+def followed(world: World) -> list[str]:
+    """Folders in which writes are heard."""
+    assert world.job is not None
+    return world.job._ear.newcomers(world.kernel.now_seconds)
+
+
 def is_paused(world: World) -> bool:
     """Conversions of the job wait."""
     assert world.job is not None
