@@ -252,7 +252,9 @@ class Judge:
             self.say("P5", f"{tag} leaves the node and is pinned")
         # what goes in one plan counts for what goes in it too
         going = {number for number, at in self.belt.gone_at.items() if now - at < PERMIT_SECONDS}
-        lately = [s for s in self._later(save) if s.number not in self.removed.keys() - going]
+        later = {s.number for s in self._later(save)} | (self.unordered - {save.number})
+        later -= self.removed.keys() - going
+        lately = [s for s in self.trainer.saves if s.is_finished and s.number in later]
         newer = [s for s in lately if not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS]
         rules = self._rules_lately(PERMIT_SECONDS)
         # what a remote that does not list it holds is not known as committed, and goes where all may
