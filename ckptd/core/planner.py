@@ -218,9 +218,8 @@ def to_ship(view: JobView, save: SaveView) -> bool:
         return True
     if view.backfill == "none":
         return False
-    # the newest were sealed last: the first one looked at ends it for nearly all
-    found = (s for s in reversed(view.saves) if s.was_found_first and s.is_model_only == save.is_model_only)
-    return not any(s.order > save.order for s in found)
+    newest = view.newest_found.get(save.is_model_only)
+    return newest is None or save.order >= newest
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
