@@ -35,7 +35,7 @@ from ckptd.core.deriving import (
     worth_making,
 )
 from ckptd.core.draining import course
-from ckptd.core.keeping import is_committed, keep_local
+from ckptd.core.keeping import is_committed, keep_local, was_committed
 from ckptd.core.keeping_remote import is_configured_otherwise, is_our_turn, keep_remote
 from ckptd.core.pruning import prune, victims
 from ckptd.core.shared import on_shared
@@ -206,10 +206,8 @@ def _is_open(view: JobView, save: SaveView) -> bool:
 
 
 def _was_committed(view: JobView, save: SaveView) -> bool:
-    """As `is_committed`, or let go by that remote's retention since: no hold is needed for it."""
     required = [r.name for r in view.remotes if r.is_required]
-    done = (ShipState.COMMITTED, ShipState.RETIRED)
-    return bool(required) and all(save.ship(r, ZERO).state in done for r in required)
+    return was_committed(save.ships, required)
 
 
 def to_ship(view: JobView, save: SaveView) -> bool:
