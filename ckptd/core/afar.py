@@ -25,7 +25,7 @@ class Attempt(LeaseTerm):
     hint: str = ""
     damaged: str = ""
     """What the shards looked like in the remote when one of them was found damaged: as long as they look so,
-    nobody need try again. Empty: no such form will ever be."""
+    or as any refusal before says, nobody need try again. Empty: no such form will ever be."""
 
 
 def attempts_folder(tag: str, generation: int, form: str) -> str:

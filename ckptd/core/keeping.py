@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.best import Best
     from ckptd.core.save import Order
-    from ckptd.core.view import JobView, RemoteView, SaveView
+    from ckptd.core.view import JobView, RemoteView, SaveView, ShipRecord
 
 
 _ALONE = frozenset({UNIVERSAL})
@@ -40,6 +40,13 @@ def is_committed(view: JobView, save: SaveView) -> bool:
     """Committed on every required remote, of which there must be at least one (P1)."""
     required = [r.name for r in view.remotes if r.is_required]
     return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
+
+
+def was_committed(ships: Mapping[tuple[str, str], ShipRecord], required: Sequence[str]) -> bool:
+    """As `is_committed`, or let go by that remote's retention since: no hold is needed for it."""
+    done = (ShipState.COMMITTED, ShipState.RETIRED)
+    zero = [ships.get((name, ZERO)) for name in required]
+    return bool(zero) and all(record is not None and record.state in done for record in zero)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

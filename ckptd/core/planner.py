@@ -35,7 +35,7 @@ from ckptd.core.deriving import (
     worth_making,
 )
 from ckptd.core.draining import course
-from ckptd.core.keeping import is_committed, keep_local
+from ckptd.core.keeping import is_committed, keep_local, was_committed
 from ckptd.core.keeping_remote import is_configured_otherwise, is_our_turn, keep_remote
 from ckptd.core.pruning import prune, victims
 from ckptd.core.shared import on_shared
@@ -206,10 +206,8 @@ def _is_open(view: JobView, save: SaveView) -> bool:
 
 
 def _was_committed(view: JobView, save: SaveView) -> bool:
-    """As `is_committed`, or let go by that remote's retention since: no hold is needed for it."""
     required = [r.name for r in view.remotes if r.is_required]
-    done = (ShipState.COMMITTED, ShipState.RETIRED)
-    return bool(required) and all(save.ship(r, ZERO).state in done for r in required)
+    return was_committed(save.ships, required)
 
 
 def to_ship(view: JobView, save: SaveView) -> bool:
@@ -218,9 +216,8 @@ def to_ship(view: JobView, save: SaveView) -> bool:
         return True
     if view.backfill == "none":
         return False
-    # the newest were sealed last: the first one looked at ends it for nearly all
-    found = (s for s in reversed(view.saves) if s.was_found_first and s.is_model_only == save.is_model_only)
-    return not any(s.order > save.order for s in found)
+    newest = view.newest_found.get(save.is_model_only)
+    return newest is None or save.order >= newest
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:

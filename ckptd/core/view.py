@@ -321,3 +321,12 @@ class JobView:
     """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""
+    newest_found: Mapping[bool, Order] = field(init=False, compare=False)
+    """The highest order found at the first start, of models alone (True) and of the others (False)."""
+
+    def __post_init__(self) -> None:
+        newest: dict[bool, Order] = {}
+        for save in self.saves:  # once a view: of thousands, each is compared with it
+            if save.was_found_first:
+                newest[save.is_model_only] = max(save.order, newest.get(save.is_model_only, save.order))
+        object.__setattr__(self, "newest_found", newest)

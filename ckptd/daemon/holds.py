@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from ckptd import files
 from ckptd.config_quantities import show_bytes
+from ckptd.core.keeping import was_committed
 from ckptd.core.save import SealedSave
 from ckptd.core.sealing import same_files
 from ckptd.core.view import ShipState
@@ -145,8 +146,8 @@ def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> No
 
 
 def _was_committed(state: JobState, row: SaveRow) -> bool:
-    done = (ShipState.COMMITTED, ShipState.RETIRED)
-    return any(record.state in done for record in state.ships.get(row.id, {}).values())
+    """As the planner sees it: what one remote has, another that is required may still lack (P1)."""
+    return was_committed(state.ships.get(row.id, {}), state.required)
 
 
 def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:

@@ -147,7 +147,8 @@ class Job:
         return self.state
 
     def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
-        state = JobState(journal, config_digest(self.config), problems=self.problems)
+        required = tuple(remote.name for remote in self.config.remotes if remote.required)
+        state = JobState(journal, config_digest(self.config), required, problems=self.problems)
         state.load()
         self.audit = Audit(self.state_dir / "audit.jsonl")
         node_id = node_id_of(self.state_dir)

@@ -91,6 +91,8 @@ class JobState:
     journal: Journal
     config_digest: str = ""
     """Of what all nodes of the job must agree on."""
+    required: tuple[str, ...] = ()
+    """Remotes that must hold a save before its last copy here may go (P1); none: it stays."""
     is_shared: bool = False
     """save_dir is shared by hosts on purpose (adr/0110)."""
     sharer: Sharer | None = None

@@ -54,12 +54,7 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     def wanted(found: Attempt | None) -> Attempt | None:
         fresh = Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
         if found is not None and found.refused is not None:
-            # of manifests that are known first: many nodes ask this again and again
-            is_mended = found.damaged and all(
-                found.damaged != shards_look(store, order, cache)
-                for cache in (ground.manifests, ManifestCache())
-            )
-            return fresh if is_mended else None
+            return fresh if found.damaged and _is_mended(ground, order, found) else None
         of_another = found is not None and found.node != ours.node
         heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
         others = (heard,) if heard is not None else ()
@@ -123,6 +118,22 @@ def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
     )
     manifest = ours.model_copy(update={"folder": folder, "attempt": number})
     return order.model_copy(update={"manifest": manifest, "files": files})
+
+
+def _is_mended(ground: Ground, order: ShipOrder, refusal: Attempt) -> bool:
+    """Whether the shards look otherwise than in the newest refusal, and than in all before it.
+
+    Before it: releases that have another digest for the same look publish it in turn with this one, and each
+    would take the other's word for a mended shard, without end (docs/adr/0137).
+    """
+    store, folder = ground.store, attempts_folder(*stem_of(order.manifest))
+    # of manifests that are known first: many nodes ask this again and again
+    if refusal.damaged == shards_look(store, order, ground.manifests):
+        return False
+    looked = shards_look(store, order, ManifestCache())
+    keys = [numbered(folder, number) for number in range(refusal.number - 1, 0, -1)]
+    before = (parse(Attempt, data, key).damaged for key in keys if (data := store.get(key)) is not None)
+    return looked != refusal.damaged and looked not in before
 
 
 def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:

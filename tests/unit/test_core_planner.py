@@ -22,7 +22,7 @@ from ckptd.core.actions import (
     Ship,
 )
 from ckptd.core.order import next_order
-from ckptd.core.planner import plan
+from ckptd.core.planner import plan, to_ship
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order
 from ckptd.core.view import (
@@ -218,6 +218,29 @@ def test_backfill(backfill: str, shipped: list[int]) -> None:
     rest = [replace(saves[2], ships={(NAS, ZERO): committed_record(saves[2].save)}), *saves[:2]]
     again = [a.save_id for a in of(job_view(rest, backfill=backfill), Ship)]
     assert again == ([2] if backfill == "all" else [])
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_the_newest_found_of_each_kind_is_sent(turn: int) -> None:
+    """Whatever the order in which they were sealed: a rewind, models alone, and what came or was adopted."""
+    seen = [(1, 1, False), (3, 1, False), (2, 2, False), (9, 1, True), (4, 1, True), (7, 1, False)]
+    saves = []
+    for number, (step, branch, is_model_only) in enumerate((*seen[turn:], *seen[:turn]), start=1):
+        save = sealed(step, branch)
+        grid = save.grid.model_copy(update={"dp": 0 if is_model_only else 1})
+        found = save_view(number, save.model_copy(update={"grid": grid}), was_found_first=True)
+        saves.append(replace(found, is_adopted=(step, branch) == (1, 1)))
+    saves += [save_view(10, sealed(20, 3)), replace(saves[0], id=11, was_found_first=False)]
+    view = job_view(saves)
+
+    def is_newest(save: SaveView) -> bool:
+        kind = [s for s in saves if s.was_found_first and s.is_model_only == save.is_model_only]
+        return save.order == max(s.order for s in kind)
+
+    wanted = [s.id for s in saves if not s.was_found_first or s.is_adopted or is_newest(s)]
+    assert [s.id for s in saves if to_ship(view, s)] == wanted
+    assert len(wanted) == 5
+    assert all(to_ship(replace(view, saves=(s,)), s) for s in saves), "of another view, another one"
 
 
 def test_conversion_respects_the_reserve_and_the_trainer() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd import files
 from ckptd.core.save import SealedSave
-from ckptd.core.view import ZERO, ShipRecord, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.holds import settle_holds, take_up_holds
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
@@ -62,18 +62,30 @@ def test_a_hold_that_cannot_be_renamed_stops_nothing(
     journal.close()
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_what_a_hold_that_failed_leaves(tmp_path: Path, is_committed: bool) -> None:
-    """Its word goes at the next look; clones only once their save is committed: they may be the last copy."""
+REQUIRED = ("nas", "cloud")
+COMMITTED = [
+    pytest.param((), False, id="nowhere"),
+    pytest.param((("nas", ZERO), ("nas", UNIVERSAL), ("cloud", UNIVERSAL), ("spare", ZERO)), False, id="one"),
+    pytest.param((("nas", ZERO), ("cloud", ZERO)), True, id="all"),
+]
+
+
+@pytest.mark.parametrize(("committed", "is_done"), COMMITTED)
+def test_what_a_hold_that_failed_leaves(
+    tmp_path: Path, committed: tuple[tuple[str, str], ...], is_done: bool
+) -> None:
+    """Its word goes at the next look; clones only once their save is committed wherever it must be: they may
+    be the last copy.
+    """
     held(tmp_path, "global_step5", 1, 5)
     place = tmp_path / "_ckptd" / "hold"
     save = SealedSave.model_validate_json((place / "global_step5.1.json").read_text())
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
+    state = JobState(journal=journal, required=REQUIRED, problems=Problems())
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
-    if is_committed:
-        state.put_ship(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+    for remote, form in committed:
+        state.put_ship(save_id, ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED))
     state.failed_holds.add(save_id)
     state.busy[save_id] += 1
     with files.opened_dir(tmp_path) as fd:
@@ -81,9 +93,32 @@ def test_what_a_hold_that_failed_leaves(tmp_path: Path, is_committed: bool) -> N
         assert sorted(os.listdir(place)) == ["global_step5.1", "global_step5.1.json"]  # another attempt is on
         state.busy[save_id] -= 1
         settle_holds(state, fd)
-        assert bool(os.listdir(place)) != is_committed
+        assert bool(os.listdir(place)) != is_done
         shutil.rmtree(place / "global_step5.1", ignore_errors=True)
         settle_holds(state, fd)
     assert not os.listdir(place)
     assert not state.failed_holds
+    journal.close()
+
+
+@pytest.mark.parametrize(("committed", "is_done"), COMMITTED)
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_hold_of_which_a_restart_finds_no_note(
+    tmp_path: Path, committed: tuple[tuple[str, str], ...], is_done: bool, number: int
+) -> None:
+    """Made and not noted (1), or of a journal that is lost (7): likewise."""
+    held(tmp_path, "global_step5", number, 5)
+    place = tmp_path / "_ckptd" / "hold"
+    save = SealedSave.model_validate_json((place / f"global_step5.{number}.json").read_text())
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, required=REQUIRED, problems=Problems())
+    save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    for remote, form in committed:
+        state.put_ship(save_id, ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED))
+    with files.opened_dir(tmp_path) as fd:
+        take_up_holds(state, fd)
+        settle_holds(state, fd)
+    assert state.rows[save_id].held != is_done
+    assert sorted(os.listdir(place)) == ([] if is_done else ["global_step5.1", "global_step5.1.json"])
     journal.close()

@@ -19,6 +19,7 @@ from ckptd.convert.supervise import convert
 from ckptd.core.afar import Attempt, attempts_folder
 from ckptd.core.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
+from ckptd.core.shared import numbered
 from ckptd.core.view import UNIVERSAL
 from ckptd.errors import SourceChanged
 from ckptd.recover import making
@@ -424,6 +425,29 @@ def test_what_lies_beside_damaged_shards_mends_nothing(tmp_path: Path) -> None:
     (spread.nas / spread.tag / "late.txt").write_bytes(b"a note")
     assert [spread.ship(name).outcome for name in NAMES] == ["damaged"] * 3
     assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0], "nobody tries it again"
+    shard.write_bytes(good)
+    assert spread.ship("n2").outcome == "committed"
+
+
+def test_a_node_of_an_earlier_release_says_the_same_otherwise(tmp_path: Path) -> None:
+    """Its digest is of all that lies in the folder. It takes ours for a mended shard, we take its once."""
+    spread = Spread(tmp_path, LARGE)
+    shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
+    good = shard.read_bytes()
+    shard.write_bytes(_with_damaged_storages(good))
+    row = attempts_folder(spread.tag, 1, UNIVERSAL)
+
+    def of_an_earlier_release() -> None:
+        number = len(spread.attempts()) + 1
+        said = Attempt(
+            job_id=JOB_ID, number=number, node="n1", node_id="id-n1", refused="x", damaged="0" * 64
+        )
+        spread.stores["n1"].put_if_absent(numbered(row, number), to_bytes(said))
+
+    for _ in range(3):
+        of_an_earlier_release()
+        assert [spread.ship(name).outcome for name in ("n0", "n2")] == ["damaged"] * 2
+    assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0], "read once by all of this release"
     shard.write_bytes(good)
     assert spread.ship("n2").outcome == "committed"
 
