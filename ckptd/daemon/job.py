@@ -245,7 +245,7 @@ class Job:
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
-        before = self.state.listing if self.state is not None else None
+        before = self.state.listing if self.state else None
         listing = scan(save_dir_fd, self.config.trainer, before)
         self.way.join(self, listing.device, lambda: self.control.pace(self))
         if self._tags_at_start is None:
