@@ -230,9 +230,8 @@ class Job:
         is_hinted = self._ear.seconds_to_look(now_seconds) <= 0
         scanned_at = self.rest.scanned_at_seconds
         settled = self.intake.next_due_seconds(scanned_at) if self.state else RESCAN_SECONDS
-        is_due = now_seconds - scanned_at >= min(
-            self._rescan_seconds(), settled, self.control.seconds_to_next
-        )
+        wait = min(self._rescan_seconds(), settled, self.control.seconds_to_next)
+        is_due = now_seconds - scanned_at >= wait
         if is_hinted or is_due or self.turns == 0 or self.needs_turn:
             is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
