@@ -54,6 +54,8 @@ class HfRun(_Run):
     save_only_model: bool = False
     gather: bool = False
     """stage3_gather_16bit_weights_on_model_save: no second writing of the shards."""
+    waits_for_hold: bool = False
+    """After each save, until ckptd holds it: a busy machine takes its time."""
     best: bool = False
     """load_best_model_at_end, the metric such that the first checkpoint stays the best."""
 

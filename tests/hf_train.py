@@ -106,11 +106,12 @@ class SlowTrainer(Trainer):
 
 
 class Witness(TrainerCallback):
-    """After each save, once every rank has written: notes what is there, then waits."""
+    """After each save, once every rank has written: notes what is there, then waits; perhaps for a hold."""
 
-    def __init__(self, pause_seconds: float, notes: str | None) -> None:
+    def __init__(self, pause_seconds: float, notes: str | None, *, waits_for_hold: bool) -> None:
         self.pause_seconds = pause_seconds
         self.notes = notes
+        self.waits_for_hold = waits_for_hold
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         dist.barrier()
@@ -118,6 +119,13 @@ class Witness(TrainerCallback):
             name = f"checkpoint-{state.global_step}"
             note_files(Path(args.output_dir) / name, Path(self.notes), name)
         time.sleep(self.pause_seconds)
+        holds = Path(args.output_dir) / "_ckptd" / "hold"
+        deadline = time.monotonic() + 200
+        while self.waits_for_hold and not any(holds.glob(f"checkpoint-{state.global_step}.*.json")):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        dist.barrier()
 
 
 def ds_config(job: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +183,7 @@ def run(job: dict[str, Any]) -> None:
         args=arguments,
         train_dataset=data,
         eval_dataset=data if job["best"] else None,
-        callbacks=[Witness(job["pause_seconds"], job["notes"])],
+        callbacks=[Witness(job["pause_seconds"], job["notes"], waits_for_hold=job["waits_for_hold"])],
     )
     trainer.slow_seconds = job["slow_seconds"]
     trainer.train(resume_from_checkpoint=job["resume"])

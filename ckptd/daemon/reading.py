@@ -112,7 +112,8 @@ class Reading:
 
         def failed(error: CkptdError) -> None:
             self._inspecting.discard(folder.tag)
-            if isinstance(error, StorageError):
+            # one that is gone meanwhile is not asked for again
+            if isinstance(error, StorageError) and folder.tag in self._state.quiet:
                 self._put_off(folder)
             if refused is None or not refused.lost:  # else its verdict says so
                 self._state.note_failure(f"inspecting {folder.tag}", error)
@@ -135,7 +136,7 @@ class Reading:
 
     def _answered(self, folder: FolderListing, rows: Sequence[FileFacts], *, is_final: bool) -> None:
         lost = [row for row in rows if row.reason and not row.fingerprint] if is_final else []
-        if not lost:
+        if not lost or folder.tag not in self._state.quiet:
             self._refused.pop(folder.tag, None)
             return
         self._put_off(folder)

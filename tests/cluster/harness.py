@@ -134,7 +134,9 @@ class Cluster:
     def objects(self, prefix: str) -> list[str]:
         """Keys of whole objects that begin so; what a directory keeps of half an upload is none."""
         if self.server is None:
-            below = (str(p.relative_to(self.nas)) for p in sorted(self.nas.rglob("*")) if p.is_file())
+            # os.walk passes over what is swept under it
+            files = (Path(root, name) for root, _, names in os.walk(self.nas) for name in names)
+            below = sorted(str(path.relative_to(self.nas)) for path in files)
             return [key for key in below if key.startswith(prefix) and "/.ckptd-part-" not in f"/{key}"]
         pages = self.server.client().get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=servers.BUCKET, Prefix=f"{PREFIX}/{prefix}")

@@ -18,7 +18,7 @@ def test_held_until_committed_while_the_trainer_deletes(xfs: Path, tmp_path: Pat
     """save_total_limit=1 and a slow link: each is gone before it is sent, and is sent all the same."""
     notes = tmp_path / "notes"
     tags = [f"checkpoint-{step}" for step in (2, 4, 6)]
-    run = HfRun(steps=6, limit=1, pause_seconds=4.0)
+    run = HfRun(steps=6, limit=1, waits_for_hold=True)
     with node(xfs, local="forms = []", remote='forms = ["zero"]\nbandwidth = "100kB/s"') as here:
         here.start()
         training = start(run, here.save_dir, tmp_path, notes=notes)

@@ -258,7 +258,9 @@ class Judge:
         newer = [s for s in lately if not s.is_gone or 0 <= now_seconds - s.gone_seconds < PERMIT_SECONDS]
         rules = self._rules_lately(PERMIT_SECONDS)
         # what a remote that does not list it holds is not known as committed, and goes where all may
-        is_committed = all(self.holds(name, save) for name in self._required)
+        # nor is what was committed when the answer was lost, as long as nobody looked
+        seen = {number for _, number in self.vouched}
+        is_committed = save.number in seen and all(self.holds(name, save) for name in self._required)
         is_committed &= all(r.unuploaded != "delete" for r in rules) and not self.was_stale
         is_best = self._is_best(save)
         why = [

@@ -96,6 +96,44 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     journal.close()
 
 
+def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Life 840994: the answer came after the folder had gone, and the job turned twenty times a second."""
+    scene = Scene(tmp_path)
+    scene.save(5)
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+
+    class Later(AtOnce):
+        """Answers when they are asked for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.waiting: list[Callable[[], None]] = []
+
+        def submit(self, what: str, work: Any, then: Any, failed: Any) -> None:
+            self.waiting.append(lambda: AtOnce.submit(self, what, work, then, failed))
+
+    workers = Later()
+    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
+    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    now_seconds = time.monotonic()
+    with files.opened_dir(scene.save_dir) as fd:
+        for wait in (0.0, HOUR_SECONDS):
+            intake.look(scan(fd), fd, now_seconds + wait)
+        assert workers.waiting
+        with monkeypatch.context() as patch:
+            refuse(patch, SHARD)
+            (scene.save_dir / "global_step5").rename(scene.save_dir / "_ckptd-gone")
+            intake.look(scan(fd), fd, now_seconds + HOUR_SECONDS)
+            (scene.save_dir / "_ckptd-gone").rename(scene.save_dir / "global_step5")
+            for answer in workers.waiting:
+                answer()
+    assert not intake.is_due(now_seconds + 3 * HOUR_SECONDS)
+    journal.close()
+
+
 def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked ever more seldom, and said with who may not; given at last, it is taken."""
     scene, workers = Scene(tmp_path), AtOnce()
