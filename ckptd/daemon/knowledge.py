@@ -125,10 +125,9 @@ class Knowledge(Recogniser):
 
     def refresh(self) -> bool:
         """Read decisions again: own files, and what the last observations showed; whether any is new."""
-        before = self.decisions
         seen = [d for link in self._links.values() if link.observation for d in link.observation.decisions]
         known = {(d.kind, d.tag, d.serial): d for d in [*seen, *self._local_decisions()]}
-        self.decisions = tuple(sorted(known.values(), key=lambda d: d.serial))
+        before, self.decisions = self.decisions, tuple(sorted(known.values(), key=lambda d: d.serial))
         return self.decisions != before
 
     def _local_decisions(self) -> list[Decision]:
@@ -138,9 +137,8 @@ class Knowledge(Recogniser):
         except OSError:
             return []
         if changed_ns != self._read_as_of_ns:
-            is_settled = time.time_ns() - changed_ns > _SETTLED_NS
+            self._read_as_of_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else None
             self._own = read_decisions(self._state_dir)
-            self._read_as_of_ns = changed_ns if is_settled else None
         return self._own
 
     @property
@@ -150,7 +148,9 @@ class Knowledge(Recogniser):
 
     def is_pinned(self, tag: str) -> bool:
         """Whether it is now: a pin may have come since the last turn (any thread)."""
-        return tag in pinned_tags([*self.decisions, *read_decisions(self._state_dir)])
+        if (own := read_decisions(self._state_dir)) != self._own:
+            self._read_as_of_ns = None  # whatever the folder's time says
+        return tag in pinned_tags([*self.decisions, *own])
 
     @property
     def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:

@@ -291,6 +291,8 @@ def _clock(world: World, rng: random.Random) -> None:
     seconds = rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 1e7))
     world.kernel.wall_offset_seconds += seconds
     world.was_set_back = world.was_set_back or seconds < 0
+    if world.trainer.writing is not None:
+        world.clocked.add(world.trainer.writing.number)
 
 
 def _forget(world: World, rng: random.Random) -> None:

@@ -143,6 +143,8 @@ class World:
         self.is_deaf = False
         self.was_stale = self.was_set_back = False
         """A list may have hidden what a save is committed as: its COMMIT is retired, and it stays here."""
+        self.clocked: set[int] = set()
+        """Saves in which the clock was moved: without a journal they look like two, and people are asked."""
         self.written_over: set[str] = set()
         """Tags in which a note was written over: if it was part of the save, that is another save now, and
         may be retired before it was committed."""
@@ -630,7 +632,12 @@ class World:
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
         spread = self.config.save_spread_seconds - 1
         return [
-            s for s in alive if self.is_intact(s) and s.tag not in found_first and s.window_seconds < spread
+            s
+            for s in alive
+            if self.is_intact(s)
+            and s.tag not in found_first
+            and s.window_seconds < spread
+            and s.number not in self.clocked
         ]
 
     def _above_limit(self, here: list[Save]) -> list[str]:
