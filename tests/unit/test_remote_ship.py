@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.core.manifest import Commit, NodeManifest, parse, sha256_of
+from ckptd.core.manifest import Commit, NodeManifest, manifest_key, parse, sha256_of, to_bytes
 from ckptd.errors import DamagedError, RefusedError, RemoteError, RemoteNotOurs, SourceChanged, VerifyError
 from ckptd.remote import observe
 from ckptd.remote.checksums import crc64, to_hex
@@ -110,6 +110,29 @@ def test_a_commit_that_is_not_given_back_as_created_is_none(node: Node) -> None:
     with pytest.raises(RemoteError, match="does not give back _ckptd/commits/") as caught:
         node.ship(node.attached(store), node.order(node.sealed()))
     assert "ckptd check" in caught.value.hint
+
+
+class TakesLateRequests(MemoryStore):
+    """Right after our manifest comes one of this node's dead daemon, of objects that ours have replaced."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        made = super().put_if_absent(key, data)
+        if key.startswith("_ckptd/nodes/"):
+            manifest = parse(NodeManifest, data, key)
+            files = tuple(file.model_copy(update={"fingerprint": "f" * 64}) for file in manifest.files)
+            late = manifest.model_copy(update={"revision": manifest.revision + 5, "files": files})
+            told = to_bytes(late)
+            super().put_if_absent(manifest_key(late, sha256_of(told)), told)
+        return made
+
+
+def test_a_manifest_of_a_dead_daemon_that_comes_late_is_not_committed(node: Node) -> None:
+    """P4: it has the higher revision, and what it lists lies there no more."""
+    store = TakesLateRequests()
+    outcome = node.ship(node.attached(store), node.order(node.sealed()))
+    assert outcome.outcome == "conflict", outcome
+    assert "came between" in (outcome.reason or "")
+    assert not live_commits(read_remote(store))
 
 
 def test_shipping_again_sends_nothing(node: Node, ground: Ground) -> None:
