@@ -6,8 +6,10 @@ again, and only then sealed: identities, fingerprints, (branch, step, save_seq).
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import logging
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -78,6 +80,7 @@ class Intake:
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
         state = self._state
+        self._refuse_closed(listing)
         state.listing = listing
         self._ordering.look(listing, now_seconds)
         tags = {folder.tag for folder in listing.folders}
@@ -112,6 +115,16 @@ class Intake:
             and self._reading.flushed.get(folder.tag) != folder.digest
             and self._recently_changed(folder, now_seconds)
         )
+
+    def _refuse_closed(self, listing: SaveDirListing) -> None:
+        """A checkpoint of ours that may not be entered any more has not vanished: it is waited for.
+
+        Raises:
+            PermissionError: there is one.
+        """
+        present = {row.save.tag for row in self._state.rows.values() if row.state == "present"}
+        for tag in present.intersection(listing.closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), tag)
 
     def next_due_seconds(self, now_seconds: float) -> float:
         """How long until a folder may have become quiet."""
