@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,11 +11,11 @@ import pytest
 
 from ckptd.core import coverage
 from ckptd.core.coverage import KnownManifest, build_commit
-from ckptd.core.manifest import NodeManifest, manifest_key, sha256_of, to_bytes
+from ckptd.core.manifest import Decision, NodeManifest, manifest_key, sha256_of, to_bytes
 from ckptd.core.manifest_names import name_in
 from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, ShipRecord, ShipState
-from ckptd.daemon.knowledge import Knowledge
+from ckptd.daemon.knowledge import DECISIONS, Knowledge, write_decision
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.seen import is_written_down, parts_in
 from ckptd.daemon.state import JobState
@@ -244,3 +245,20 @@ def test_parts_of_others_are_those_of_open_generations() -> None:
     view = m.TagView(tag="s", manifests=views, commits=commits, retired=(), named=named)
     found = [(p.node, p.generation, p.last_seconds) for p in parts_in(view)]
     assert found == [("a", 3, 1003), ("b", 3, 1003)]
+
+
+def test_a_pin_that_the_folders_time_does_not_tell_is_known_by_the_next_turn(
+    waiting: Life, tmp_path: Path
+) -> None:
+    """Life 846536: the prune saw the pin and stayed, the plan did not, and both for ever."""
+    write_decision(tmp_path, Decision(kind="pin", tag="other", by="a person", serial=1))
+    folder = tmp_path / DECISIONS
+    os.utime(folder, (1e9, 1e9))
+    waiting.knowledge.refresh()
+    write_decision(tmp_path, Decision(kind="pin", tag=TAG, by="a person", serial=2))
+    os.utime(folder, (1e9, 1e9))
+    waiting.knowledge.refresh()
+    assert TAG not in waiting.knowledge.pins
+    assert waiting.knowledge.is_pinned(TAG)
+    waiting.knowledge.refresh()
+    assert TAG in waiting.knowledge.pins
