@@ -101,8 +101,8 @@ def open_dir_beneath(
     parts = check_relative(relative)
     beside = place.open_beside(dir_fd) if parts[0] == place.OURS else None
     current = os.dup(dir_fd) if beside is None else beside
-    device = os.fstat(dir_fd).st_dev
     try:
+        device = os.fstat(dir_fd).st_dev
         if os.fstat(current).st_dev != device:
             msg = f"{relative} lies beside its save_dir, on another file system"
             raise RefusedError(msg, hint="mount the file system one level higher")
@@ -114,8 +114,8 @@ def open_dir_beneath(
                     if is_durable:
                         fsync_dir(current)
             child = _open_no_symlink(part, DIR_FLAGS, current, relative)
-            os.close(current)
-            current = child
+            above, current = current, child
+            os.close(above)
             if os.fstat(current).st_dev != device:
                 raise RefusedError(f"{relative} crosses into another file system at {part}", hint=_MOUNTS)
         if mount_of(current) != mount:

@@ -33,7 +33,8 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
     """Saves whose derived form that remote is to get, by preference: the newest one whose ZeRO form is
     committed, whole here or there; older ones too where a ladder will leave them in that form alone.
 
-    Those that were begun and can be gone on with come first: on a slow link none would be finished.
+    Those that were begun and can be gone on with come first: on a slow link none would be finished, and what
+    was sent of them would lie there for nothing.
     """
     ready = sorted(
         (s for s in view.saves if _has_source(view, s, remote)),
@@ -41,16 +42,17 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
         reverse=True,
     )
     begun = [s for s in ready if _is_begun(view, s, remote, form)]
-    if remote.retention.has_rung(form):
-        first = {s.id for s in begun}
-        return begun + [s for s in ready if s.id not in first]
-    return begun or ready[:1]
+    first = {s.id for s in begun}
+    wanted = ready if remote.retention.has_rung(form) else ready[:1]
+    return begun + [s for s in wanted if s.id not in first]
 
 
 def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
     record = save.ship(remote.name, form)
-    is_open_there = record.state in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED)
-    return is_open_there and record.generation is not None and is_streamed(view, save, form, is_now=False)
+    if record.generation is None or record.state not in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED):
+        return False
+    is_here = save.derived(form).state is DerivedState.READY
+    return is_here or is_streamed(view, save, form, is_now=False)
 
 
 def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
@@ -154,7 +156,7 @@ def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: Loca
     if save.is_present and not save.is_intact:
         return "its source was saved again"
     rung = local.universal.get(save.id) or Fate()
-    if rung.keeps or _is_rung_of_a_remote(view, save):
+    if rung.keeps or _is_rung_of_a_remote(view, save) or _is_half_sent(view, save):
         return None
     if not save.is_present:
         return rung.goes or "its source is gone"
@@ -166,6 +168,12 @@ def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: Loca
     if not view.disk.can_clone:
         return "a newer one is ready"
     return None if local.zero[save.id].keeps else "its source may go"
+
+
+def _is_half_sent(view: JobView, save: SaveView) -> bool:
+    """A remote has some of it, and nobody would ever remove that: it gets the rest."""
+    takers = (remote for remote in view.remotes if UNIVERSAL in remote.forms)
+    return any(_has_source(view, save, r) and _is_begun(view, save, r, UNIVERSAL) for r in takers)
 
 
 def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:

@@ -15,7 +15,16 @@ from ckptd.daemon.converting import PLACE, Signals, make_universal
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.state import Converting, JobState
-from ckptd.errors import CkptdError, NoSpaceError, RefusedError, StorageError, UsageError, from_os_error
+from ckptd.errors import (
+    CkptdError,
+    LockHeld,
+    NoSpaceError,
+    NotPermitted,
+    RefusedError,
+    StorageError,
+    UsageError,
+    from_os_error,
+)
 from ckptd.local import fs, hold
 from ckptd.local.scan import read_pointer
 from ckptd.observe.logs import doing
@@ -212,7 +221,8 @@ class Chores:
             update = {"state": DerivedState.NONE}
         elif isinstance(error, NoSpaceError):  # tried until there is room, but not at every turn
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 5)
-        elif isinstance(error, StorageError):  # ever more seldom: each time a whole save may be read
+        elif isinstance(error, StorageError | NotPermitted | LockHeld):  # what a disk or a person gives back
+            # ever more seldom: each time a whole save may be read
             update["lacks"] = derived.lacks + 1
             update["retry_at_seconds"] = time.monotonic() + changed_seconds(derived.lacks + 3)
         elif isinstance(error, RefusedError | UsageError):

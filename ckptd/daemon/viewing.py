@@ -217,7 +217,8 @@ def _fresh(
         is_held=row.held,
         is_busy=state.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
-        is_pruned=row.state == "pruned",
+        # a folder that is gone, and the look did not call it vanished: whoever prunes it has not said so yet
+        is_pruned=row.state == "pruned" or (row.state == "present" and folder is None),
         ships=ships,
         universal=row.derived,
         weights=row.weights,

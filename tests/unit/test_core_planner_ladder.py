@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckptd.core.actions import DropDerived, Prune, Retire, Ship
 from ckptd.core.ladder import Rung
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView, ShipState
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 from tests.unit.test_core_planner import of
 
@@ -114,3 +114,22 @@ def test_a_remotes_ladder_gets_the_forms_it_needs() -> None:
         first = replace(saves[0], ships={**saves[0].ships, **there})
         weights = of(replace(now, saves=(first, whole)), Ship)
         assert [(a.save_id, a.form) for a in weights] == ([(1, fp32)] if ladder is policy else [])
+
+
+def test_what_a_remote_has_half_is_sent_whole() -> None:
+    """Nobody would remove that half: the form stays here, source or not, and goes before a newer one."""
+    saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
+    half = committed_record(saves[0].save, form=UNIVERSAL).model_copy(update={"state": ShipState.FAILED})
+    for old in (saves[0], replace(saves[0], is_present=False, is_intact=False, is_pruned=True)):
+        begun = replace(old, ships={**old.ships, (NAS, UNIVERSAL): half})
+        view = job_view([begun, saves[1]], local_forms=(UNIVERSAL,))
+        nas = replace(view.remotes[0], forms=(ZERO, UNIVERSAL))
+        view = replace(view, remotes=(nas,))
+        assert of(view, DropDerived) == []
+        assert [a.save_id for a in of(view, Ship)] == [1]
+        later = half.model_copy(update={"retry_at_seconds": view.now_seconds + 9})
+        waits = replace(begun, ships={**old.ships, (NAS, UNIVERSAL): later})
+        assert [a.save_id for a in of(replace(view, saves=(waits, saves[1])), Ship)] == [2]
+        done = half.model_copy(update={"state": ShipState.COMMITTED})
+        whole = replace(begun, ships={**old.ships, (NAS, UNIVERSAL): done})
+        assert [a.save_id for a in of(replace(view, saves=(whole, saves[1])), DropDerived)] == [1]

@@ -89,3 +89,27 @@ def test_a_flush_that_failed_is_not_tried_again(
     with files.opened_dir(tmp_path) as fd, pytest.raises(OSError, match="Input/output"):
         create(fd, "latest", b"global_step1")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_a_folder_that_a_disk_refuses_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """A descriptor that stays open keeps its lock: no conversion into that place until the next start."""
+    (tmp_path / "a").mkdir()
+    real, calls = os.fstat, 0
+
+    def fstat(fd: int) -> os.stat_result:
+        nonlocal calls
+        calls += 1
+        if calls == refused:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd)
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    with files.opened_dir(tmp_path) as fd:
+        monkeypatch.setattr(os, "fstat", fstat)
+        with pytest.raises(OSError, match="Stale"):
+            files.open_dir_beneath(fd, "a")
+        monkeypatch.undo()
+    assert sorted(os.listdir("/proc/self/fd")) == before
