@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.core.shared import beat_seconds
-from ckptd.core.view import ZERO, Confirmation, DerivedState, ShipRecord, ShipState
+from ckptd.core.view import ZERO, Confirmation, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds, changed_seconds
 from ckptd.daemon.late import Supplementing
 from ckptd.daemon.orders import committed_source, files_to_ship, making_of, pointer_to_ship, ship_order
@@ -80,7 +80,9 @@ class Shipping:
             state.journal.forget_objects(*key)
         files, making = self._sources(row, action, save_dir_fd, memory_bytes)
         if files is None:
-            if row.held:
+            if action.form != ZERO:  # somebody removed it, or the journal is of before it went
+                state.put_derived(row.id, DerivedRecord(reason="its files are gone"), action.form)
+            elif row.held:
                 state.journal.set_held(row.id, held=False)
                 state.reload(row.id)
             return
