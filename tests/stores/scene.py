@@ -33,12 +33,12 @@ JOB_ID = "j" * 32
 
 
 def archive(payload: bytes, records: int = 1) -> bytes:
-    """An uncompressed zip as `torch.save` frames one, with CRC32s."""
+    """An uncompressed zip as `torch.save` frames one, with CRC32s; the same at any time of the day."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as packed:
-        packed.writestr("archive/data.pkl", b"pickle")
+        packed.writestr(zipfile.ZipInfo("archive/data.pkl"), b"pickle")
         for number in range(records):
-            packed.writestr(f"archive/data/{number}", payload)
+            packed.writestr(zipfile.ZipInfo(f"archive/data/{number}"), payload)
     return stream.getvalue()
 
 

@@ -25,7 +25,7 @@ def write_archive(path: Path, records: dict[str, bytes], prefix: str = "archive"
     """A zip as `torch.save` writes it, with true CRCs; unaligned, which readers must accept."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as out:
         for name, data in records.items():
-            out.writestr(f"{prefix}/{name}", data)
+            out.writestr(zipfile.ZipInfo(f"{prefix}/{name}"), data)
 
 
 class Shard:
