@@ -14,6 +14,9 @@ from ckptd.config import JobConfig, job_from_arguments
 from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
 from ckptd.core.layouts import Grid, Role, ShardKey
 from ckptd.core.manifest import DerivedSource, NodeManifest, SaveWindow, folder_name
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import JobState
+from ckptd.journal import Journal
 from ckptd.recover.choose import Nodes
 from ckptd.recover.resume import Resume, Resumed, ResumeOptions
 from ckptd.remote.attach import attach
@@ -24,6 +27,7 @@ from ckptd.remote.pacing import Pacer
 from ckptd.remote.retire import retire
 from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
+from tests.stores.scene import Node
 from tests.unit.synthetic import Shapes, write_stage12
 
 SHAPES: list[Shapes] = [{"embed.weight": (7, 5), "head.weight": (3, 4), "head.bias": (3,)}]
@@ -305,3 +309,13 @@ class Scene:
 def scene(tmp_path: Path) -> Scene:
     """An empty node and NAS."""
     return Scene(tmp_path)
+
+
+def known_save(scene: Scene, path: Path) -> tuple[Node, JobState]:
+    """`global_step5` in its save_dir and in a journal at `path`."""
+    node = Node(scene.save_dir, tag="global_step5")
+    node.write_all()
+    state = JobState(journal=Journal(path), problems=Problems())
+    state.journal.add_save(node.sealed(step=5), found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    return node, state

@@ -6,25 +6,29 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
+
 from ckptd import files, journal_past
+from ckptd.core.actions import Convert, Ship
+from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.listing import SaveDirListing
 from ckptd.core.planner import plan
-from ckptd.core.view import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
+from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
-from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
+from ckptd.errors import LockHeld, NoSpaceError, NotPermitted, RefusedError, SourceChanged
 from ckptd.journal import DeletionIntent, Journal, SaveRow
 from ckptd.observe.audit import Audit
 from tests.unit.core_views import job_view, save_view, sealed
+from tests.unit.recover_scene import Scene, known_save
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from ckptd.errors import CkptdError
 
@@ -97,6 +101,37 @@ def test_a_conversion_without_room_waits_and_says_so(tmp_path: Path) -> None:
     ]
     state.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
     assert _conversions_seen(state) == []
+    state.journal.close()
+
+
+@pytest.mark.parametrize("error", [NotPermitted("read-only"), LockHeld("another conversion")])
+def test_a_conversion_outlives_lost_rights(tmp_path: Path, error: CkptdError) -> None:
+    """A disk that was read-only for five minutes used up the three tries: no universal form ever."""
+    state, (save_id,) = _state_of(tmp_path / "journal.db", 1)
+    for _ in range(MAX_CONVERSION_TRIES + 2):
+        _failing(state, save_id, error)
+    derived = state.rows[save_id].derived
+    for seconds, is_tried in ((-1, False), (1, True)):
+        now_seconds = derived.retry_at_seconds + seconds
+        view = job_view([save_view(1, sealed(1), universal=derived)], now_seconds=now_seconds)
+        assert any(isinstance(a, Convert) for a in plan(view).actions) == is_tried
+    assert [code for code, _, _ in _conversions_seen(state)] == ["conversion-failed"]
+    state.journal.close()
+
+
+def test_a_form_whose_files_are_gone_is_made_again(tmp_path: Path) -> None:
+    """A journal of before it went calls it ready: its upload was begun at every turn, for ever."""
+    scene = Scene(tmp_path)
+    _, state = known_save(scene, tmp_path / "journal.db")
+    (save_id,) = state.rows
+    state.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
+    links = cast("Any", {"nas": None})
+    audit = Audit(tmp_path / "audit.jsonl")
+    shipping = Shipping(scene.job(), "digest", state, links, audit, lambda: None)
+    with files.opened_dir(scene.save_dir) as fd:
+        shipping.ship(Ship(save_id=save_id, remote="nas", form=UNIVERSAL, generation=1, attempt=1), fd, 0)
+    assert state.rows[save_id].derived.state is DerivedState.NONE
+    assert state.ship(save_id, "nas", UNIVERSAL).state is ShipState.NEW
     state.journal.close()
 
 

@@ -11,12 +11,8 @@ import pytest
 from ckptd import files
 from ckptd.core.listing import SaveDirListing
 from ckptd.daemon.intake import Intake
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
 from ckptd.local.scan import scan
-from tests.stores.scene import Node
-from tests.unit.recover_scene import Scene
+from tests.unit.recover_scene import Scene, known_save
 
 NOBODY = 65534
 
@@ -60,15 +56,10 @@ def test_another_users_closed_folder_is_left_alone_and_a_checkpoint_is_waited_fo
 def test_a_checkpoint_of_ours_that_was_closed_meanwhile_has_not_vanished(tmp_path: Path) -> None:
     """P5: the first look of a daemon that was started after rights were lost knows of no look before."""
     scene = Scene(tmp_path)
-    node = Node(scene.save_dir, tag="global_step5")
-    node.write_all()
-    journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
-    journal.add_save(node.sealed(step=5), found_first=False, adopted=True, seen_at=0.0)
-    state.load()
+    _, state = known_save(scene, tmp_path / "journal.db")
     intake = Intake(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
     (scene.save_dir / "global_step5").chmod(0o700)
     listing = looked(scene.save_dir)
     with files.opened_dir(scene.save_dir) as fd, pytest.raises(PermissionError, match="global_step5"):
         intake.look(listing, fd, 0.0)
-    journal.close()
+    state.journal.close()

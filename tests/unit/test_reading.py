@@ -24,8 +24,7 @@ from ckptd.errors import CkptdError
 from ckptd.journal import Journal
 from ckptd.local.rights import user
 from ckptd.local.scan import scan
-from tests.stores.scene import Node
-from tests.unit.recover_scene import Scene
+from tests.unit.recover_scene import Scene, known_save
 from tests.unit.refusing import refuse
 
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -137,12 +136,7 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
 def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked ever more seldom, and said with who may not; given at last, it is taken."""
     scene, workers = Scene(tmp_path), AtOnce()
-    node = Node(scene.save_dir, tag="global_step5")
-    node.write_all()
-    journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
-    journal.add_save(node.sealed(step=5), found_first=False, adopted=True, seen_at=0.0)
-    state.load()
+    _, state = known_save(scene, tmp_path / "journal.db")
     (scene.save_dir / "global_step5" / "README.md").write_text("loss")
     late = Late(scene.job(), state, workers, lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
@@ -168,7 +162,7 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
     look_for(HOUR_SECONDS + 60)
     assert not late.refused
     assert [file.path for file in state.rows[1].save.late] == ["README.md"]
-    journal.close()
+    state.journal.close()
 
 
 def test_who_may_not_read_it() -> None:
