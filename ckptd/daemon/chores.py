@@ -172,8 +172,7 @@ class Chores:
         def progress(p: supervise.ConvertProgress) -> None:
             converting.done_bytes, converting.total_bytes = p.bytes_done, p.bytes_total
 
-        def replaced() -> None:
-            why = "made from another save of the tag"
+        def removing(why: str) -> None:
             self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=why)
 
         self.signals.give_room.clear()
@@ -184,7 +183,7 @@ class Chores:
             f"converting {tag}",
             save_dir_fd,
             lambda fd: make_universal(
-                fd, self._config.save_dir, row, options, progress, self.signals, replaced
+                fd, self._config.save_dir, row, options, progress, self.signals, removing
             ),
             lambda record: self._converted(row.id, record),
             lambda error: self._not_converted(row.id, error),

@@ -47,6 +47,25 @@ class Signals:
         return self.stop.is_set() or self.give_room.is_set() or not self.holds()
 
 
+def found_universal(fd: int, row: SaveRow) -> DerivedRecord | None:
+    """What an attempt made of this very save that was killed, or failed, after it had published; else None.
+
+    Raises:
+        StorageError, NotPermitted and others: what it left beside the form cannot be removed.
+    """
+    tag = row.save.tag
+    found = describe(fd, f"{PLACE}/{tag}")
+    if found is None or not found.is_made_from(row.save.shard_fingerprints):
+        return None
+    fs.remove_ours(fd, fs.STAGING, partial_name(tag))
+    return DerivedRecord(
+        state=DerivedState.READY,
+        plan_sha256=found.plan_sha256,
+        layout=found.layout,
+        alignment=found.alignment,
+    )
+
+
 def make_universal(
     fd: int,
     save_dir: Path,
@@ -54,9 +73,9 @@ def make_universal(
     options: supervise.ConvertOptions,
     progress: Callable[[supervise.ConvertProgress], None],
     signals: Signals,
-    replaced: Callable[[], None],
+    removing: Callable[[str], None],
 ) -> DerivedRecord:
-    """Make `_ckptd/derived/universal/<tag>` and say what it is; `replaced`: called before an older one goes.
+    """Make `_ckptd/derived/universal/<tag>` and say what it is; `removing`: called with why before one goes.
 
     Raises:
         NoSpaceError: there is no room, or there is none any more; nothing is left behind.
@@ -65,27 +84,22 @@ def make_universal(
     tag, place = row.save.tag, PLACE
     os.close(fs.ensure_ours(fd, place))
     os.close(fs.ensure_ours(fd, fs.STAGING))
-    found = describe(fd, f"{place}/{tag}")
     if len(row.save.roots) > 1:
         msg = f"{tag} holds two engines ({', '.join(row.save.roots)})"
         raise RefusedError(msg, hint="`ckptd convert` each; the ZeRO form is safe all the same")
-    if found is not None and found.is_made_from(row.save.shard_fingerprints):
-        fs.remove_ours(fd, fs.STAGING, partial_name(tag))  # an attempt that failed after it published
-        return DerivedRecord(
-            state=DerivedState.READY,
-            plan_sha256=found.plan_sha256,
-            layout=found.layout,
-            alignment=found.alignment,
-        )
-    if found is not None:
-        replaced()
+    made_before = found_universal(fd, row)
+    if made_before is not None:
+        return made_before
+    if tag in fs.names_in(fd, place):
+        removing("made from another save of the tag")
     fs.remove_ours(fd, place, tag)
     report = _converted(fd, save_dir, row, options, progress, signals)
     made = describe(fd, f"{place}/{tag}")
     is_of_this_save = made is not None and made.is_made_from(row.save.shard_fingerprints)
     if not is_of_this_save or not fs.folder_is_intact(fd, tag, row.save.files):
-        fs.remove_ours(fd, place, tag)
         msg = f"{tag} was saved again while it was converted"
+        removing(msg)
+        fs.remove_ours(fd, place, tag)
         raise SourceChanged(msg)
     return DerivedRecord(
         state=DerivedState.READY,

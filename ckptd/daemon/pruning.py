@@ -24,7 +24,7 @@ from ckptd.local.scan import scan
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptd.core.actions import Prune
     from ckptd.core.listing import SaveDirListing
@@ -93,8 +93,7 @@ class Pruner:
                 commits=[(c.key, c.sha256) for c in permit.commits],
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
-            for folder, left in leftovers:
-                fs.remove_ours(fd, folder, left)
+            self._remove_leftovers(fd, permit, leftovers)
             fs.prune(fd, permit, name)
             return True
 
@@ -126,6 +125,16 @@ class Pruner:
         is_noted = any(row.derived.state is DerivedState.READY for row in rows)
         made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
         return [(fs.STAGING, partial_name(tag)), *made]
+
+    def _remove_leftovers(self, fd: int, permit: DeletePermit, leftovers: Sequence[tuple[str, str]]) -> None:
+        for folder, name in leftovers:
+            if name == permit.tag and name in fs.names_in(fd, folder):
+                reason = "made and never noted; its save goes"
+                generation = permit.generation
+                self._audit.write(
+                    "drop-derived", tag=name, generation=generation, form=UNIVERSAL, reason=reason
+                )
+            fs.remove_ours(fd, folder, name)
 
     def _nothing_went(self, begun_at: float) -> None:
         """The seat belt is for what does."""

@@ -11,14 +11,18 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
+from ckptd.daemon.converting import found_universal
 from ckptd.daemon.holds import take_up_holds
 from ckptd.daemon.state import HOUR_SECONDS
+from ckptd.errors import CkptdError
 from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
+    from ckptd.core.view import DerivedRecord
     from ckptd.daemon.state import JobState
+    from ckptd.journal import SaveRow
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
@@ -55,7 +59,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             state.journal.end_deletion(deletion.id, done=gone)
             if gone:
                 state.journal.end_save(deletion.save_id, "pruned")
-    _take_up_again(state)
+    _take_up_again(state, save_dir_fd)
     if not state.is_shared:
         _tidy(state, save_dir_fd, audit, names)
         take_up_holds(state, save_dir_fd)
@@ -87,19 +91,30 @@ def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> N
     _sweep_partials(state, save_dir_fd, audit)
 
 
-def _take_up_again(state: JobState) -> None:
+def _take_up_again(state: JobState, save_dir_fd: int) -> None:
     """Conversions and uploads that the crash interrupted are open again; backoffs are over."""
     for row in list(state.rows.values()):
         for form, derived in {UNIVERSAL: row.derived, **row.weights}.items():
             is_staged = form != UNIVERSAL and derived.state is DerivedState.READY
             if is_staged or derived.state is DerivedState.CONVERTING:
-                state.put_derived(row.id, derived.model_copy(update={"state": DerivedState.NONE}), form)
+                made = None if is_staged or state.is_shared else _published(row, save_dir_fd)
+                none = derived.model_copy(update={"state": DerivedState.NONE})
+                state.put_derived(row.id, made or none, form)
             elif derived.retry_at_seconds:
                 state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
     for save_id, records in list(state.ships.items()):
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
                 state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
+
+
+def _published(row: SaveRow, save_dir_fd: int) -> DerivedRecord | None:
+    """A form that was published when the crash came, and not noted."""
+    try:
+        return found_universal(save_dir_fd, row)
+    except (CkptdError, OSError) as error:
+        log.warning("the universal form of %s is looked for again: %s", row.save.tag, error)
+        return None
 
 
 def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:

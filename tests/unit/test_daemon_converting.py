@@ -12,12 +12,19 @@ import pytest
 from ckptd import files
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.supervise import inspect_files
+from ckptd.convert.workplace import partial_name
 from ckptd.core.rows import SaveRow
 from ckptd.core.sealing import sealed_file
 from ckptd.core.view import DerivedRecord, DerivedState
-from ckptd.daemon.converting import Signals, make_universal
+from ckptd.daemon.converting import PLACE, Signals, make_universal
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.recovery import recover
+from ckptd.daemon.state import JobState
 from ckptd.errors import BehindError, NoSpaceError
+from ckptd.journal import Journal
+from ckptd.local import fs
 from ckptd.local.scan import scan_folder
+from ckptd.observe.audit import Audit
 from tests.unit.core_views import sealed
 from tests.unit.synthetic import write_stage12
 
@@ -51,7 +58,7 @@ def row(tmp_path: Path) -> SaveRow:
 def made(save_dir: Path, row: SaveRow, signals: Signals, reserve_bytes: int = 0) -> DerivedRecord:
     options = ConvertOptions(memory_budget_bytes=256 << 20, reserve_bytes=reserve_bytes)
     with files.opened_dir(save_dir) as fd:
-        return make_universal(fd, save_dir, row, options, lambda _: None, signals, lambda: None)
+        return make_universal(fd, save_dir, row, options, lambda _: None, signals, lambda _: None)
 
 
 def left(save_dir: Path) -> list[str]:
@@ -80,6 +87,39 @@ def test_paused_in_a_save_and_given_up(
     ending.join()
     assert bool(left(tmp_path)) is (signal == "stop")
     assert made(tmp_path, row, Signals()).state is DerivedState.READY
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_was_published_and_not_noted_is_noted_at_the_next_start(
+    tmp_path: Path, row: SaveRow, is_same: bool
+) -> None:
+    """A kill between the two: it lay there until its save went, and then went without a line of its own."""
+    made(tmp_path, row, Signals())
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    save = row.save if is_same else row.save.model_copy(update={"files": sealed(8).files})
+    save_id = state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    state.put_derived(save_id, DerivedRecord(state=DerivedState.CONVERTING))
+    (tmp_path / fs.STAGING / partial_name(TAG)).mkdir()
+    with files.opened_dir(tmp_path) as fd:
+        recover(state, fd, Audit(tmp_path / "audit.jsonl"))
+    found = state.rows[save_id].derived
+    assert found.state is (DerivedState.READY if is_same else DerivedState.NONE)
+    assert bool(found.plan_sha256) is is_same
+    assert (tmp_path / fs.STAGING / partial_name(TAG)).exists() is not is_same
+    state.journal.close()
+
+
+def test_what_another_save_of_the_tag_left_goes_with_a_line(tmp_path: Path, row: SaveRow) -> None:
+    """A folder in the place of the form, of whatever it was made."""
+    place = tmp_path / PLACE / TAG
+    place.mkdir(parents=True)
+    (place / "ckptd.json").write_text("{}")
+    reasons: list[str] = []
+    options = ConvertOptions(memory_budget_bytes=256 << 20)
+    with files.opened_dir(tmp_path) as fd:
+        make_universal(fd, tmp_path, row, options, lambda _: None, Signals(), reasons.append)
+    assert reasons == ["made from another save of the tag"]
 
 
 def test_nothing_is_begun_that_would_eat_the_reserve(tmp_path: Path, row: SaveRow) -> None:
