@@ -63,7 +63,7 @@ def plan(view: JobView) -> Plan:
         actions = _rest(view, local)
         actions += [MakeWay(remote=r.name, reason="paused") for r in view.remotes if r.ships is not None]
     else:
-        loose = _let_go(view, local.zero)
+        loose = let_go(view, local.zero)
         actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
         moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
@@ -161,7 +161,7 @@ def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form
     return may_be_made and _is_due(view, save, remote, form)
 
 
-def _let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
+def let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
     """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
     if view.unuploaded == "keep" or not view.may_delete:
         return frozenset()

@@ -22,6 +22,7 @@ from ckptd.core.lifecycle import State
 from ckptd.core.planner import to_ship
 from ckptd.core.safety import newest_safe
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
+from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
 from ckptd.daemon.outlook import see_outlook
 from ckptd.daemon.stuck import see_stuck
@@ -294,16 +295,16 @@ def is_idle(job: Job) -> bool:
         or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
         for tag, v in state.verdicts.items()
     )
-    # of a save that went meanwhile, or was written over, nothing is tried again
-    here = [save.id for save in job.view.saves if save.is_intact or save.is_held] if job.view else []
-    waits = any(
-        record.retry_at_seconds
-        for save_id in here
-        for record in state.ships.get(save_id, {}).values()
-        if record.state is ShipState.FAILED and record.tries < 3 and record.remote in ready
-    )
+    view = job.view
+    tried = tried_again(view, state.plan.local_fates) if view and _has_failed(state, ready) else []
+    waits = any(record.tries < 3 and record.remote in ready for record in tried)
     actions = [x for x in state.plan.actions if not isinstance(x, a.Describe)]
     return not unsealed and not actions and not waits and not job.intake.late.is_waiting
+
+
+def _has_failed(state: JobState, ready: set[str]) -> bool:
+    ships = (record for records in state.ships.values() for record in records.values())
+    return any(record.state is ShipState.FAILED and record.remote in ready for record in ships)
 
 
 def is_at_rest(job: Job) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptd.config_model import DaemonConfig, JobConfig
 from ckptd.core.manifest import Decision
 from ckptd.core.view import ZERO, ShipState
+from ckptd.core.waiting import tried_again
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
 from ckptd.daemon.knowledge import write_decision
@@ -560,8 +561,14 @@ class World:
         return is_idle(job)
 
     def has_rested(self) -> bool:
-        """At rest for a while: a backoff that ends has not reached the next plan yet."""
-        if not self.is_at_rest():
+        """At rest for a while: a backoff that ends has not reached the next plan yet.
+
+        `--once` gives up what failed thrice; a daemon does not, and here every remote works again.
+        """
+        job = self.job
+        state, view = (job.state, job.view) if job is not None else (None, None)
+        fates = state.plan.local_fates if state is not None and state.plan is not None else {}
+        if not self.is_at_rest() or (view is not None and tried_again(view, fates)):
             self._rests_since = None
         elif self._rests_since is None:
             self._rests_since = self.kernel.now_seconds
