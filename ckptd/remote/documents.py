@@ -6,6 +6,7 @@ cannot be read is named and skipped; one of a higher major stops everything (`Re
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 IDENTITY_KEY = f"{ROOT}/remote.json"
 LEASES = f"{ROOT}/leases/"
 _TRIES = 3
+_AFTER_SLASH = chr(ord("/") + 1)
+"""What begins with it comes right after a folder's contents."""
 Stone = TypeVar("Stone", bound=Headstone)
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""
@@ -306,16 +309,18 @@ def read_supplements(store: Store, where: Stem) -> list[CommitView]:
 def manifest_keys(store: Store) -> dict[Stem, list[str]]:
     """Keys of all node manifests, by generation."""
     found: dict[Stem, list[str]] = {}
-    keys: list[str] = []
-    # thousands of nodes list their files in few folders, one after the other: few names are taken apart
-    folder = "/"
-    for info in store.list(f"{ROOT}/nodes/"):
-        key = info.key
-        if not key.startswith(folder):
-            folder = key.rpartition("/")[0] + "/"
-            where = stem_of_key(folder)
-            keys = [] if where is None else found.setdefault(where, [])
-        keys.append(key)
+    place = f"{ROOT}/nodes/"
+    # what a stranger left beside the folders belongs to none
+    keys = sorted(info.key for info in store.list(place) if "/" in info.key[len(place) :])
+    begin = 0
+    # thousands of nodes have their files in few folders: names are taken apart once for each folder
+    while begin < len(keys):
+        folder = keys[begin].rpartition("/")[0]
+        end = bisect.bisect_left(keys, folder + _AFTER_SLASH, begin)
+        where = stem_of_key(folder + "/")
+        if where is not None:
+            found.setdefault(where, []).extend(keys[begin:end])
+        begin = end
     return found
 
 
