@@ -42,9 +42,13 @@ class DerivedDescription(Model):
 
 
 def describe(save_dir_fd: int, folder: str) -> DerivedDescription | None:
-    """Read the description of a derived folder; None when there is none or it cannot be read."""
+    """Read the description of a derived folder; None when there is none, or none of ours.
+
+    Raises:
+        OSError: the disk, or its rights, refuse: whose it is cannot be said.
+    """
     try:
         data = files.read_beneath(save_dir_fd, f"{folder}/ckptd.json", limit_bytes=_LIMIT_BYTES)
         return DerivedDescription.model_validate_json(data)
-    except (OSError, CkptdError, ValidationError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, CkptdError, ValidationError):
         return None

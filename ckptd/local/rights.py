@@ -7,54 +7,53 @@ import pwd
 import secrets
 import stat
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ckptd import files
 from ckptd.errors import NotPermitted
-from ckptd.local.fs import STAGING, TRASH, ensure_ours
+from ckptd.local.fs import STAGING, TRASH, closing, ensure_ours
 
 _NOBODYS_SECONDS = 3600.0
 """Older temporary names than this are of no proof that is under way, on whatever host."""
 
+_OURS = secrets.token_hex(6)
+"""Of this process: of what a disk refuses to let go there is one, and the next proof takes it along."""
+
 
 def can_clone(save_dir_fd: int) -> bool:
     """Try to share extents between two small files of ours on the file system of save_dir."""
-    fd = ensure_ours(save_dir_fd, STAGING)
-    names = [f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}" for _ in range(2)]
+    names = [f"{files.TEMPORARY_PREFIX}{_OURS}-{end}" for end in ("a", "b")]
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    opened: list[int] = []
-    try:
-        opened = [os.open(name, flags, 0o600, dir_fd=fd) for name in names]
+    with closing(ensure_ours(save_dir_fd, STAGING)) as fd, ExitStack() as undo:
+        opened: list[int] = []
+        for name in names:
+            files.remove_file(fd, name)  # a disk may have refused to let it go
+            opened.append(os.open(name, flags, 0o600, dir_fd=fd))
+            undo.callback(files.remove_file, fd, name)
+            undo.callback(os.close, opened[-1])
         files.write_all(opened[0], b"\0" * 65536)
         os.fsync(opened[0])
         return files.clone_file(opened[0], opened[1])
-    finally:
-        for other in opened:
-            os.close(other)
-        for name in names:
-            files.remove_file(fd, name)
-        os.close(fd)
 
 
 def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
 
-    One that fails takes back what it made; what a killed one left goes once it is old, since hosts that share
-    the directory prove theirs at the same time.
+    One that fails takes back what it made, or the next one does; what a killed one left goes once it is old,
+    since hosts that share the directory prove theirs at the same time.
 
     Raises:
         NotPermitted: with who owns the directory and who we are.
     """
-    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(6)}"
-    aside = f"ours.{secrets.token_hex(6)}"
+    name, aside = f"{files.TEMPORARY_PREFIX}{_OURS}", f"ours.{_OURS}"
     try:
-        staging, trash = ensure_ours(save_dir_fd, STAGING), ensure_ours(save_dir_fd, TRASH)
-        try:
-            for left in [n for n in os.listdir(staging) if n.startswith(files.TEMPORARY_PREFIX)]:
-                with suppress(FileNotFoundError):
-                    if _is_old(staging, left):
-                        _remove(staging, left)
-            os.mkdir(name, 0o700, dir_fd=staging)
+        with (
+            closing(ensure_ours(save_dir_fd, STAGING)) as staging,
+            closing(ensure_ours(save_dir_fd, TRASH)) as trash,
+        ):
+            _sweep(staging)
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=staging)
             try:
                 os.rename(name, aside, src_dir_fd=staging, dst_dir_fd=trash)
             except OSError:
@@ -62,12 +61,16 @@ def prove_rights(save_dir_fd: int, save_dir: str) -> None:
                     os.rmdir(name, dir_fd=staging)
                 raise
             os.rmdir(aside, dir_fd=trash)
-        finally:
-            os.close(staging)
-            os.close(trash)
     except PermissionError as error:
         raise _who(save_dir_fd, save_dir) from error
     ask_kernel(save_dir_fd, save_dir)
+
+
+def _sweep(staging_fd: int) -> None:
+    for left in [n for n in os.listdir(staging_fd) if n.startswith(files.TEMPORARY_PREFIX)]:
+        with suppress(FileNotFoundError):
+            if _OURS in left or _is_old(staging_fd, left):
+                _remove(staging_fd, left)
 
 
 def ask_kernel(save_dir_fd: int, save_dir: str) -> None:

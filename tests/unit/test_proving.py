@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -62,3 +63,28 @@ def test_another_hosts_proof_is_left_alone(tmp_path: Path) -> None:
         os.utime(left, (1e9, 1e9))
         rights.prove_rights(fd, "run")
     assert list(staging.iterdir()) == [another]
+
+
+def test_what_a_disk_does_not_let_go_is_taken_along_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proof a minute: each left one more, and a clone's two files more, until the next start."""
+
+    def refuse(name: str, *, dir_fd: int) -> None:
+        os.stat(name, dir_fd=dir_fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    places = [tmp_path / "_ckptd" / name for name in ("staging", "trash")]
+    with files.opened_dir(tmp_path) as fd:
+        for call in ("rmdir", "unlink"):
+            with monkeypatch.context() as broken:
+                broken.setattr(os, call, refuse)
+                for _ in range(5):
+                    with contextlib.suppress(OSError):
+                        rights.prove_rights(fd, "run")
+                    with contextlib.suppress(OSError):
+                        rights.can_clone(fd)
+            assert sum(len(list(place.iterdir())) for place in places) in (1, 2)
+            rights.prove_rights(fd, "run")
+            rights.can_clone(fd)
+            assert sum(len(list(place.iterdir())) for place in places) == 0
