@@ -94,7 +94,7 @@ class Retiring:
             commits=[(c.key, c.sha256) for c in rests_on],
         )
         if commit.form == ZERO or not self._takes_zero[action.remote]:
-            self._state.retired_at.append(time.monotonic())
+            self._state.retired_at.setdefault(commit.sha256, time.monotonic())
         order = m.Retire(
             tag=commit.tag,
             generation=commit.generation,

@@ -119,8 +119,8 @@ class JobState:
     converting: Converting | None = None
     deleted_at: deque[float] = field(default_factory=deque)
     """Monotonic times of prunes, for the seat belt."""
-    retired_at: deque[float] = field(default_factory=deque)
-    """Monotonic times of zero COMMITs retired, likewise."""
+    retired_at: dict[str, float] = field(default_factory=dict)
+    """Digest of a zero COMMIT → monotonic time of its (first) removal, likewise; tries of one count once."""
     retire_refused: dict[str, Refusal] = field(default_factory=dict)
     """By the digest of a COMMIT that a remote would not let go."""
     prune_blocked: dict[int, Stays] = field(default_factory=dict)

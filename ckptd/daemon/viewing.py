@@ -27,7 +27,6 @@ from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.files import free_bytes
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Mapping
 
     from ckptd.config_model import JobConfig
@@ -79,6 +78,7 @@ def build_view(
 ) -> JobView:
     """The view of this turn."""
     assert state.listing is not None
+    _forget_past_hour(state)
     folders = {f.tag: f for f in state.listing.folders}
     retention = config.local.policy
     return JobView(
@@ -105,14 +105,14 @@ def build_view(
         drain=drain,
         tenure=tenure,
         may_delete=may_delete,
-        deletions_left=_left(state, state.deleted_at, retention.save_total_limit),
+        deletions_left=_left(state, len(state.deleted_at), retention.save_total_limit),
         pinned_tags=pins,
         config_digest=state.config_digest,
         node=next((link.settings.node for link in links.values()), ""),
         due_since_seconds=_since_when(state),
         not_to_prune=state.blocked_lately(),
         not_to_retire=state.refused_lately(),
-        retirements_left=_left(state, state.retired_at, _largest_limit(config)),
+        retirements_left=_left(state, len(state.retired_at), _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.generations,
@@ -144,13 +144,17 @@ def folders_to_watch(state: JobState) -> list[str]:
     ]
 
 
-def _left(state: JobState, done: deque[float], limit: int | None) -> int:
+def _left(state: JobState, done: int, limit: int | None) -> int:
     """The seat belt: deletions in any hour ≤ saves completed in it + max(3, 2 × save_total_limit)."""
-    now = time.monotonic()
-    for times in (done, state.completed_at):
-        while times and now - times[0] > HOUR_SECONDS:
+    return len(state.completed_at) + max(3, 2 * (limit or 0)) - done
+
+
+def _forget_past_hour(state: JobState) -> None:
+    begin = time.monotonic() - HOUR_SECONDS
+    for times in (state.deleted_at, state.completed_at):
+        while times and times[0] < begin:
             times.popleft()
-    return len(state.completed_at) + max(3, 2 * (limit or 0)) - len(done)
+    state.retired_at = {sha256: at for sha256, at in state.retired_at.items() if at >= begin}
 
 
 def _largest_limit(config: JobConfig) -> int:
