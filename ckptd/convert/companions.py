@@ -50,9 +50,15 @@ def look_around(folder: SourceFolder) -> Origin:
     if CONFIG in here:
         return Origin(folder.path, "", tuple(sorted(here)))
     above = _companions(parent) if name else {}
-    if CONFIG in above and any(os.path.isfile(os.path.join(parent, mark)) for mark in MARKS):
+    if CONFIG in above and _has_mark(parent):
         return Origin(parent, f"{name}/", tuple(sorted(above)))
     return Origin(folder.path, "", ())
+
+
+def _has_mark(folder: str) -> bool:
+    with contextlib.suppress(PermissionError), opened_real(folder) as fd:
+        return not frozenset(MARKS).isdisjoint(os.listdir(fd))
+    return False
 
 
 def _companions(folder: str) -> set[str]:

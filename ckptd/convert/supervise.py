@@ -27,6 +27,7 @@ from ckptd.convert.workplace import (
     SourceFolder,
     Workplace,
     check_destination,
+    is_folder,
     look_at_source,
     opened_workplace,
     partial_name,
@@ -158,7 +159,7 @@ class Conversion:
     def published_before(self, place_parent: str, destination: str, started: float) -> ConvertReport | None:
         """The report of an attempt that was killed after its result got its name; None: it is not ours."""
         parent, name = os.path.split(destination)
-        if not os.path.isdir(os.path.join(place_parent, partial_name(name))):
+        if not is_folder(os.path.join(place_parent, partial_name(name))):
             return None
         with opened_workplace(place_parent, name, parent) as place:
             found = was_published(place, self.folder, os.path.join(parent, name))

@@ -60,11 +60,7 @@ def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
         NotFoundError: it is not there or no folder.
     """
     path = real_path(folder, beneath)
-    try:
-        is_folder = stat.S_ISDIR(os.stat(path).st_mode)  # os.path.isdir takes a disk that refuses for a no
-    except (FileNotFoundError, NotADirectoryError):
-        is_folder = False
-    if not is_folder:
+    if not is_folder(path):
         raise NotFoundError(
             f"{folder} is no folder", hint="give a checkpoint folder or a save_dir with `latest`"
         )
@@ -88,6 +84,14 @@ def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
     return SourceFolder(
         path, tuple(shards), tuple(folders), mode & 0o666, folder_mode, own.st_gid, disk_bytes
     )
+
+
+def is_folder(path: str) -> bool:
+    """`os.path.isdir` takes a disk that refuses for a no."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def check_destination(source: SourceFolder, destination: Path, beneath: Path | None = None) -> str:
@@ -114,7 +118,7 @@ def check_place(destination: Path, *, must_be_new: bool = True, beneath: Path | 
         raise UsageError(f"{destination} cannot be made")
     if len(os.fsencode(partial_name(name))) > NAME_BYTES:
         raise UsageError(f"{name} is too long a name", hint="choose a shorter one (230 bytes)")
-    if not os.path.isdir(parent):
+    if not is_folder(parent):
         raise NotFoundError(f"{parent} is no folder", hint="make it first")
     target = os.path.join(real_path(parent, beneath), name)
     if must_be_new and os.path.lexists(target):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -324,3 +325,17 @@ def test_a_universal_folder_is_not_called_damaged(made: Made, tmp_path: Path) ->
     convert(made.folder, tmp_path / "u")
     with pytest.raises(RefusedError, match="universal checkpoint already"):
         convert(tmp_path / "u", tmp_path / "v")
+
+
+def test_a_disk_that_refuses_is_no_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "is no folder", which counts as one of three tries: the last save stayed without its form."""
+    real = os.stat
+
+    def refuse(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if path == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        workplace.check_place(tmp_path / "new")
