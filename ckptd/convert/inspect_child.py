@@ -24,7 +24,8 @@ from ckptd.zero.facts import shard_facts
 
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 3600
-
+_TORN = {"final": True, "bytes": 0, "archive": "torn", "fingerprint": ""}
+"""Takes back what was said on the way: what has a fingerprint was read, and is not read again."""
 
 _TRAINER_STATE_LIMIT_BYTES = 64 << 20
 _MOST_METRICS, _NAME_LETTERS = 64, 100
@@ -67,13 +68,12 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
                 found.update(_trainer_state(fd, before.st_size))
             after = os.fstat(fd)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                found = {"archive": "torn", "fingerprint": "", "reason": f"{path} changed while it was read"}
-            return {"final": True, "bytes": before.st_size, **found}
+                found = {**_TORN, "reason": f"{path} changed while it was read"}
+            return {"final": True, **found, "bytes": before.st_size}
     except CkptdError as error:
-        return {"final": True, "bytes": 0, "archive": "torn", "reason": error.message}
+        return {**_TORN, "reason": error.message}
     except OSError as error:
-        reason = f"{path} cannot be read ({error.strerror})"
-        return {"final": True, "bytes": 0, "archive": "torn", "reason": reason, "is_unread": True}
+        return {**_TORN, "reason": f"{path} cannot be read ({error.strerror})", "is_unread": True}
 
 
 def _identity(status: os.stat_result) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from ckptd import files
+from ckptd.convert import inspect_child, inspection
+from ckptd.core.facts import Archive
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.late import Late
@@ -26,6 +29,7 @@ from ckptd.local.rights import user
 from ckptd.local.scan import scan
 from tests.unit.recover_scene import Scene, known_save
 from tests.unit.refusing import refuse
+from tests.unit.synthetic import write_stage12
 
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 HOUR_SECONDS = 3600.0
@@ -170,3 +174,23 @@ def test_who_may_not_read_it() -> None:
     me = user(os.geteuid())
     assert me in what_reads_it(f"x.pt cannot be read ({os.strerror(errno.EACCES)})")
     assert me not in what_reads_it(f"x.pt cannot be read ({os.strerror(errno.EIO)})")
+
+
+def test_an_error_after_the_first_findings_takes_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The framing was read and the pickle was not: with its fingerprint it was torn for ever, not unread."""
+    write_stage12(tmp_path, [{"w": (4, 4)}], 1)
+    path = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    said = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def unreadable(*_: object) -> None:
+        raise said
+
+    monkeypatch.setattr(inspect_child, "shard_facts", unreadable)
+    with files.opened_dir(tmp_path) as fd:
+        last = inspect_child._inspect(fd, 0, {"path": path, "expected": True, "facts": True})
+    (first,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["fingerprint"]
+    row = inspection._facts_of(path, {**first, **last})
+    assert (row.archive, row.fingerprint, last["is_unread"]) == (Archive.TORN, "", True)
