@@ -193,7 +193,7 @@ def live(
             if number >= upto:
                 break
             seams.is_open = False
-            if scenario.is_constant and seams.hit:
+            if number and scenario.is_constant and seams.hit:
                 # the next save takes this one's place, sent or not: a remote that was left alone comes back
                 process.until_well(TURNS)
             for text in at_rest(place) if at_rest is not None and number else ():

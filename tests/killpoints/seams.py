@@ -36,7 +36,8 @@ _ALLOCATES = {
     *("write", "pwrite", "copy_file_range", "clone_range", "ftruncate", "fsync", "fdatasync", "store"),
 }
 _FLUSHES = {"fsync", "fdatasync", "write", "pwrite"}
-_fstat, _readlink = os.fstat, os.readlink
+_fstat, _readlink, _dup, _close = os.fstat, os.readlink, os.dup, os.close
+_MOST_HELD = 64
 
 
 @dataclass(slots=True)
@@ -94,7 +95,8 @@ class Seams:
         """What failed since the last save, and at which site."""
         self.hit_at_seconds = 0.0
         self._note = note
-        self._broken: dict[tuple[int, int], str] = {}
+        self._broken: dict[tuple[int, int], tuple[str, int]] = {}
+        """Inode of a file whose flush failed → its path, and a descriptor: nothing else gets its number."""
         """(dev, ino) of regular files whose flush failed and that were not begun anew since."""
         self._reads, self._is_sited, self._root = reads, is_sited, root
 
@@ -147,21 +149,30 @@ class Seams:
         if name in ("fsync", "fdatasync"):
             status = _fstat(args[0])
             if stat.S_ISREG(status.st_mode):
-                self._broken[status.st_dev, status.st_ino] = _readlink(f"/proc/self/fd/{args[0]}")
+                where = status.st_dev, status.st_ino
+                self._forget(where)
+                self._broken[where] = (_readlink(f"/proc/self/fd/{args[0]}"), _dup(args[0]))
+                if len(self._broken) > _MOST_HELD:
+                    self._forget(next(iter(self._broken)))
+
+    def _forget(self, where: tuple[int, int]) -> None:
+        found = self._broken.pop(where, None)
+        if found is not None:
+            _close(found[1])
 
     def _begins(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """A new file may get the inode number of one that is gone."""
+        """One that is emptied begins anew."""
         if name == "open" and args[1] & (os.O_EXCL | os.O_TRUNC) and self._broken:
             status = _fstat(result)
-            self._broken.pop((status.st_dev, status.st_ino), None)
+            self._forget((status.st_dev, status.st_ino))
 
     def _flushes(self, name: str, args: tuple[Any, ...]) -> None:
         """A flush that is tried again would be believed: the kernel has dropped the pages (F6)."""
         if name in ("fsync", "fdatasync", "ftruncate") and self._broken:
             status = _fstat(args[0])
-            path = self._broken.get((status.st_dev, status.st_ino))
+            path, _ = self._broken.get((status.st_dev, status.st_ino), (None, -1))
             if path is not None and (name == "ftruncate" or not stat.S_ISREG(status.st_mode)):
-                del self._broken[status.st_dev, status.st_ino]
+                self._forget((status.st_dev, status.st_ino))
             elif (
                 path is not None
                 and not path.endswith(APPENDED)
