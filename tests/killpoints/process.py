@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckptd.config import load_daemon, load_jobs
+from ckptd.core.waiting import tried_again
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
 from ckptd.daemon.loop import Daemon
@@ -99,11 +100,24 @@ class Process:
             return False
         return job.state is None or not job.intake._reading.seconds_to_read(time.monotonic())
 
+    @property
+    def _tries_again(self) -> bool:
+        """`--once` gives up what failed thrice; a daemon does not."""
+        view, state = self.job.view, self.job.state
+        if view is None or state is None or state.plan is None:
+            return False
+        return bool(tried_again(view, state.plan.local_fates))
+
     def until_well(self, turns: int) -> None:
         """Turn until what failed was tried again and all has been safe for a while."""
         since = time.monotonic()
         for _ in range(turns):
-            if not self.is_idle or self.exit_code or self.job.links["nas"].seconds_to_wake:
+            if (
+                not self.is_idle
+                or self.exit_code
+                or self.job.links["nas"].seconds_to_wake
+                or self._tries_again
+            ):
                 since = time.monotonic()
             elif time.monotonic() - since > WELL_SECONDS:
                 return
