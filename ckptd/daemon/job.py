@@ -344,7 +344,7 @@ class Job:
             self.state.journal.close()
             self.state = None
             self.view = None
-        self.rest, self.rights = Rest(), Rights()
+        self.rest, self.rights = Rest(), Rights(self.rights.mark)
         if self._fd is not None:
             let_go(self._fd, self._lock)
             self._fd = None

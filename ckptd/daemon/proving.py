@@ -30,7 +30,8 @@ class Rights:
     `is_missing`: the last proof failed, and the next turn tries again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str = "") -> None:
+        self.mark = mark or rights.new_mark()
         self.are_held = self.is_missing = False
         self._proved_at_seconds = -math.inf
         self._clones_are_known = False
@@ -47,9 +48,9 @@ class Rights:
         if self.are_held and now - self._proved_at_seconds < due_seconds:
             return
         try:
-            prove(save_dir_fd, about)
+            prove(save_dir_fd, about, self.mark)
             if not self.are_held or not self._clones_are_known:
-                can = can_clone(save_dir_fd)
+                can = can_clone(save_dir_fd, self.mark)
                 self._clones_are_known, state.can_clone = can is not None, bool(can)
         except (NotPermitted, OSError) as error:
             text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
@@ -64,10 +65,10 @@ class Rights:
         job.problems.clear("no-rights", about)
 
 
-def prove(save_dir_fd: int, about: str) -> None:
+def prove(save_dir_fd: int, about: str, mark: str) -> None:
     """Raises NotPermitted, or OSError as the kernel says."""
     try:
-        rights.prove_rights(save_dir_fd, about)
+        rights.prove_rights(save_dir_fd, about, mark)
     except OSError as error:
         # no room to create anything is no want of rights: what goes makes room
         if error.errno not in _NO_ROOM:
@@ -75,10 +76,10 @@ def prove(save_dir_fd: int, about: str) -> None:
         rights.ask_kernel(save_dir_fd, about)
 
 
-def can_clone(save_dir_fd: int) -> bool | None:
+def can_clone(save_dir_fd: int, mark: str) -> bool | None:
     """Whether extents can be shared here; None: not known, without room for two small files."""
     try:
-        return rights.can_clone(save_dir_fd)
+        return rights.can_clone(save_dir_fd, mark)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

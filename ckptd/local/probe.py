@@ -19,7 +19,7 @@ from ckptd.config_quantities import show_bytes
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, from_os_error
 from ckptd.local.fs import STAGING, TRASH, remove_empty
-from ckptd.local.rights import can_clone, prove_rights
+from ckptd.local.rights import can_clone, new_mark, prove_rights
 from ckptd.local.scan import scan
 from ckptd.local.state_dir import filesystem_type, is_network
 
@@ -144,8 +144,9 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
         return
     with _traceless(fd):
         try:
-            prove_rights(fd, str(save_dir))
-            clones = can_clone(fd)
+            mark = new_mark()
+            prove_rights(fd, str(save_dir), mark)
+            clones = can_clone(fd, mark)
         except OSError as error:
             problem = from_os_error(error, f"writing in {save_dir}/{OURS}")
             if "read-only" in (error.strerror or "").lower():

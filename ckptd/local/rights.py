@@ -16,13 +16,18 @@ from ckptd.local.fs import STAGING, TRASH, closing, ensure_ours
 _NOBODYS_SECONDS = 3600.0
 """Older temporary names than this are of no proof that is under way, on whatever host."""
 
-_OURS = secrets.token_hex(6)
-"""Of this process: of what a disk refuses to let go there is one, and the next proof takes it along."""
+
+def new_mark() -> str:
+    """A name for the proofs of one process in one save_dir.
+
+    Of what a disk refuses to let go there is one, and the next proof of that mark takes it along.
+    """
+    return secrets.token_hex(6)
 
 
-def can_clone(save_dir_fd: int) -> bool:
+def can_clone(save_dir_fd: int, mark: str) -> bool:
     """Try to share extents between two small files of ours on the file system of save_dir."""
-    names = [f"{files.TEMPORARY_PREFIX}{_OURS}-{end}" for end in ("a", "b")]
+    names = [f"{files.TEMPORARY_PREFIX}{mark}-{end}" for end in ("a", "b")]
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with closing(ensure_ours(save_dir_fd, STAGING)) as fd, ExitStack() as undo:
         opened: list[int] = []
@@ -36,7 +41,7 @@ def can_clone(save_dir_fd: int) -> bool:
         return files.clone_file(opened[0], opened[1])
 
 
-def prove_rights(save_dir_fd: int, save_dir: str) -> None:
+def prove_rights(save_dir_fd: int, save_dir: str, mark: str) -> None:
     """Create, rename and remove in `_ckptd`, and ask the kernel whether we may do so in save_dir (P19, P11).
 
     One that fails takes back what it made, or the next one does; what a killed one left goes once it is old,
@@ -45,13 +50,13 @@ def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     Raises:
         NotPermitted: with who owns the directory and who we are.
     """
-    name, aside = f"{files.TEMPORARY_PREFIX}{_OURS}", f"ours.{_OURS}"
+    name, aside = f"{files.TEMPORARY_PREFIX}{mark}", f"ours.{mark}"
     try:
         with (
             closing(ensure_ours(save_dir_fd, STAGING)) as staging,
             closing(ensure_ours(save_dir_fd, TRASH)) as trash,
         ):
-            _sweep(staging)
+            _sweep(staging, mark)
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=staging)
             try:
@@ -66,10 +71,10 @@ def prove_rights(save_dir_fd: int, save_dir: str) -> None:
     ask_kernel(save_dir_fd, save_dir)
 
 
-def _sweep(staging_fd: int) -> None:
+def _sweep(staging_fd: int, mark: str) -> None:
     for left in [n for n in os.listdir(staging_fd) if n.startswith(files.TEMPORARY_PREFIX)]:
         with suppress(FileNotFoundError):
-            if _OURS in left or _is_old(staging_fd, left):
+            if mark in left or _is_old(staging_fd, left):
                 _remove(staging_fd, left)
 
 

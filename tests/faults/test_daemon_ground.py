@@ -93,14 +93,14 @@ def test_no_room_is_no_want_of_rights(tmp_path: Path) -> None:
     mount("-t", "tmpfs", "-o", "nr_inodes=30", "none", tmp_path)
     try:
         with files.opened_dir(tmp_path) as fd:
-            rights.prove_rights(fd, "run")
+            rights.prove_rights(fd, "run", "mark")
             with contextlib.suppress(OSError):
                 for number in range(30):
                     (tmp_path / str(number)).mkdir()
             with pytest.raises(OSError, match="No space"):
-                rights.prove_rights(fd, "run")
-            proving.prove(fd, "run")
-            assert proving.can_clone(fd) is None
+                rights.prove_rights(fd, "run", "mark")
+            proving.prove(fd, "run", "mark")
+            assert proving.can_clone(fd, "mark") is None
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 

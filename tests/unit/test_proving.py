@@ -33,7 +33,7 @@ def test_clones_are_asked_for_again_once_there_is_room(
     held = proving.Rights()
     answers: list[OSError | bool] = [OSError(errno.ENOSPC, "full"), True, False]
 
-    def can_clone(save_dir_fd: int) -> bool:
+    def can_clone(save_dir_fd: int, mark: str) -> bool:
         answer = answers.pop(0)
         if isinstance(answer, OSError):
             raise answer
@@ -56,12 +56,12 @@ def test_another_hosts_proof_is_left_alone(tmp_path: Path) -> None:
     """It was removed between its mkdir and its rename, and that host had no rights for a minute."""
     staging = tmp_path / "_ckptd" / "staging"
     with files.opened_dir(tmp_path) as fd:
-        rights.prove_rights(fd, "run")
+        rights.prove_rights(fd, "run", "mark")
         another, left = (staging / f"{files.TEMPORARY_PREFIX}{name}" for name in ("other", "killed"))
         for folder in (another, left):
             folder.mkdir()
         os.utime(left, (1e9, 1e9))
-        rights.prove_rights(fd, "run")
+        rights.prove_rights(fd, "run", "mark")
     assert list(staging.iterdir()) == [another]
 
 
@@ -81,10 +81,10 @@ def test_what_a_disk_does_not_let_go_is_taken_along_later(
                 broken.setattr(os, call, refuse)
                 for _ in range(5):
                     with contextlib.suppress(OSError):
-                        rights.prove_rights(fd, "run")
+                        rights.prove_rights(fd, "run", "mark")
                     with contextlib.suppress(OSError):
-                        rights.can_clone(fd)
+                        rights.can_clone(fd, "mark")
             assert sum(len(list(place.iterdir())) for place in places) in (1, 2)
-            rights.prove_rights(fd, "run")
-            rights.can_clone(fd)
+            rights.prove_rights(fd, "run", "mark")
+            rights.can_clone(fd, "mark")
             assert sum(len(list(place.iterdir())) for place in places) == 0
