@@ -13,6 +13,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.convert.workplace import is_file
 from ckptd.real import opened_real
 
 if TYPE_CHECKING:
@@ -50,15 +51,9 @@ def look_around(folder: SourceFolder) -> Origin:
     if CONFIG in here:
         return Origin(folder.path, "", tuple(sorted(here)))
     above = _companions(parent) if name else {}
-    if CONFIG in above and _has_mark(parent):
+    if CONFIG in above and any(is_file(os.path.join(parent, mark)) for mark in MARKS):
         return Origin(parent, f"{name}/", tuple(sorted(above)))
     return Origin(folder.path, "", ())
-
-
-def _has_mark(folder: str) -> bool:
-    with contextlib.suppress(PermissionError), opened_real(folder) as fd:
-        return not frozenset(MARKS).isdisjoint(os.listdir(fd))
-    return False
 
 
 def _companions(folder: str) -> set[str]:

@@ -87,11 +87,20 @@ def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
 
 
 def is_folder(path: str) -> bool:
-    """`os.path.isdir` takes a disk that refuses for a no."""
+    """As `os.path.isdir`, which takes a disk that refuses for a no."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: str) -> bool:
+    """As `os.path.isfile`, likewise."""
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: str) -> int:
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return 0
 
 
 def check_destination(source: SourceFolder, destination: Path, beneath: Path | None = None) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.deriving import to_derive
+from ckptd.core.deriving import is_streamed, to_derive
 from ckptd.core.planner import let_go, to_ship
-from ckptd.core.view import ZERO, ShipState
+from ckptd.core.view import ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,10 @@ def tried_again(view: JobView, fates: dict[int, Fate]) -> list[ShipRecord]:
 
 def _wanted(view: JobView, remote: RemoteView, form: str) -> Iterator[SaveView]:
     if form != ZERO:
-        yield from to_derive(view, remote, form)
+        # what is neither here nor made as it is sent waits for its conversion, not for a try
+        for save in to_derive(view, remote, form):
+            is_here = save.derived(form).state is DerivedState.READY
+            if is_here or is_streamed(view, save, form, is_now=False):
+                yield save
         return
     yield from (s for s in view.saves if (s.is_intact or s.is_held) and to_ship(view, s))

@@ -53,6 +53,8 @@ def test_a_universal_form_that_a_newer_one_replaced_is_not_waited_for() -> None:
     ]
     assert len(waiting(job_view(saves[1:]))) == 1
     assert len(waiting(job_view(saves))) == 1
+    refused = replace(saves[1], universal=DerivedRecord(state=DerivedState.REFUSED))
+    assert waiting(job_view([refused])) == []
 
 
 def test_what_is_about_to_go_unsent_is_not_waited_for() -> None:

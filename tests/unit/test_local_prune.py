@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ckptd.core.layouts import Grid, Role
 from ckptd.core.manifest import SaveWindow, Writer
 from ckptd.core.permit import CommitRef, DeletePermit
 from ckptd.core.save import SealedFile, SealedSave
+from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.state import JobState
 from ckptd.errors import CkptdError
@@ -261,3 +263,18 @@ def test_half_conversions_of_saves_that_are_gone_are_swept(save_dir: Path) -> No
         recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
     assert list(place.iterdir()) == []
     journal.close()
+
+
+def test_a_form_that_was_never_noted_goes_with_a_line_of_its_own(save_dir: Path) -> None:
+    """Found by the quick start's judge: a daemon was killed between publishing and noting it."""
+    place = fs.DERIVED + "/universal"
+    (save_dir / place / TAG).mkdir(parents=True)
+    (save_dir / fs.STAGING).mkdir()
+    state = JobState(journal=Journal(save_dir / "journal.db"))
+    pruner = Pruner(state, Audit(save_dir / "audit.jsonl"), lambda *_: None, lambda: None)
+    with files.opened_dir(save_dir) as fd:
+        pruner._remove_leftovers(fd, permit_for(save_dir), pruner._leftovers(TAG))
+    (line,) = [json.loads(text) for text in (save_dir / "audit.jsonl").read_text().splitlines()]
+    assert (line["action"], line["tag"], line["form"]) == ("drop-derived", TAG, "universal")
+    assert list((save_dir / place).iterdir()) == []
+    state.journal.close()
