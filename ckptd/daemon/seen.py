@@ -63,13 +63,12 @@ def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
     One node has trainer_state.json; by its COMMIT the others know what it says (docs/adr/0130).
     """
     commits = [commit for commit in told if commit is not None]
-    found = {
-        **order_by_commits(save.order, [None if c is None else order_of(c) for c in told])._asdict(),
-        "best": next((c.best for c in commits if c.best is not None), save.best),
-        "best_checkpoint": next((c.names_best for c in commits if c.names_best), save.best_checkpoint),
-    }
-    is_other = any(getattr(save, name) != value for name, value in found.items())
-    return save.model_copy(update=found) if is_other else save
+    order = order_by_commits(save.order, [None if c is None else order_of(c) for c in told])
+    best = next((c.best for c in commits if c.best is not None), save.best)
+    named = next((c.names_best for c in commits if c.names_best), save.best_checkpoint)
+    if (order, best, named) == (save.order, save.best, save.best_checkpoint):
+        return save
+    return save.model_copy(update={**order._asdict(), "best": best, "best_checkpoint": named})
 
 
 def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:

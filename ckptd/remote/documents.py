@@ -310,14 +310,15 @@ def manifest_keys(store: Store) -> dict[Stem, list[str]]:
     """Keys of all node manifests, by generation."""
     found: dict[Stem, list[str]] = {}
     place = f"{ROOT}/nodes/"
-    # what a stranger left beside the folders belongs to none
-    keys = sorted(info.key for info in store.list(place) if "/" in info.key[len(place) :])
+    keys = sorted([info.key for info in store.list(place)])
     begin = 0
     # thousands of nodes have their files in few folders: names are taken apart once for each folder
     while begin < len(keys):
         folder = keys[begin].rpartition("/")[0]
-        end = bisect.bisect_left(keys, folder + _AFTER_SLASH, begin)
-        where = stem_of_key(folder + "/")
+        # what a stranger left beside the folders belongs to none, and ends where it begins
+        is_beside = len(folder) < len(place)
+        end = begin + 1 if is_beside else bisect.bisect_left(keys, folder + _AFTER_SLASH, begin)
+        where = None if is_beside else stem_of_key(folder + "/")
         if where is not None:
             found.setdefault(where, []).extend(keys[begin:end])
         begin = end

@@ -6,6 +6,7 @@ hands or lost its identity is noticed at the next question (P2).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.coverage import choose_pointers
@@ -96,7 +97,7 @@ def observe(
         retired_tags=tuple(sorted({where[0] for where in found.stones})),
         decisions=tuple(found.decisions),
         uncommitted=tuple(uncommitted),
-        listed_whole=tuple(where for where in uncommitted if _is_whole(listed[where])),
+        listed_whole=tuple(where for where in uncommitted if _is_whole(tuple(listed[where]))),
         retiring=tuple(sorted(open_stones)),
         latest=pointers[0],
         latest_universal=pointers[1],
@@ -107,7 +108,8 @@ def observe(
     )
 
 
-def _is_whole(keys: list[str]) -> bool:
+@lru_cache(maxsize=1024)
+def _is_whole(keys: tuple[str, ...]) -> bool:
     return may_cover([name for key in keys if (name := name_in(key)) is not None])
 
 

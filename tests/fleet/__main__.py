@@ -29,13 +29,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NODES, MOST_CHECKPOINTS = 8, 6
 CHUNK = 10
+LONG_RUN, LONG_RUN_KEEPS = 100, 12
+"""Saves."""
 
 
 def shape_of(seed: int, nodes: int | None, checkpoints: int | None) -> Shape:
     """The size of a history."""
     chance = Random(seed * 7 + 1)
     drawn = chance.randint(1, MOST_NODES), chance.randint(1, MOST_CHECKPOINTS)
-    return Shape(nodes=nodes or drawn[0], checkpoints=checkpoints or drawn[1])
+    many = checkpoints or drawn[1]
+    # who saves hundreds of times rotates, or torn saves fill the disk
+    keeps = LONG_RUN_KEEPS if many > LONG_RUN else None
+    return Shape(nodes=nodes or drawn[0], checkpoints=many, trainer_keeps=keeps)
 
 
 def tell_some(work: tuple[int, int, int | None, int | None]) -> list[Told]:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from random import Random
 
-    from ckptd.core.manifest import RemoteIdentity
+    from ckptd.core.manifest import Commit, RemoteIdentity
     from ckptd.daemon.waiting import Waiting
     from ckptd.remote.documents import Stem
     from ckptd.remote.messages import Observation, TagView
@@ -148,6 +148,8 @@ class Row:
     shipped: dict[str, Shipped] = field(default_factory=dict)
     manifest_sha256: str = ""
     waiting: Waiting | None = None
+    heard: Commit | None = None
+    """What its COMMIT said."""
 
 
 @dataclass
@@ -508,7 +510,10 @@ class Daemon:
         for row in self.machine.rows:
             record = row.record
             if record.state is ShipState.COMMITTED:
-                row.save = as_committed(row.save, [commits.get((record.commit_key, record.commit_sha256))])
+                commit = commits.get((record.commit_key, record.commit_sha256))
+                # what it said once it says again
+                if commit is not None and commit is not row.heard:
+                    row.save, row.heard = as_committed(row.save, [commit]), commit
 
     # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
 

@@ -52,6 +52,8 @@ class Shape:
     remote_limit: int | None = 0
     """0: drawn."""
     network: Network | None = None
+    trainer_keeps: int | None = None
+    """So many of its saves the trainer leaves on each disk; None: all."""
     naps: bool = True
     """Turns that nothing can come of are not lived."""
 
@@ -259,10 +261,18 @@ class Fleet:
         machine.disk[tag] = Written(number, step, START + now, now, machine.name, word)
         if slot == 0:
             machine.latest = tag
+        self._rotate(machine)
         daemon = self.daemons[slot]
         if daemon is not None:
             daemon.program.stir()
             self.engine.at(self.engine.now, daemon.hint)
+
+    def _rotate(self, machine: Machine) -> None:
+        """The trainer removes what is too old for it, safe or not."""
+        keeps = self.shape.trainer_keeps
+        if keeps is not None:
+            for tag in sorted(machine.disk, key=lambda name: machine.disk[name].number)[:-keeps]:
+                del machine.disk[tag]
 
     def _rewind(self) -> None:
         steps = self.chance.randrange(1, 3)
