@@ -160,13 +160,14 @@ ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSP
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py tests/cluster_convert/test_cluster.py $(ARGS)
 
+faults: WORKERS = 4
 faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost remotes, hostile files, other versions
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults tests/attacks tests/killpoints tests/golden $(ARGS)
 
 faults-full: setup ## every kill point and error, real kills, the long tests (MINUTES=30 for each; goes on where it was cut)
 	$(PY) -m tests.killpoints --minutes $(MINUTES)
 	$(PY) -m tests.killpoints.real --minutes $(MINUTES)
-	CKPTD_FULL=1 $(PY) -m pytest -p tests.resumable --minutes $(MINUTES) --timeout 1800 tests/faults tests/attacks tests/killpoints $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest -p tests.resumable --minutes $(MINUTES) --timeout 1800 tests/faults tests/attacks tests/killpoints tests/golden $(ARGS)
 
 # Seeds that no default run takes; what was lived with this very code counts, so a run that was cut goes on.
 sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--workers 3"); then `make figures`

@@ -74,6 +74,7 @@ def test_names_that_nobody_expects(here: Node) -> None:
     assert sorted(os.listdir(root)) == sorted([*TAGS, b"global_step99", b"_ckptd"]), "nothing was deleted"
 
 
+@pytest.mark.full
 def test_side_files_with_such_names(here: Node) -> None:
     """In a checkpoint: shipped byte for byte and restored, or it keeps its folder here and says why."""
     root = os.fsencode(here.save_dir)

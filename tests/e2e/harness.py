@@ -223,7 +223,13 @@ class Node:
         """Checkpoint folders in save_dir."""
         return {p.name for p in self.save_dir.iterdir() if p.is_dir() and p.name != "_ckptd"}
 
-    def wait(self, what: str, done: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+    def wait(
+        self,
+        what: str,
+        done: Callable[[], object],
+        seconds: float = PATIENCE_SECONDS,
+        pause_seconds: float = 0.05,
+    ) -> None:
         """Until `done`, with more patience than a busy machine needs; the log's end is in the failure."""
         seconds = max(seconds, PATIENCE_SECONDS)
         deadline = time.monotonic() + seconds
@@ -231,7 +237,7 @@ class Node:
             with contextlib.suppress(KeyError, IndexError, json.JSONDecodeError):
                 if done():
                     return
-            time.sleep(0.05)
+            time.sleep(pause_seconds)
         tail = self.log.read_text()[-3000:] if self.log.exists() else ""
         raise AssertionError(f"waited {seconds} s for {what}\n{json.dumps(self.status())[:1500]}\n{tail}")
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.harness import Node
+from tests.e2e.harness import PATIENCE_SECONDS, Node
 from tests.real import Recipe, expect, save_dir_of
 from tests.stores import servers
 
@@ -67,6 +67,10 @@ class S3Node(Node):
                 name = key.rsplit("/", 1)[1].removesuffix(f"~{form}.json")
                 found[name] = json.loads(self.read(key))
         return found
+
+    def wait_committed(self, key: str, seconds: float = PATIENCE_SECONDS) -> None:
+        """Until `<tag>~g<n>` is committed; each look costs the server as much as a part."""
+        self.wait(f"the COMMIT {key}", lambda: key in self.commits(), seconds, pause_seconds=0.3)
 
     def holds(self, folder: str, run: Recipe, step: int) -> bool:
         """The bucket holds exactly the files of that save."""

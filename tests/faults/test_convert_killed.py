@@ -82,7 +82,7 @@ def tree(folder: Path) -> TREE:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.fixture(params=["stage2", "stage3"])
+@pytest.fixture(params=[pytest.param("stage2", marks=pytest.mark.full), "stage3"])
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Scene:
     source = tmp_path / "save" / "global_step7"
     write = write_stage3 if request.param == "stage3" else write_stage12

@@ -205,6 +205,7 @@ def test_a_lock_that_is_given_back(tmp_path: Path) -> None:
         here.wait("the end of it", lambda: b'"lock-held"' not in document.read_bytes())
 
 
+@pytest.mark.full
 def test_a_place_that_may_not_be_opened_at_the_start(tmp_path: Path) -> None:
     """Two jobs; the directory of the other one may not be read at the start, and is watched once it may."""
     other = tmp_path / "nvme" / "other"

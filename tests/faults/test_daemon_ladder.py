@@ -119,6 +119,7 @@ def best(here: Node) -> dict[int, Any]:
     return {c["step"]: (c.get("best") or {}).get("value") for c in here.commits().values()}
 
 
+@pytest.mark.full
 def test_the_trainers_metrics_decide_what_is_best(tmp_path: Path) -> None:
     """Of plain DeepSpeed: in manifest and COMMIT; one that comes late counts here; a symlink is refused."""
     job = 'metric = "eval_loss"\nmetrics_file = "metrics.jsonl"'

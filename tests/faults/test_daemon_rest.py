@@ -71,6 +71,7 @@ def test_once_does_what_the_look_after_its_upload_shows(tmp_path: Path) -> None:
         assert set(here.commits()) == {"global_step2~g1"}
 
 
+@pytest.mark.full
 def test_an_upload_that_failed_is_tried_again_soon(tmp_path: Path) -> None:
     """A job whose remote backs off has work to do: it is not at rest."""
     with node(tmp_path, local="forms = []", remote='forms = ["zero"]') as here:

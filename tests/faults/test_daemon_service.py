@@ -263,6 +263,7 @@ def test_a_bad_ckptd_toml_keeps_everything(house: House) -> None:
     house.wait("work goes on", lambda: house.committed("one", 2))
 
 
+@pytest.mark.full
 def test_a_glob_makes_a_job_of_each_directory_also_later(house: House) -> None:
     """`{dir}` in the URL; a directory that appears becomes a job without a reload."""
     (house.root / "nvme" / "a").mkdir()

@@ -193,6 +193,7 @@ def test_three_hosts_share_the_work_and_delete_and_convert_once(
         assert len(found.here.documents("shared/lease")) == 1
 
 
+@pytest.mark.full
 @ON_S3
 def test_a_holder_that_is_stopped_or_killed_is_replaced_and_does_nothing_late(
     tmp_path: Path, moto: Server, on_s3: bool

@@ -89,6 +89,7 @@ def has(here: Node, form: str, step: int = 1) -> bool:
     return f"global_step{step}~g1" in here.commits(form)
 
 
+@pytest.mark.full
 def test_forms_that_only_a_remote_lists_never_lie_on_the_node(tmp_path: Path) -> None:
     """Byte for byte what `ckptd convert` makes; verified, restored; not sent again, journal lost or not."""
     wanted = {form: contents(expected(tmp_path, form)) for form in ("universal", BF16)}
@@ -188,6 +189,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path, moto: servers.Server) -
         print(f"resent {again} of {total}, peak {peak >> 20} MiB")
 
 
+@pytest.mark.full
 def test_a_zero_form_comes_first(tmp_path: Path) -> None:
     """A form that is being made makes way at once, and goes on where it stopped."""
     with node(tmp_path, local="forms = []", remote=f'{FORMS}\nbandwidth = "1MB/s"') as here:

@@ -52,7 +52,7 @@ def test_both_get_it_under_one_job_id(tmp_path: Path) -> None:
         assert first["remote_id"] != other["remote_id"]
 
 
-@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("required", [pytest.param(True, marks=pytest.mark.full), False])
 def test_one_away_never_holds_the_other_up(tmp_path: Path, required: bool) -> None:
     """What a required remote lacks stays here; what an optional one lacks does not; both heal."""
     (tmp_path / "other").mkdir()

@@ -123,7 +123,7 @@ def order_of(gone: CommitView, left: CommitView) -> Retire:
     )
 
 
-@pytest.fixture(params=["directory", "moto"])
+@pytest.fixture(params=["directory", pytest.param("moto", marks=pytest.mark.full)])
 def scene(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
     if request.param == "directory":
         (tmp_path / "nas").mkdir()

@@ -63,9 +63,9 @@ def _has_sent(between: Proxy, parts: int) -> bool:
     return between.parts().total() >= parts
 
 
-KILLS = [("moto", "daemon"), ("moto", "child")]
+KILLS = [("moto", "daemon")]
 if os.environ.get("CKPTD_FULL"):
-    KILLS += [("rclone", "daemon"), ("rclone", "child")]
+    KILLS += [("moto", "child"), ("rclone", "daemon"), ("rclone", "child")]
 
 
 @pytest.mark.parametrize(("kind", "who"), KILLS)
@@ -206,6 +206,7 @@ def test_what_a_server_refuses_is_one_sentence(
         assert store.get("_ckptd/remote.json") is None
 
 
+@pytest.mark.full
 def test_a_clock_that_is_off_is_said_in_status_and_heals(tmp_path: Path, moto: servers.Server) -> None:
     """The whole way to `status`, and back."""
     with (
@@ -274,6 +275,7 @@ def test_no_credentials_no_profile_no_bucket_no_server(tmp_path: Path, moto: ser
         assert "nothing answers at 127.0.0.1" in _problem(here, "remote-unreachable")["text"]
 
 
+@pytest.mark.full
 def test_check_shows_what_each_server_can_do(
     tmp_path: Path, moto: servers.Server, rclone: servers.Server
 ) -> None:

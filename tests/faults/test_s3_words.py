@@ -171,6 +171,7 @@ def test_broken_credentials_are_named_and_never_quoted(
         assert HIDDEN not in f"{error}{error!r}"
 
 
+@pytest.mark.full
 def test_each_place_that_credentials_may_lie_at(tmp_path: Path, rclone: servers.Server) -> None:
     """Environment, profile, file; a profile or file that is named wins over the environment's keys."""
     wrong = {"AWS_ACCESS_KEY_ID": "other", "AWS_SECRET_ACCESS_KEY": "wrong-key"}
@@ -196,6 +197,7 @@ def test_each_place_that_credentials_may_lie_at(tmp_path: Path, rclone: servers.
             assert done.returncode == code, (credentials, done.stdout)
 
 
+@pytest.mark.full
 def test_no_s3_there_is_said_by_check_and_by_status_and_heals(tmp_path: Path, moto: servers.Server) -> None:
     """A login page answers in place of the server for a while: nothing is taken for ours, nothing goes."""
     prepare([BIG_RUN])

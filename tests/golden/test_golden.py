@@ -63,7 +63,14 @@ def test_a_journal_is_read_or_set_aside(tmp_path: Path, name: str) -> None:
     journal.close()
 
 
-@pytest.mark.parametrize("document", ["COMMIT", "manifest", "remote.json"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param("COMMIT", marks=pytest.mark.full),
+        "manifest",
+        pytest.param("remote.json", marks=pytest.mark.full),
+    ],
+)
 def test_a_later_major_is_refused_and_nothing_changes(tmp_path: Path, document: str) -> None:
     """It is named; what can be read beside it is restored."""
     nas = tmp_path / "nas" / "run"
