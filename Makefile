@@ -34,6 +34,8 @@ SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client s
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)
 PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
+# Tests start some thousand processes; none of them is to compile again what the one before it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures docs \
