@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ for place in run tmp opt mnt dev/shm var/lib/ckptd; do
   mount -t tmpfs tmpfs $root/$place
 done
 chmod 1777 $root/tmp $root/dev/shm
+for place in {closed}; do chmod o+x $root$place; done
 cd $root/opt; mkdir {names}
 {binds}
 mkdir $root/mnt/nvme $root/mnt/nas
@@ -62,6 +64,7 @@ mount -t cgroup2 cgroup2 unified
 cd $root; mkdir -p mnt/before
 pivot_root . mnt/before
 umount -l /mnt/before
+mount --make-rshared /
 /opt/python/bin/{version} -c 'import venv; venv.create("/opt/ckptd", symlinks=True, with_pip=False)'
 printf '%s\\n' {path} > /opt/ckptd/lib/{version}/site-packages/here.pth
 printf '#!/opt/ckptd/bin/python\\nfrom ckptd.cli.main import main\\nmain()\\n' > /opt/ckptd/bin/ckptd
@@ -71,7 +74,10 @@ exec {systemd} --system --unit=basic.target
 """
 """The machine's own disk is the lower layer of an overlay and never written: systemd cleans /tmp as it boots.
 
-/proc/sys and /sys are read-only, so that nothing of the kernel's is set either.
+/proc/sys and /sys are read-only, so that nothing of the kernel's is set either. The interpreter finds its own
+library by the path that it was built with: where that leads through a folder of root's, another user gets the
+system's library of another release, so the layer opens it.
+Mounts are shared, as systemd makes them on a machine of its own: it mounts credentials in a namespace beside.
 """
 
 
@@ -186,6 +192,7 @@ def _script(work: Path) -> str:
         user=USER,
         uid=UID,
         names=" ".join(name for _, name in pairs),
+        closed=" ".join(str(p) for p in base.resolve().parents if not p.stat().st_mode & stat.S_IXOTH),
         binds="\n".join(mounts),
         version=version,
         path=" ".join(f"/opt/{name}" for _, name in pairs[1:]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tests.e2e.harness import RUN, shards_in_order
 from tests.real import prepare, save_dir_of
 from tests.service import boot
 from tests.service.boot import UID, USER, Booted
+from tests.stores import servers
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 
@@ -130,6 +133,64 @@ def test_reload_with_a_good_and_a_bad_file(machine: Booted) -> None:
     bad.unlink()
     assert machine.run("systemctl", "reload", SERVICE).returncode == 0
     assert status(machine, "two")["state"] == "ok"
+
+
+KEYS_JOB = """save_dir = "/mnt/nvme/{name}"
+settle = "0.5s"
+[local]
+forms = []
+[[remote]]
+name = "nas"
+url = "s3://{bucket}/run"
+endpoint_url = "http://127.0.0.1:{port}"
+credentials = "file:s3"
+forms = ["zero"]
+"""
+
+
+def test_keys_that_systemd_hands_over(machine: Booted, tmp_path: Path) -> None:
+    """Root's file reaches the daemon of a user who may not read it; without the drop-in the words name it."""
+    port, objects = servers.free_port(), tmp_path / "objects"
+    (objects / servers.BUCKET).mkdir(parents=True)
+    program = Path(sys.executable).with_name("rclone")
+    server = subprocess.Popen(
+        [
+            *("nsenter", "-t", str(machine.pid), "-n", str(program), "serve", "s3", "--config", "/dev/null"),
+            *("--addr", f"127.0.0.1:{port}", "--auth-key", f"{servers.ACCESS_KEY},{servers.SECRET_KEY}"),
+            str(objects),
+        ]
+    )
+    try:
+        written = job(
+            machine, "keys", KEYS_JOB.replace("{bucket}", servers.BUCKET).replace("{port}", str(port))
+        )
+        assert machine.run("ckptd", "install-service", "--run-as", USER, "--now").returncode == 0
+        save(machine, "keys")
+        machine.wait("the problem", lambda: status(machine, "keys")["problems"])
+        said = json.dumps(status(machine, "keys")["problems"])
+        assert "LoadCredential=s3:" in said, said
+        keys = machine.inside(f"/etc/ckptd/{USER}/s3.credentials")
+        keys.write_text(
+            f"[default]\naws_access_key_id = {servers.ACCESS_KEY}\n"
+            f"aws_secret_access_key = {servers.SECRET_KEY}\n"
+        )
+        keys.chmod(0o600)
+        more = machine.inside(f"/etc/systemd/system/{SERVICE}.d/20-keys.conf")
+        # what waits for keys would be waited for as it ends
+        more.write_text("[Service]\nTimeoutStopSec=3s\nLoadCredential=s3:/etc/ckptd/%i/s3.credentials\n")
+        assert machine.run("systemctl", "daemon-reload").returncode == 0
+        assert machine.run("systemctl", "restart", SERVICE).returncode == 0
+        commits = objects / servers.BUCKET / "run" / "_ckptd" / "commits"
+        machine.wait("the COMMIT", (commits / "global_step1~g1~zero.json").exists)
+        assert machine.run("setpriv", "--reuid", USER, "--clear-groups", "cat", str(keys)).returncode != 0
+        assert servers.SECRET_KEY not in machine.run("journalctl", "--no-pager").stdout
+        more.unlink()
+        keys.unlink()
+        written.unlink()
+        assert machine.run("ckptd", "install-service", "--run-as", USER, "--now").returncode == 0
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_daemon_that_stands_still_is_started_anew(machine: Booted) -> None:
