@@ -35,13 +35,19 @@ def register(app: typer.Typer) -> None:
         root: str = _ROOT,
         dry_run: bool = _DRY,
     ) -> None:
+        import sys
+
         from ckptd.install.plan import install_steps
+        from ckptd.install.reach import IMPORTS, check_runs
 
         target = _target(user=user, run_as=run_as, root=root)
         place = Path(config_dir) if config_dir else _config_dir(target)
         loaded = _loaded(place)
         drop_in = _drop_in(loaded, sets_paths=target.user is not None)
-        steps = install_steps(target, drop_in, _program(target.root), place, starts=now)
+        program = _program(target.root)
+        if target.user is not None and target.root == Path("/"):
+            check_runs((sys.executable, *IMPORTS), target.user)
+        steps = install_steps(target, drop_in, program, place, starts=now)
         _carry(steps, dry_run=dry_run)
         _say(f"{target.service}: {len(loaded.jobs)} jobs in {place / 'jobs.d'}")
         for path in drop_in.paths if drop_in.sets_paths else ():

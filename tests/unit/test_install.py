@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import pytest
 from ckptd.cli import service_cmd
 from ckptd.cli.service_cmd import _next_steps, _program
 from ckptd.config import load_all, user_name
-from ckptd.errors import CkptdError, NotFoundError, RefusedError, TargetExists
+from ckptd.errors import CkptdError, NotFoundError, NotPermitted, RefusedError, TargetExists
 from ckptd.install import units
 from ckptd.install.paths import uncovered, writable_paths
 from ckptd.install.plan import Command, Remove, Target, Write, install_steps, uninstall_steps
+from ckptd.install.reach import check_runs
 from ckptd.install.service import carry_out
 from ckptd.install.units import DropIn
 
@@ -184,3 +186,23 @@ def test_whoever_does_not_linger_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert not any(
         "enable-linger" in line for line in _next_steps(target_of_mine, loaded, tmp_path, started=True)
     )
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="running as another user needs root")
+def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(tmp_path: Path) -> None:
+    """Not by a unit that fails, and not by a library of another release once a store is asked."""
+    tmp_path.chmod(0o700)
+    program = tmp_path / "python"
+    shutil.copy("/bin/true", program)
+    with pytest.raises(NotPermitted, match=r"nobody cannot run .*python: Permission denied") as refused:
+        check_runs((str(program),), "nobody")
+    assert "/opt/ckptd" in refused.value.hint
+    with pytest.raises(NotPermitted, match="undefined symbol"):
+        check_runs(
+            ("/bin/sh", "-c", "echo Traceback; echo 'ImportError: undefined symbol' >&2; exit 1"), "nobody"
+        )
+    with pytest.raises(NotPermitted, match="it ends with 1"):
+        check_runs(("/bin/false",), "nobody")
+    check_runs(("/bin/true",), "nobody")
+    check_runs(("/bin/false",), "root")
