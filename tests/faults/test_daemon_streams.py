@@ -219,6 +219,7 @@ def farm_has(here: Node, name: str) -> bool:
     return (here.root / "farm" / "_ckptd" / "commits" / f"{name}.json").exists()
 
 
+@pytest.mark.full
 def test_a_remote_that_takes_no_zero_form_gets_what_it_lists(tmp_path: Path) -> None:
     """Once the required one has it; a tag saved again is its next generation; its own retention holds."""
     wanted = contents(expected(tmp_path, BF16))

@@ -108,6 +108,7 @@ def test_killed_in_mid_upload_sends_at_most_the_parts_in_flight_again(
         assert not any(held), left
 
 
+@pytest.mark.full
 def test_the_answer_to_complete_is_lost(tmp_path: Path, moto: servers.Server) -> None:
     """The parts are joined, the answer never comes: found by looking, nothing is sent again."""
     with (
