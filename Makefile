@@ -151,7 +151,7 @@ $(DOCS): bench/docs.txt | $(PY)
 
 docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes docs/configuration.md)
 	$(PY) -m tests.configuration_page
-	.build/docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .build/docs/bin/mkdocs build --strict --quiet
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)

@@ -18,12 +18,12 @@ from ckptd.config_env import remote_settings, settings_from_environment
 from ckptd.config_explain import explain
 from ckptd.config_globs import expand, is_glob, root_of
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
-from ckptd.config_places import default_config_dir, fill_in, user_name
+from ckptd.config_places import default_config_dir, fill_in, job_name, user_name
 from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
 from ckptd.config_section import Section
 from ckptd.config_values import UNNAMED, url_path
-from ckptd.errors import CkptdError, ConfigError, NotFoundError, from_os_error
+from ckptd.errors import CkptdError, ConfigError, NotFoundError, NotPermitted, from_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -48,6 +48,9 @@ __all__ = [
     "user_name",
 ]
 
+_SHOWN = 8
+"""Names of jobs in a sentence."""
+
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -57,14 +60,21 @@ class LoadedConfig:
 
     daemon: DaemonConfig
     jobs: tuple[JobConfig, ...]
-    problems: tuple[tuple[Path, ConfigError], ...] = ()
+    problems: tuple[tuple[Path, ConfigError | NotPermitted], ...] = ()
     glob_roots: tuple[str, ...] = ()
     """Directories below which a save_dir is a glob: further jobs may appear there."""
+    unmatched: tuple[str, ...] = ()
+    """The globs that stand for no directory yet."""
 
     @property
     def has_globs(self) -> bool:
         """Some save_dir is a glob."""
         return bool(self.glob_roots)
+
+    @property
+    def jobs_in_daemon(self) -> int:
+        """How many a daemon is made for: a glob is several, the next directory may come at any time."""
+        return max(len(self.jobs), 2 if self.has_globs else 0)
 
 
 def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:
@@ -82,11 +92,18 @@ def load_job(path: Path, *, check_paths: bool = True) -> JobConfig:
     """Read one job file; `name` defaults to the file's stem.
 
     Raises:
-        NotFoundError: no such file.
         ConfigError: with file, key, value and the nearest valid key (78).
+        NotFoundError: no such file; or its save_dir is a glob, so that it is no single job's.
     """
     data = _read_job(path)
     data.setdefault("name", path.stem)
+    if is_glob(data.get("save_dir")):
+        names = [str(one["name"]) for one in expand(data, str(path))]
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
+        msg = f"{path}: save_dir is a glob; its jobs are {shown}"
+        if not names:
+            msg = f"{path}: save_dir is a glob, and no directory matches {data['save_dir']} yet"
+        raise NotFoundError(msg, hint="name one of its jobs, or that job's SAVE_DIR")
     return _job_of(data, path, check_paths=check_paths)
 
 
@@ -112,7 +129,12 @@ def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig
         msg = f"{path}: there is no [[remote]]: nothing would leave this node"
         raise ConfigError(msg, hint='add [[remote]] with name = "nas" and url = "/mnt/nas/…"')
     if check_paths:
-        check_job_paths(job, str(path))
+        try:
+            check_job_paths(job, str(path))
+        except OSError as error:  # this job's alone: the others run (P16)
+            wrong = from_os_error(error, f"{path}: looking at {error.filename}")
+            wrong.hint = "run ckptd as the user who trains" if wrong.exit_code == 77 else wrong.hint
+            raise wrong from error
     job._file = path.absolute()
     return job
 
@@ -133,7 +155,7 @@ def job_from_arguments(
     given = dict(options or {})
     data: dict[str, Any] = settings.job | {k: v for k, v in given.items() if k not in ("local", "remote")}
     data["save_dir"] = _absolute(save_dir)
-    data.setdefault("name", Path(data["save_dir"]).name)
+    data.setdefault("name", job_name(Path(data["save_dir"])))
     data["local"] = settings.local | dict(given.get("local", {}))
     if url is not None:
         url = url if "://" in url else _absolute(url)
@@ -158,7 +180,7 @@ def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
 def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str, str]) -> LoadedConfig:
     """Judge job files one by one, then against each other; a conflict falls on the later file (H6, H31)."""
     good: list[JobConfig] = []
-    problems: list[tuple[Path, ConfigError]] = []
+    problems: list[tuple[Path, ConfigError | NotPermitted]] = []
     state_dirs = [p for p in (daemon.state_dir, _optional_path(environ.get("STATE_DIRECTORY"))) if p]
     paths = tuple(paths)
     for path in paths:
@@ -170,16 +192,23 @@ def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str,
             problems.append((path, _as_wrong(error)))
         else:
             good += jobs
-    patterns = [_read_job(path).get("save_dir") for path in paths if path not in dict(problems)]
-    globs = tuple(root_of(str(pattern)) for pattern in patterns if is_glob(pattern))
-    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems), glob_roots=globs)
+    dirs = {path: _read_job(path).get("save_dir") for path in paths if path not in dict(problems)}
+    globs = {path: str(pattern) for path, pattern in dirs.items() if is_glob(pattern)}
+    matched = {job.file for job in good}
+    return LoadedConfig(
+        daemon=daemon,
+        jobs=tuple(good),
+        problems=tuple(problems),
+        glob_roots=tuple(map(root_of, globs.values())),
+        unmatched=tuple(one for path, one in globs.items() if path.absolute() not in matched),
+    )
 
 
 def load_all(config_dir: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """`ckptd.toml` and every `jobs.d/*.toml` below `config_dir`.
 
     Raises:
-        ConfigError: `ckptd.toml` is wrong. Wrong job files are in `problems`.
+        ConfigError: `ckptd.toml` is wrong. Wrong job files are in `problems`, and those that may not be read.
     """
     environ = environ or {}
     daemon = load_daemon(config_dir / "ckptd.toml", environ)
@@ -216,8 +245,8 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
     raise NotFoundError(msg, hint="give a name, a job file, or the save_dir with a / in it")
 
 
-def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError]]:
-    found: list[JobConfig | tuple[Path, ConfigError]] = []
+def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError | NotPermitted]]:
+    found: list[JobConfig | tuple[Path, ConfigError | NotPermitted]] = []
     for path in sorted((directory / "jobs.d").glob("*.toml")):
         try:
             found += load_job_file(path, check_paths=False)
@@ -226,9 +255,11 @@ def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError]]:
     return found
 
 
-def _as_wrong(error: CkptdError) -> ConfigError:
+def _as_wrong(error: CkptdError) -> ConfigError | NotPermitted:
     """A file that cannot be read is one that is wrong: its job alone does not run (P16)."""
-    return error if isinstance(error, ConfigError) else ConfigError(error.message, hint=error.hint)
+    if isinstance(error, ConfigError | NotPermitted):
+        return error
+    return ConfigError(error.message, hint=error.hint)
 
 
 def _absolute(path: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
 from ckptd.config_s3 import S3Keys
 from ckptd.config_section import Section
-from ckptd.config_words import LATER
+from ckptd.config_words import LATER, holds_secret, is_secret
 from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -139,6 +139,21 @@ def _value(name: str, text: str, kinds: frozenset[type]) -> object:
     if int in kinds and text.strip().isdecimal():
         return int(text)
     return text
+
+
+def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are ours and may be shown: no secret, and no URL that may hold one."""
+    known = (_OWN - {"CKPTD_DEBUG"}) | _variables().keys()
+    return {
+        name: text
+        for name, text in sorted(environ.items())
+        if name in known and text and not (is_secret(name) or holds_secret(text) or _may_hold_secret(text))
+    }
+
+
+def _may_hold_secret(text: str) -> bool:
+    _, is_url, rest = text.partition("://")
+    return bool(is_url) and ("?" in rest or ":" in rest.rpartition("@")[0])
 
 
 def _refuse_near_miss(name: str, known: Mapping[str, _Variable]) -> None:

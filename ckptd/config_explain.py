@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
@@ -56,9 +57,13 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
     else:
         reason = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
-            reason = f"it is a table; write [{path}] and its keys below"
-        # what was written as credentials, or looks like a key, may be a secret
+            header = f"[{_without_places(path)}]" if path.endswith("]") else path
+            reason = f"it is a table; write [{header}] and its keys below"
+        if first["type"] == "tuple_type":
+            reason = _list_wanted(path, first["input"])
+        # what was written as credentials, or looks like a key, may be a secret; so may a key of a table
         is_shown = key and key not in _UNSHOWN and not holds_secret(first["input"])
+        is_shown = is_shown and not _is_table(first["input"])
         shown = f" = {_shown(first['input'])}" if is_shown else ""
         if len(first["loc"]) == 2 and isinstance(first["input"], dict):
             # a rule of the whole table: its name tells more than its beginning
@@ -73,6 +78,23 @@ def _maybe_meant(
     if section is JobConfig and first["loc"] == ("save_dir",) and not data:
         return message, "the file is empty; `ckptd init SAVE_DIR URL` prints one"
     return message, hint
+
+
+def _list_wanted(path: str, value: object) -> str:
+    if path == "remote" or (path.endswith("ladder") and _is_table(value)):
+        return (
+            f"there may be several; write [[{_without_places(path)}]], with two brackets, and its keys below"
+        )
+    return "it is a list; write it in [ ]"
+
+
+def _without_places(path: str) -> str:
+    """Of a table in a list, what its header says."""
+    return re.sub(r"\[\d+\]", "", path)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
 
 
 def _unknown(subject: str, key: str, value: object, section: type[Section]) -> tuple[str, str]:

@@ -44,9 +44,8 @@ def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for index, remote in enumerate(remotes if isinstance(remotes, list) else []):
         url = remote.get("url") if isinstance(remote, dict) else None
         if isinstance(url, str) and PLACEHOLDER not in url:
-            msg = (
-                f'{where}: remote[{index}].url = "{url}": save_dir is a glob, so several jobs would share it'
-            )
+            msg = f'{where}: remote[{index}].url = "{url}": save_dir is a glob ({pattern}), '
+            msg += "so several jobs would share it"
             raise ConfigError(msg, hint=f"put {PLACEHOLDER} into the url, for example {url}/{PLACEHOLDER}")
     folders = [p for p in sorted(glob.glob(pattern)) if os.path.isdir(p) and not os.path.islink(p)]
     return [_one(data, path, matched(pattern, path)) for path in folders]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
 
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
+"""Of a job, a remote and a node."""
 HOSTNAME = "hostname"
 _SLURM = ("SLURM_", "SLURMD_")
 _KEPT = {"dir"}
@@ -29,6 +31,12 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 def this_node(environ: Mapping[str, str]) -> str:
     """What this node is called where nobody says it: as Slurm calls it, else its host name."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def job_name(save_dir: Path) -> str:
+    """What a job is called where nobody names it: its directory, of which a blank or an umlaut becomes -."""
+    fit = "".join(letter if letter in NAME_CHARACTERS else "-" for letter in save_dir.name)
+    return fit.lstrip(".-") or "run"
 
 
 def user_name() -> str:

@@ -12,14 +12,12 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from ckptd.config_places import NAME_CHARACTERS
 from ckptd.config_quantities import parse_optional_duration
 from ckptd.config_schemes import url_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
-
 
 SHORTEST_TAKEOVER_SECONDS = 6.0
 
@@ -39,7 +37,7 @@ def reject(text: str) -> NoReturn:
 
 def check_name(value: str) -> str:
     """A name of a job, remote or node."""
-    if not value or not set(value) <= _NAME_CHARACTERS or value[0] in ".-":
+    if not value or not set(value) <= NAME_CHARACTERS or value[0] in ".-":
         reject("a name is made of letters, digits and . _ = + -, and starts with none of . and -")
     return value
 

@@ -9,7 +9,8 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
     ├─ NothingCommitted ................... 4    the remote is there and holds no commit
     ├─ DamagedError ....................... 65   the bytes are not what they should be
     │  ├─ TornArchiveError                       a shard is truncated, empty or garbled
-    │  └─ VerifyError                            a copy differs from its source
+    │  ├─ VerifyError                            a copy differs from its source
+    │  └─ DocumentDamaged                        a document of `_ckptd/` in a remote cannot be read
     ├─ RefusedError ....................... 65   cannot be done right, so it is not done
     ├─ NotFoundError ...................... 66
     ├─ RemoteError ........................ 69
@@ -99,6 +100,12 @@ class TornArchiveError(DamagedError):
 
 class VerifyError(DamagedError):
     """A copy differs from its source."""
+
+    retry = Retry.BACKOFF
+
+
+class DocumentDamaged(DamagedError):
+    """A document of `_ckptd/` is not what was written: that says nothing of any checkpoint on this node."""
 
     retry = Retry.BACKOFF
 

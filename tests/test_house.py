@@ -23,6 +23,7 @@ RANK = {
     "words": 0,
     "errors": 0,
     "trainer": 0,
+    "spawn": 0,
     "core": 1,
     "config": 2,
     "budget": 3,

@@ -9,7 +9,7 @@ import typer
 from ckptd.cli.text import cell, cells, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from rich.table import Table
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.screen import screen
         from ckptd.install.compare import service_paths
-        from ckptd.recover.check import check_job, check_memory
+        from ckptd.recover.check import check_job
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
         console = screen()
@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
             for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
                 tell(f"  {line}")
             codes.append(error.exit_code)
-        if not loaded.jobs and not loaded.problems:
+        if not (loaded.jobs or loaded.problems or loaded.has_globs):
             tell(f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one")
             raise typer.Exit(66)
         service = None if files else service_paths(loaded, place.parent)
@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
                     job,
                     loaded.daemon,
                     environ,
-                    jobs_in_daemon=len(loaded.jobs),
+                    jobs_in_daemon=loaded.jobs_in_daemon,
                     writes=not no_probe,
                     init_remote=init_remote,
                 )
@@ -71,12 +71,32 @@ def register(app: typer.Typer) -> None:
                 if finding.rows:
                     console.print(_rows(finding))
             codes += [f.exit_code for f in findings if f.verdict == "fail"]
-        whole = [check_memory(loaded.jobs, loaded.daemon), _service(*service) if service else None]
-        for finding in filter(None, whole):
-            console.print(_table(finding.what, [finding]))
-            codes.append(finding.exit_code)
+        for title, whole in _of_daemon(loaded, environ, service, writes=not no_probe):
+            console.print(_table(title, whole))
+            codes += [finding.exit_code for finding in whole]
         if any(codes):
             raise typer.Exit(max(codes))
+
+
+def _of_daemon(
+    loaded: LoadedConfig,
+    environ: Mapping[str, str],
+    service: tuple[Target, tuple[str, ...]] | None,
+    *,
+    writes: bool,
+) -> Iterator[tuple[str, list[Finding]]]:
+    """What is no single job's: globs without a match, who is told, memory, the installed service."""
+    from ckptd.recover.check import check_glob, check_memory
+    from ckptd.recover.outlets import check_outlets
+
+    for pattern in loaded.unmatched:
+        yield pattern, [check_glob(loaded.daemon, environ)]
+    if outlets := list(check_outlets(loaded.daemon, writes=writes)):
+        yield "ckptd.toml", outlets
+    if memory := check_memory(loaded.jobs, loaded.daemon):
+        yield memory.what, [memory]
+    if service is not None:
+        yield "service", [_service(*service)]
 
 
 def _mark(verdict: str) -> Text:
@@ -108,7 +128,7 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
     if files:
         named = [_file_of(name, directory, environ) for name in files]
         if named[0] is None and len(files) <= 2:
-            return load(environ, save_dir=files[0], url=(*files[1:], None)[0]), Path()
+            return load(environ, save_dir=files[0], url=(*files[1:], None)[0], verb="check"), Path()
         paths = [path or Path(name) for path, name in zip(named, files, strict=True)]
         return load_jobs(paths, load_daemon(directory / "ckptd.toml", environ), environ), directory
     return load_all(directory, environ), directory / "jobs.d"

@@ -153,10 +153,8 @@ def resolve_source(source: Path) -> Path:
     with files.opened_dir(folder.path) as fd:
         tag = read_pointer(fd, "latest")
     if tag is None:
-        raise NotFoundError(
-            f"{source} holds no shards and no `latest`",
-            hint=f"name a checkpoint folder: {', '.join(folder.folders[:5])}",
-        )
+        hint = f"name a checkpoint folder: {', '.join(folder.folders[:5])}" if folder.folders else ""
+        raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)
     files.check_relative(tag)
     return source / tag
 
@@ -168,6 +166,7 @@ def look_ahead(source: str, destination: str, options: ConvertOptions) -> Foreca
     from ckptd.convert.forecast import forecast
 
     here, there = end_of(source), end_of(destination)
+    _refuse_remote(there)
     if isinstance(here, str) or isinstance(there, str):
         from ckptd.recover.ranged import Ranged
 
@@ -183,6 +182,17 @@ def end_of(text: str) -> Path | str:
     from ckptd.remote.open import directory_path
 
     return text if "://" in text and directory_path(text) is None else directory_path(text) or Path(text)
+
+
+def _refuse_remote(there: Path | str) -> None:
+    """A folder that lies in a directory remote: its daemons keep what is there, and `latest_universal`."""
+    from pathlib import Path
+
+    from ckptd.recover.ranged import within_remote
+    from ckptd.recover.ranged_source import directory_remote
+
+    if isinstance(there, Path) and (root := directory_remote(there)) is not None:
+        raise within_remote(str(there), root)
 
 
 def _address(cluster: str) -> Address | None:
@@ -209,6 +219,7 @@ def run(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     here, there = end_of(source), end_of(destination)
+    _refuse_remote(there)
     begin = here if isinstance(here, str) else resolve_source(here)
     with showing(as_json=as_json) as tell:
         if address is not None:

@@ -127,7 +127,7 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
     """Pinned tags: decisions here, and in every remote that answers."""
     from ckptd.cli.text import say
     from ckptd.cli.verify_repair import look
-    from ckptd.daemon.knowledge import pinned_tags, read_decisions
+    from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.errors import CkptdError
 
     decisions = read_decisions(state_dir) if state_dir is not None else []

@@ -58,7 +58,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
 
     from ckptd.config import default_config_dir, resolve_job, user_name
     from ckptd.core.manifest import Decision
-    from ckptd.daemon.knowledge import write_decision
+    from ckptd.daemon.decisions import write_decision
     from ckptd.recover.owner import owner_of
 
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)

@@ -34,12 +34,16 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.config import default_config_dir, resolve_job
+        from ckptd.errors import NotFoundError
         from ckptd.recover.removal import Removal
 
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         config = resolve_job(job, os.environ, config_dir=directory)
         with closing(Removal(config, _state_dir(job, directory))) as removal:
             pieces = removal.plan()
+            if not pieces and config.file is None and not os.path.exists(config.save_dir):
+                msg = f"{config.save_dir} is not there, and no job file names it"
+                raise NotFoundError(msg, hint="is it mounted, and spelt so?")
             if not dry_run:
                 removal.carry_out(pieces, with_uncommitted=uncommitted)
         _show(pieces, dry_run=dry_run, with_uncommitted=uncommitted)

@@ -53,15 +53,12 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.progress import progress_bar
         from ckptd.cli.text import answer, say
-        from ckptd.errors import UsageError
         from ckptd.recover.choose import Nodes
         from ckptd.recover.restore import Restore, RestoreOptions
         from ckptd.recover.restore_plan import Wish
         from ckptd.recover.sources import where_of
 
-        if not to.strip():
-            msg = "--to is empty"
-            raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
+        _must_be_a_directory_here(to)
         options = RestoreOptions(
             tag=tag,
             wish=Wish(
@@ -80,6 +77,18 @@ def register(app: typer.Typer) -> None:
         for line in done.advice:
             say(line)
         answer(str(done.path))
+
+
+def _must_be_a_directory_here(to: str) -> None:
+    """Raises: UsageError: it is empty, or a URL."""
+    from ckptd.errors import UsageError
+
+    if not to.strip():
+        msg = "--to is empty"
+        raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
+    if "://" in to:
+        msg = f"--to is a directory of this machine, and {to} is a URL"
+        raise UsageError(msg, hint="restore to a directory, and copy it from there")
 
 
 def ranks_of(text: str) -> frozenset[int]:

@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
         world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
         nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        tag: str = typer.Option(None, metavar="TAG", help="Only this checkpoint; default: the newest."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
@@ -52,6 +53,7 @@ def register(app: typer.Typer) -> None:
             nodes=Nodes(count=nnodes, rank=node_rank, world_size=world_size),
             dry_run=dry_run,
             remote=remote,
+            tag=tag,
             state_dir=state_dir_hint(config, environ, directory),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,10 @@ def register(app: typer.Typer) -> None:
         url: str | None = typer.Argument(
             None, help="Where they go: a directory on another file system, s3://bucket/prefix, sftp://…"
         ),
-        job: list[Path] = typer.Option([], "--job", help="A job file; may be given several times."),
+        # as text: a file that may not be read stops its own job alone, not all of them
+        job: list[str] = typer.Option(
+            [], "--job", help="A job file or its name; may be given several times."
+        ),
         config_dir: Path | None = typer.Option(None, "--config-dir", help="ckptd.toml and jobs.d/*.toml."),
         once: bool = typer.Option(
             False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
@@ -33,10 +38,10 @@ def register(app: typer.Typer) -> None:
             None, "--drain", envvar="CKPTD_DRAIN", help="On SIGTERM finish uploads for at most T (20m)."
         ),
         save_total_limit: int | None = typer.Option(
-            None, "--save-total-limit", min=1, help="Keep that many."
+            None, "--save-total-limit", min=1, help="Keep that many (of SAVE_DIR URL)."
         ),
         same_filesystem: bool = typer.Option(
-            False, "--same-filesystem", help="Allow a remote on save_dir's own disk (tests)."
+            False, "--same-filesystem", help="Allow URL on save_dir's own disk (tests)."
         ),
         log_level: str = typer.Option("info", "--log-level", help="debug, info, warning or error."),
         log_format: str = typer.Option(
@@ -47,7 +52,6 @@ def register(app: typer.Typer) -> None:
         ),
     ) -> None:
         import logging
-        import os
         from functools import partial
 
         from ckptd.daemon.loop import Daemon
@@ -65,7 +69,7 @@ def register(app: typer.Typer) -> None:
             os.environ,
             save_dir=save_dir,
             url=url,
-            jobs=job,
+            jobs=[Path(one) for one in job],
             config_dir=config_dir,
             save_total_limit=save_total_limit,
             same_filesystem=same_filesystem,
@@ -100,6 +104,7 @@ def load(
     config_dir: Path | None = None,
     save_total_limit: int | None = None,
     same_filesystem: bool = False,
+    verb: str = "run",
 ) -> LoadedConfig:
     """What the command line names, else the environment (`CKPTD_SAVE_DIR`, `CKPTD_JOB`), else all jobs.
 
@@ -112,24 +117,70 @@ def load(
     if save_dir is None and not jobs and config_dir is None:
         save_dir, jobs = _from_environment(environ)
     if save_dir is None:
+        _must_be_of_arguments(save_total_limit, same_filesystem)
         directory = config_dir or config.default_config_dir(environ)
         if jobs:
             daemon = config.load_daemon(directory / "ckptd.toml", environ)
-            return config.load_jobs(jobs, daemon, environ)
+            files = [_file_of(job, directory, environ) for job in jobs]
+            return config.load_jobs(files, daemon, environ)
         return config.load_all(directory, environ)
     if jobs:
         msg = "SAVE_DIR and --job exclude each other"
         raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or ckptd run --job FILE")
     url = url or environ.get("CKPTD_URL")
+    if _names_a_job(save_dir, url, environ, config_dir):
+        msg = f"{save_dir} is a job, no SAVE_DIR"
+        raise UsageError(msg, hint=shlex.join(["ckptd", "run", "--job", save_dir]))
     if not url:
         msg = "there is no URL: nothing would leave this node"
-        raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or CKPTD_URL in the environment")
+        raise UsageError(msg, hint=f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment")
     options: dict[str, object] = {"remote": {"same_filesystem": True} if same_filesystem else {}}
     if save_total_limit is not None:
         options["local"] = {"save_total_limit": save_total_limit}
     single = config.job_from_arguments(save_dir, url, options, environ)
     daemon_path = config_dir / "ckptd.toml" if config_dir else None
     return config.LoadedConfig(daemon=config.load_daemon(daemon_path, environ), jobs=(single,))
+
+
+def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:
+    """The file of a job that is named; what is no known name is left to be judged as a file."""
+    from ckptd import config
+    from ckptd.errors import CkptdError
+
+    name = str(job)
+    if "/" in name or name.endswith(".toml") or os.path.exists(name):
+        return job
+    try:
+        found = config.resolve_job(name, environ, config_dir=config_dir)
+    except CkptdError:
+        # its file is wrong: told of that file, beside the others
+        file = config_dir / "jobs.d" / f"{name}.toml"
+        return file if os.path.exists(file) else job
+    # one directory of a glob cannot be run alone
+    return job if found.file is None or found.is_matched else found.file
+
+
+def _names_a_job(save_dir: str, url: str | None, environ: Mapping[str, str], config_dir: Path | None) -> bool:
+    """A job file, or, without a URL, a name that the configuration knows, where a directory is asked for."""
+    from ckptd import config
+
+    if url or save_dir.endswith(".toml"):
+        return save_dir.endswith(".toml") and os.path.isfile(save_dir)
+    directory = config_dir or config.default_config_dir(environ)
+    return not os.path.exists(save_dir) and _file_of(Path(save_dir), directory, environ) != Path(save_dir)
+
+
+def _must_be_of_arguments(save_total_limit: int | None, same_filesystem: bool) -> None:
+    """What a job file says itself is not taken from the command line: of several, which would it be?"""
+    from ckptd.errors import UsageError
+
+    msg = "{} goes with SAVE_DIR URL alone"
+    if save_total_limit is not None:
+        hint = f"write save_total_limit = {save_total_limit} into the job file, below [local]"
+        raise UsageError(msg.format("--save-total-limit"), hint=hint)
+    if same_filesystem:
+        hint = "write same_filesystem = true into the job file, below its [[remote]]"
+        raise UsageError(msg.format("--same-filesystem"), hint=hint)
 
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[str | None, Sequence[Path]]:

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
     def install(
         user: bool = _USER,
         run_as: str = _RUN_AS,
-        config_dir: str = typer.Option("", help="Where ckptd.toml and jobs.d/ lie, to list their paths."),
+        config_dir: str = typer.Option("", help="Where the service finds ckptd.toml and jobs.d/."),
         now: bool = typer.Option(False, "--now", help="Start it, or start it anew."),
         root: str = _ROOT,
         dry_run: bool = _DRY,
@@ -41,12 +41,13 @@ def register(app: typer.Typer) -> None:
         from ckptd.install.reach import IMPORTS, check_runs
 
         target = _target(user=user, run_as=run_as, root=root)
-        place = Path(config_dir) if config_dir else _config_dir(target)
+        place = _config_dir(target, config_dir)
         loaded = _loaded(place)
-        drop_in = _drop_in(loaded, sets_paths=target.user is not None)
+        drop_in = _drop_in(loaded, target, place)
         program = _program(target.root)
-        if target.user is not None and target.root == Path("/"):
-            check_runs((sys.executable, *IMPORTS), target.user)
+        if target.user is not None and target.root == Path("/") and not dry_run:
+            for tried in ((sys.executable, *IMPORTS), (*program, "--version")):
+                check_runs(tried, target.user)
         steps = install_steps(target, drop_in, program, place, starts=now)
         _carry(steps, dry_run=dry_run)
         _say(f"{target.service}: {len(loaded.jobs)} jobs in {place / 'jobs.d'}")
@@ -88,7 +89,17 @@ def _target(*, user: bool, run_as: str, root: str) -> Target:
     return Target(folder=where / SYSTEM_UNITS.relative_to("/"), user=run_as, root=where)
 
 
-def _config_dir(target: Target) -> Path:
+def _config_dir(target: Target, given: str) -> Path:
+    """Where the jobs lie. A user's own variable is not another user's service's."""
+    import os
+
+    if target.user is None:
+        given = given or os.environ.get("CKPTD_CONFIG_DIR", "")
+    return Path(given).absolute() if given else _units_own(target)
+
+
+def _units_own(target: Target) -> Path:
+    """Where the unit says that they lie."""
     import os
 
     if target.user is not None:
@@ -106,14 +117,32 @@ def _loaded(place: Path) -> LoadedConfig:
     return loaded
 
 
-def _drop_in(loaded: LoadedConfig, *, sets_paths: bool) -> DropIn:
+def _drop_in(loaded: LoadedConfig, target: Target, place: Path) -> DropIn:
     import psutil
 
+    from ckptd.errors import RefusedError
     from ckptd.install.paths import writable_paths
     from ckptd.install.units import DropIn
 
     budget = loaded.daemon.memory_budget_bytes(psutil.virtual_memory().total)
-    return DropIn(paths=writable_paths(loaded), memory_budget_bytes=budget, sets_paths=sets_paths)
+    config_dir = ""
+    if place != _units_own(target):
+        # an image is / when its service runs
+        inside = place.relative_to(target.root) if place.is_relative_to(target.root) else place
+        config_dir = str(Path("/") / inside)
+        if target.user is not None and (hidden := _hidden(config_dir)):
+            msg = f"{config_dir} lies in {hidden}, which a service does not see"
+            raise RefusedError(msg, hint="put ckptd.toml and jobs.d/ elsewhere, for example in /etc/ckptd")
+    return DropIn(
+        paths=writable_paths(loaded),
+        memory_budget_bytes=budget,
+        sets_paths=target.user is not None,
+        config_dir=config_dir,
+    )
+
+
+def _hidden(path: str) -> str | None:
+    return next((place for place in _HIDDEN if Path(path).is_relative_to(place)), None)
 
 
 def _program(root: Path) -> tuple[str, ...]:
@@ -124,7 +153,7 @@ def _program(root: Path) -> tuple[str, ...]:
 
     beside = Path(sys.executable).parent / "ckptd"
     program = (str(beside),) if beside.is_file() else (sys.executable, "-m", "ckptd")
-    hidden = next((place for place in _HIDDEN if Path(program[0]).is_relative_to(place)), None)
+    hidden = _hidden(program[0])
     if hidden is not None and root == Path("/"):
         msg = f"{program[0]} lies in {hidden}, which a service does not see"
         raise RefusedError(msg, hint="install ckptd elsewhere, for example in /opt/ckptd")

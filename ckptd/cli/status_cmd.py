@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptd.cli import status_words as words
-from ckptd.cli.status_places import STATUS, state_places
+from ckptd.cli.status_places import STATUS, state_places, written_in
 from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.status_url import is_remote, show_url
 from ckptd.cli.text import ENV_JOB, cell, printable_everywhere, say, tell
@@ -29,8 +30,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "status",
-        help="Is my run safe? What is under way, what needs a person, and what to type. "
-        "Exit code 0: safe; 3: behind; 1: a person is needed, or no daemon watches.",
+        help="Is my run safe? What is under way, what needs a person, and what to type. Exit code 0: safe; "
+        "3: behind, or nothing is committed yet; 1: a person is needed, or no daemon watches.",
     )
     def status(
         job: str | None = typer.Argument(
@@ -56,6 +57,7 @@ def register(app: typer.Typer) -> None:
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
 
         if job is not None and tag is None and is_remote(job):
+            _must_be_of_a_node(job, live=live, retention=retention, watch=watch)
             raise typer.Exit(show_url(job, places[1], as_json=as_json))
 
         def look() -> dict[str, Any]:
@@ -77,6 +79,18 @@ def register(app: typer.Typer) -> None:
             jobs = _chosen(document, job)["jobs"]
             _print(document | {"jobs": jobs}, tag, retention)
         raise typer.Exit(words.exit_code(jobs, is_alive=life.is_well))
+
+
+def _must_be_of_a_node(url: str, **options: bool) -> None:
+    """What a daemon publishes on its node alone is not in a remote.
+
+    Raises:
+        UsageError: it was asked for.
+    """
+    for option, is_given in options.items():
+        if is_given:
+            msg = f"--{option} is of this node's daemon, and {url} is a remote"
+            raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
 
 
 def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
@@ -207,6 +221,8 @@ def published(
     Raises:
         NotFoundError: nothing is published where it would be. NotPermitted: this user may not look there.
     """
+    if state_dir is None and job is not None:
+        _must_be_no_file(job)
     found: list[tuple[Path, dict[str, Any]]] = []
     looked: list[str] = []
     denied: NotPermitted | None = None
@@ -237,6 +253,13 @@ def published(
     raise NotFoundError(msg, hint=_where_then(job))
 
 
+def _must_be_no_file(job: str) -> None:
+    """Raises: NotFoundError: it is a file, and by its name none of a job."""
+    if "/" in job and not job.endswith(".toml") and os.path.isfile(job.rstrip("/")):
+        msg = f"{job} is a file, no SAVE_DIR"
+        raise NotFoundError(msg, hint="the name of a job file ends in .toml")
+
+
 def _no_job(config_dir: Path | None) -> NotFoundError:
     """Nothing is configured, or nothing that is can run: a daemon may go on with what it read before."""
     from ckptd.cli.status_places import wrong_file
@@ -255,7 +278,9 @@ def _where_then(job: str | None) -> str:
     """What to type where nothing is published of a job."""
     if job is not None and "/" in job and not os.path.exists(job):
         return f"{job} is not there: a remote that is not mounted, or a SAVE_DIR that is spelt otherwise?"
-    place = job if job is not None and os.path.isdir(job) else "SAVE_DIR"
+    if job is not None and job.endswith(".toml"):
+        return f"is it running? start it with: ckptd run --job {shlex.quote(job)}"
+    place = shlex.quote(job) if job is not None and os.path.isdir(job) else "SAVE_DIR"
     return f"is it running? start it with: ckptd run {place} URL"
 
 
@@ -307,6 +332,14 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_meant(status: dict[str, Any], job: str) -> bool:
+    """Whether a job that is published is JOB: a name, a save_dir, or a job file, by what stands in it."""
     # a name needs no working directory, which may have gone
-    is_named = status["name"] in (job, Path(job).stem)
+    if status["name"] == job:
+        return True
+    written = written_in(job)
+    if written is None or status["state"] == "invalid":
+        # what does not run is published by its file's name
+        is_named = status["name"] == Path(job).stem
+    else:
+        is_named = status["name"] == written[0] or status["save_dir"] == str(written[1])
     return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))

@@ -34,7 +34,9 @@ def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
     if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
         save_dir = Path(os.path.normpath(os.path.abspath(job)))
         yield from _state_dirs(save_dir)
-        yield from _base_dirs(save_dir.name)
+        from ckptd.config_places import job_name  # a status that lies in the save_dir needs none of it
+
+        yield from _base_dirs(job_name(save_dir))
     yield from _as_written(job, config_dir) or ()
     if "/" not in job and not job.endswith(".toml"):
         # whoever asks: a job of the node's services, by its name
@@ -93,6 +95,16 @@ def _job_files(job: str | None, directory: Path) -> Iterable[Path]:
     if job is not None and job.endswith(".toml") and (os.path.isfile(job) or "/" in job):
         return [Path(job)]
     return sorted(path for path in (directory / "jobs.d").glob("*.toml") if not path.name.startswith("."))
+
+
+def written_in(job: str) -> tuple[str, Path] | None:
+    """The name and the save_dir of a job file; None: it is none, or something in it has to be judged."""
+    from ckptd.errors import CkptdError
+
+    if job.endswith(".toml"):
+        with contextlib.suppress(OSError, ValueError, CkptdError):
+            return _name_and_save_dir(Path(job))
+    return None
 
 
 def _name_and_save_dir(path: Path) -> tuple[str, Path]:

@@ -111,8 +111,8 @@ def _committed(job: dict[str, Any], since_seconds: float) -> str:
     if safe is None:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
         return words.get(job["state"]) or _unproved(job) or "nothing is committed yet"
-    age = ago(safe["age_seconds"] + since_seconds)
-    return f"step {safe['step']} ({safe['tag']}) committed {age} ago"
+    when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
+    return f"step {safe['step']} ({safe['tag']}) committed {when}"
 
 
 def _unproved(job: dict[str, Any]) -> str | None:
@@ -170,7 +170,8 @@ def _under_way(job: dict[str, Any]) -> str:
     eta = state.get("eta_seconds")
     to_go = f", {ago(eta)} to go" if eta is not None else ""
     more = f" (and {len(moving) - 1} more)" if len(moving) > 1 else ""
-    return f"{what} → {name}{done}{to_go}{more}"
+    slowly = ", slowed by a save on this disk" if job.get("making_way") else ""
+    return f"{what} → {name}{done}{to_go}{more}{slowly}"
 
 
 def _full(job: dict[str, Any]) -> str:
@@ -248,9 +249,11 @@ def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
 
 
 def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
-    """0 safe · 1 a person is needed · 3 behind, or paused (docs/contract.md)."""
+    """0 safe · 1 a person is needed · 3 behind, not safe yet, or paused (docs/contract.md)."""
     states = {job["state"] for job in jobs}
     if not jobs or not is_alive or states & {"attention", "invalid"}:
         return 1
     is_behind = any(job.get("steps_at_risk") or job.get("paused") for job in jobs)
-    return 3 if "behind" in states or is_behind else 0
+    # while its first checkpoint is written or sealed a job is not behind: still nothing of it is safe
+    is_unsafe = any(job["state"] != "waiting" and job.get("safe") is None for job in jobs)
+    return 3 if "behind" in states or is_behind or is_unsafe else 0

@@ -41,6 +41,8 @@ class Tally:
 
     bytes_done: int = 0
     files_resumed: int = 0
+    was_begun: bool = False
+    """What an earlier attempt noted is gone on with; nobody compared what that one read."""
     bytes_read: int = 0
     bytes_needed: int = 0
     tasks: int = 0
@@ -150,6 +152,7 @@ class Attempt:
                 known.parts.pop(path, None)
             else:
                 missing[path] = left
+        self.tally.was_begun = bool(known.done or known.parts)
         self._note.claim()
         return missing
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import ckptd
+from ckptd.spawn import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ def start(
 
     `-S` keeps site-packages out: children need the standard library and ckptd alone.
     """
-    return subprocess.Popen(
+    return spawn(
         [sys.executable, "-E", "-s", "-S", "-X", "utf8", "-m", f"ckptd.convert.{module}"],
         stdin=subprocess.PIPE,
         stdout=stdout,

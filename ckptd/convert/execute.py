@@ -29,7 +29,7 @@ _BATCH_FILES = 48
 
 
 class Stopped(Exception):
-    """SIGTERM: what is finished stays, the rest is done by the next attempt."""
+    """The parent says so: what is finished stays, the rest is done by the next attempt."""
 
 
 class Maker(Protocol):

@@ -1,7 +1,7 @@
 """`python -m ckptd.convert.executor_child`: makes the files of a plan (docs/design.md §4).
 
 Request on stdin: see `Request`. Progress goes to stdout as JSON lines, a failure to stderr as one line.
-SIGTERM stops it between windows; SIGSTOP and SIGCONT pause it; kill -9 leaves a folder that the next
+`STOP_SIGNAL` stops it between windows; SIGSTOP and SIGCONT pause it; kill -9 leaves a folder that the next
 attempt finishes.
 """
 
@@ -23,7 +23,7 @@ from ckptd.convert.order import large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.convert.ranges import Ranges
 from ckptd.convert.rounding import use_numpy_of
-from ckptd.convert.sandbox import UNLIMITED, restrict
+from ckptd.convert.sandbox import STOP_SIGNAL, UNLIMITED, restrict
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.ticking import Ticker
 from ckptd.convert.verify import verify_outputs, verify_sources
@@ -82,12 +82,12 @@ def serve(request: Request, execution: Callable[[Request, int, int, threading.Ev
         use_numpy_of(request.numpy_folder)
     os.umask(0)  # modes are given explicitly, those of the checkpoint (P15)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(STOP_SIGNAL, lambda *_: stop.set())
     try:
         with opened_real(request.work) as work_fd, opened_real(request.source) as source_fd:
             execution(request, work_fd, source_fd, stop).run()
     except Stopped:
-        return 128 + signal.SIGTERM
+        return 128 + STOP_SIGNAL
     except CkptdError as error:
         return _fail(error)
     except OSError as error:
@@ -176,7 +176,7 @@ class Execution:
         verify_outputs(plan, self.sources, self.out_fd, self.check_stop)
 
     def check_stop(self) -> None:
-        """Raise `Stopped` once SIGTERM came."""
+        """Raise `Stopped` once the parent said so."""
         if self.stop.is_set():
             raise Stopped
 

@@ -18,6 +18,8 @@ _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 UNLIMITED = -1
+STOP_SIGNAL = signal.SIGUSR1
+"""How a parent stops a child in order; SIGTERM, which a step of Slurm gets as a whole, is blocked in them."""
 
 
 def restrict(

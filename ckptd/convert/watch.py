@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptd.convert import children
+from ckptd.convert.sandbox import STOP_SIGNAL
 
 if TYPE_CHECKING:
     import subprocess
@@ -106,7 +107,7 @@ class _Watcher:
             if killed_at is None and should_stop is not None and should_stop():
                 self.result.stopped = True
                 self._pause(paused=False)
-                self.child.send_signal(signal.SIGTERM)
+                self.child.send_signal(STOP_SIGNAL)
                 killed_at = now + STOP_SECONDS
             if deadline is not None and now > deadline:
                 self.result.timed_out = True

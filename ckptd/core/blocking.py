@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.keeping import is_committed
-from ckptd.core.keeping_remote import is_configured_otherwise
+from ckptd.core.keeping_remote import is_configured_otherwise, to_retire
+from ckptd.core.optout import unheard
 from ckptd.core.pruning import victims
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sized
+
     from ckptd.core.ladder import Fate
-    from ckptd.core.view import JobView, SaveView
+    from ckptd.core.view import JobView, RemoteView, SaveView
 
 SOON_SECONDS = 120.0
 LONG_SECONDS = 900.0
 """Longer than any save takes: the trainer hangs in it, or something else writes in its folder."""
+_GOES_ON = "nothing to do; if this was meant, it goes on within the hour"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +47,44 @@ def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     due = [save for save in may_go if save.id not in view.not_to_prune]
     if not due:
         return None  # each has a `prune-blocked` of its own
-    names = f"{due[0].save.tag} may go and stays" + (f" (with {len(due) - 1} more)" if len(due) > 1 else "")
+    names = f"{due[0].save.tag} may go and stays{_with(due)}"
     for is_so, what, next_step, patience in _obstacles(view, due[0]):
         if is_so:
             return Blocked(what=what, text=f"{names}: {what}", next_step=next_step, patience_seconds=patience)
     return None
 
 
+def blocked_there(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> Blocked | None:
+    """The seat belt of a remote, once it has held up for a while what may go there."""
+    rests = view.is_first_scan or not view.may_delete or not remote.is_attached
+    if rests or remote.retirements_left > 0:
+        return None
+    begin = view.now_seconds - SOON_SECONDS
+    due = [
+        c
+        for c in to_retire(view, remote, fates)
+        if view.due_since_seconds.get((remote.name, c.key), view.now_seconds) <= begin
+    ]
+    if not due:
+        return None
+    first = min(due, key=lambda c: c.order)
+    what = "as many as are allowed in an hour were removed there (the seat belt)"
+    return Blocked(
+        what=what,
+        text=f"{first.tag} may go from {remote.name} and stays{_with(due)}: {what}",
+        next_step=_GOES_ON,
+        patience_seconds=0.0,
+    )
+
+
+def _with(due: Sized) -> str:
+    return f" (with {len(due) - 1} more)" if len(due) > 1 else ""
+
+
 def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, float]]:
     """In the order in which the planner meets them; rights and a changed device have codes of their own."""
     away = [r.name for r in view.remotes if r.is_required and not r.is_attached]
+    silent = unheard(view)
     needs_remote = bool(away) and view.unuploaded != "delete"
     needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
     return [
@@ -73,12 +105,18 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         (
             view.deletions_left <= 0,
             "as many as are allowed in an hour were removed (the seat belt)",
-            "nothing to do; if this was meant, it goes on within the hour",
+            _GOES_ON,
             SOON_SECONDS,
         ),
         (
             needs_remote,
             f"required remote {', '.join(away)} is not attached, and its COMMIT is read before a removal",
+            "bring the remote back",
+            SOON_SECONDS,
+        ),
+        (
+            bool(silent) and not needs_remote,
+            f"required remote {', '.join(silent)} did not answer since the start, so its pins are not known",
             "bring the remote back",
             SOON_SECONDS,
         ),

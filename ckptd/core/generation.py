@@ -16,7 +16,7 @@ from ckptd.core.manifest_names import named_conflict
 from ckptd.core.save import differs, mark_of_manifest, mark_of_save
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ckptd.core.manifest import NodeManifest, Tombstone
     from ckptd.core.manifest_names import ManifestName
@@ -82,10 +82,12 @@ def choose_generation(
     tombstones: Sequence[Tombstone],
     save_spread_seconds: float,
     named: Sequence[tuple[int, ManifestName]] = (),
+    unreadable: Collection[int] = (),
 ) -> GenerationChoice:
     """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts).
 
-    `named`: (generation, name) of manifests that were not read.
+    `named`: (generation, name) of manifests that were not read; `unreadable`: generations whose COMMIT or
+    tombstone cannot be read. They are taken, by whom nobody knows.
     """
     manifests = [seen for seen in manifests if seen.form == "zero"]
     commits = [seen for seen in commits if seen.form == "zero"]
@@ -98,6 +100,7 @@ def choose_generation(
         if gone and all((p, mark) in gone or (p, tensors) in gone for p, mark, tensors in _shards(save)):
             return Retired(generation=stone.generation)
     taken = {seen.generation for seen in commits} | {stone.generation for stone in tombstones}
+    taken |= set(unreadable)
     known = taken | {seen.generation for seen in manifests} | {generation for generation, _ in named}
     if not known:
         return Use(generation=1)
@@ -122,6 +125,7 @@ def choose_derived(
     manifests: Sequence[SeenManifest],
     commits: Sequence[SeenCommit],
     tombstones: Sequence[Tombstone],
+    unreadable: Collection[int] = (),
 ) -> GenerationChoice:
     """The same of a derived form in a remote that takes no ZeRO form, whose generation it would share.
 
@@ -141,10 +145,11 @@ def choose_derived(
             return Retired(generation=stone.generation)
     taken = {seen.generation for seen in commits if seen.form == form}
     taken |= {stone.generation for stone in stones if stone.form == form}
+    taken |= set(unreadable)
     others = {seen.generation for seen in manifests if not _is_of(save, seen.manifest)}
     fitting = {seen.generation for seen in ours} - taken - others
     known = {seen.generation for seen in manifests} | {seen.generation for seen in commits}
-    known |= {stone.generation for stone in stones}
+    known |= {stone.generation for stone in stones} | taken
     return Use(generation=max(fitting, default=max(known, default=0) + 1))
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.layouts import Grid, NamedShard, Role, parse_shard_name
-from ckptd.core.parts import told_grid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +35,10 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
     )
     optim = [(p, f) for p, f in read if named(p).role is Role.OPTIM]
     if not model:
-        elsewhere = told_grid(context.spread, shards)
-        return elsewhere, None if elsewhere else "no model states yet: the grid is not proven"
+        told = context.told
+        if told is None:
+            return None, "no model states yet: the grid is not proven"
+        return told.grid.model_copy(update={"proof": f"{told.node}: {told.grid.proof}"}), None
     path, first = model[0]
     dp = _dp(model, optim)
     if dp is None:

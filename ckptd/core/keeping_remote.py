@@ -83,16 +83,28 @@ def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
     return newest.config_digest != view.config_digest
 
 
+def to_retire(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> list[RemoteCommit]:
+    """What nothing keeps there, but for what it refused a short while ago and what is other nodes' turn."""
+    if not remote.retention.deletes or is_configured_otherwise(view, remote):
+        return []
+    gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
+    if len(gone) == len(remote.commits):
+        return []
+    willing = (c for c in gone if (remote.name, c.sha256) not in view.not_to_retire)
+    return [c for c in willing if is_our_turn(view, remote.name, c)]
+
+
 def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
     """Whether this node lets a COMMIT of several go: one is drawn, the next a minute later, and so on.
 
-    Economy, never safety: each reads what it needs and finishes what another began (adr/0105).
+    Economy, never safety: each reads what it needs and finishes what another began (adr/0105). The one that
+    is drawn waits a minute too: what the others let go of their disks needs that COMMIT (P1), else it stays.
     """
     if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
         return True  # of a shared directory the lease says whose turn it is
     earlier = _earlier(commit.sha256, commit.nodes, view.node)
     since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
-    return view.now_seconds - since >= earlier * TURN_SECONDS
+    return view.now_seconds - since >= (earlier + 1) * TURN_SECONDS
 
 
 @lru_cache(maxsize=1024)

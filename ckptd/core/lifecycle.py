@@ -17,6 +17,7 @@ from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_nam
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
 from ckptd.core.marks import judge_marks, out_of_order
 from ckptd.core.parts import Spread, may_be_elsewhere
+from ckptd.core.told import Told, told_of
 from ckptd.core.trainers import Trainer, missing_weights, step_of_folder
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Context:
     run_id: str | None = None
     spread: Spread | None = None
     """The job runs on several nodes; None: all of a save lies here."""
+    told: Told | None = None
+    """What is taken of what `spread` tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,10 @@ def judge(
         return _not_yet(listing, memory, context, torn)
     if listing.is_model_only:
         return _only_a_model(listing, facts, memory, context)
+    if context.spread is not None and context.spread.told:
+        written = {f.path: f.identity.mtime_ns for f in listing.shards}
+        told = told_of(context.spread.told, shards, written, save_spread_seconds=context.save_spread_seconds)
+        context = replace(context, told=told)
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
     elsewhere: tuple[str, ...] = ()
@@ -191,8 +198,8 @@ def _whole(
 ) -> Verdict:
     window = _window(listing, shards)
     step, optimizer_step = step_of(listing.tag, shards)
-    if context.spread is not None and context.spread.told is not None:
-        step = context.spread.told.step
+    if context.told is not None:
+        step = context.told.step
     verdict = Verdict(
         state=State.COMPLETE,
         grid=grid,
@@ -300,7 +307,9 @@ def _not_yet(listing: FolderListing, memory: Memory | None, context: Context, re
     renewed, kept = _renewal(listing, memory)
     if context.is_in_flight:
         return Verdict(state=State.RESAVING if kept else State.SAVING, reason=reason)
-    if memory is not None and (renewed or len(kept) < len(memory.shards)):
+    # a part that is new throughout waits for the others, as a first one does
+    is_anew = memory is not None and memory.is_part and set(memory.shards) <= set(renewed)
+    if memory is not None and not is_anew and (renewed or len(kept) < len(memory.shards)):
         return Verdict(state=State.TORN_RESAVE, reason=reason)
     return Verdict(state=State.INCOMPLETE, reason=reason)
 

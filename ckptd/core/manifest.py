@@ -24,7 +24,7 @@ from ckptd.core.names import decode_name as decode_name
 from ckptd.core.names import encode_name as encode_name
 from ckptd.core.names import tag_problem as tag_problem
 from ckptd.core.trainers import universal_name
-from ckptd.errors import DamagedError, RefusedError
+from ckptd.errors import DocumentDamaged, RefusedError
 
 FORMAT = "1.0"
 MAJOR = 1
@@ -130,6 +130,7 @@ class NodeManifest(Document):
     config_digest: str
     branch: int
     step: int
+    optimizer_step: int | None = None  # all that a node without model states knows (adr/0150)
     save_seq: int
     save_window: SaveWindow
     writer: Writer = Writer()
@@ -138,8 +139,7 @@ class NodeManifest(Document):
     best_checkpoint: str | None = None
     source: DerivedSource | None = None
     replicas: Many[tuple[str, str]] = ()
-    """(path, tensor fingerprint) of files that this node has too and leaves to their owner to send: they tell
-    its save from another as its own do."""
+    """(path, tensor fingerprint) of what this node has too and leaves to its owner: it tells saves apart."""
     files: Many[ManifestFile]
 
 
@@ -266,12 +266,12 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
     """Read a document.
 
     Raises:
-        DamagedError: not JSON or not of that kind.
+        DocumentDamaged: not JSON or not of that kind.
         RefusedError: written by a newer major of ckptd.
     """
     if data.count(b"{") + data.count(b"[") > _MOST_OBJECTS:
         msg = f"{where} holds more than {_MOST_OBJECTS} objects"
-        raise DamagedError(msg, hint="no ckptd wrote it; `ckptd list` shows what is left")
+        raise DocumentDamaged(msg, hint="no ckptd wrote it; `ckptd list` shows what is left")
     try:
         document = kind.model_validate_json(data)
     except ValidationError as error:
@@ -283,11 +283,11 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
             if kind is RemoteIdentity
             else "`ckptd list` shows what is left"
         )
-        raise DamagedError(msg, hint=f"it was cut or edited; {what}") from error
+        raise DocumentDamaged(msg, hint=f"it was cut or edited; {what}") from error
     major = document.format.split(".")[0]
     if not (major.isascii() and major.isdigit() and len(major) < _DIGITS):
         msg = f"{where} has format {document.format[:40]!r}, which is none"
-        raise DamagedError(msg, hint="it was cut or edited; `ckptd list` shows what is left")
+        raise DocumentDamaged(msg, hint="it was cut or edited; `ckptd list` shows what is left")
     if int(major) > MAJOR:
         msg = f"{where} has format {document.format}, this ckptd knows {FORMAT}"
         raise RefusedError(msg, hint="upgrade ckptd; nothing was written or deleted")

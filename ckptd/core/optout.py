@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from ckptd.core.view import JobView, RemoteView, SaveView
 
 
+def unheard(view: JobView) -> list[str]:
+    """Required remotes that were not observed since the start: what is pinned there is not known (P8).
+
+    While there are any, nothing goes that the job file alone lets go (adr/0129).
+    """
+    return [remote.name for remote in view.remotes if remote.is_required and not remote.was_heard]
+
+
 def newer_commits(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
     """COMMITs of the newest later save of its branch that every required remote holds; () if there is none.
 

@@ -9,24 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.layouts import Grid, NamedShard, Role, parse_shard_name
+from ckptd.core.layouts import NamedShard, Role, parse_shard_name
 from ckptd.core.topology import cells_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    from ckptd.core.facts import FileFacts
+    from ckptd.core.layouts import Grid
     from ckptd.core.save import SealedSave
+    from ckptd.core.told import Told
     from ckptd.core.topology import Cell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What another node's manifest of the same tag proves, for a node without model states."""
-
-    grid: Grid
-    step: int
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +27,8 @@ class Spread:
 
     usual: frozenset[Cell] = frozenset()
     """Whose shards this node held of its last save."""
-    told: Told | None = None
+    told: tuple[Told, ...] = ()
+    """What manifests of the tag prove, of whichever save; for a node without model states."""
 
 
 def may_be_elsewhere(
@@ -51,15 +44,6 @@ def may_be_elsewhere(
         return False
     expected = {cell for cell in spread.usual if cell.d < grid.dp and cell.mm < grid.mm_count}
     return not (is_in_flight and expected - here)
-
-
-def told_grid(spread: Spread | None, shards: Mapping[str, FileFacts]) -> Grid | None:
-    """The grid that another node proved, where this node's shards bear it out but cannot prove it."""
-    told = spread.told if spread is not None else None
-    counts = {max(f.facts.partition_count) for f in shards.values() if f.facts and f.facts.partition_count}
-    if told is None or counts != {told.grid.dp}:
-        return None
-    return told.grid.model_copy(update={"proof": f"{told.node}: {told.grid.proof}"})
 
 
 def replicas(save: SealedSave) -> frozenset[str]:

@@ -36,7 +36,8 @@ from ckptd.core.deriving import (
 )
 from ckptd.core.draining import course
 from ckptd.core.keeping import is_committed, keep_local, was_committed
-from ckptd.core.keeping_remote import is_configured_otherwise, is_our_turn, keep_remote
+from ckptd.core.keeping_remote import keep_remote, to_retire
+from ckptd.core.optout import unheard
 from ckptd.core.pruning import prune, victims
 from ckptd.core.shared import on_shared
 from ckptd.core.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from ckptd.core.keeping import LocalFates
     from ckptd.core.ladder import Fate
     from ckptd.core.view import JobView, RemoteCommit, RemoteView, SaveView
+
+_COMMITTED = "committed"
 
 
 def plan(view: JobView) -> Plan:
@@ -90,7 +93,8 @@ def _comes_before_removals(view: JobView, move: Ship) -> bool:
 def _rest(view: JobView, local: LocalFates) -> list[Action]:
     """What goes on while transfers, conversions and removals rest: clones that keep a save; room (P13)."""
     here = _holds(view, frozenset(), is_enough=first_to_go(view, local) is not None)
-    holds = [x for x in here if not isinstance(x, ReleaseHold) or x.reason == PRESSURE]
+    makes_room = (PRESSURE, _COMMITTED) if view.disk.is_short else ()
+    holds = [x for x in here if not isinstance(x, ReleaseHold) or x.reason in makes_room]
     derived = keep_derived(view, local)
     drops = [x for x in derived if isinstance(x, DropDerived) and x.reason == PRESSURE]
     points = [x for x in derived if isinstance(x, PointUniversal) and drops]
@@ -163,7 +167,7 @@ def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form
 
 def let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
     """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
-    if view.unuploaded == "keep" or not view.may_delete:
+    if view.unuploaded == "keep" or not view.may_delete or unheard(view):
         return frozenset()
     return frozenset(s.id for s in victims(view, fates) if not is_committed(view, s))
 
@@ -171,11 +175,11 @@ def let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
 def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Action]:
     """Hold complete, uncommitted saves where extents clone; release under P13's line, oldest first.
 
-    `is_enough`: something that can be made again goes first.
+    `is_enough`: something that can be made again goes first; so does a hold that nobody needs any more.
     """
     held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.order)
     done: list[Action] = [
-        ReleaseHold(save_id=s.id, reason="committed")
+        ReleaseHold(save_id=s.id, reason=_COMMITTED)
         for s in held
         if _was_committed(view, s) and not s.is_busy
     ]
@@ -185,8 +189,8 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
         if s.id in loose and not s.is_busy
     ]
     if view.disk.is_short:
-        victim = next((s for s in held if _is_open(view, s) and s.id not in loose and not is_enough), None)
-        return [*done, *([ReleaseHold(save_id=victim.id, reason="disk pressure (P13)")] if victim else [])]
+        last = None if done or is_enough else next((s for s in held if _is_open(view, s)), None)
+        return [*done, *([ReleaseHold(save_id=last.id, reason=PRESSURE)] if last else [])]
     if not view.disk.can_clone or not view.remotes:
         return done
     return done + [
@@ -235,7 +239,10 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
         return []
     if zero is not None:
         return [_ship_or_describe(view, zero, remote, ZERO)]
-    late = (s for s in newest_first if s.is_intact and not s.is_busy and s.lacking.get(remote.name))
+    whole = (s for s in newest_first if s.is_intact and not s.is_busy)
+    late = (
+        s for s in whole if s.lacking.get(remote.name) and (s.id, remote.name) not in view.not_to_supplement
+    )
     if (save := next(late, None)) is not None:
         return [Supplement(save_id=save.id, remote=remote.name, files=save.lacking[remote.name])]
     for form in (UNIVERSAL, *WEIGHTS):
@@ -309,20 +316,13 @@ def _convert(view: JobView, local: LocalFates) -> list[Action]:
 
 def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Retire]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
-    if view.is_first_scan or not view.may_delete or view.retirements_left <= 0:
+    if view.is_first_scan or not view.may_delete:
         return []
     actions: list[Retire] = []
     for remote in view.remotes:
-        if not remote.is_attached or remote.is_shipping or not remote.retention.deletes:
+        if not remote.is_attached or remote.is_shipping or remote.retirements_left <= 0:
             continue
-        if is_configured_otherwise(view, remote):
-            continue
-        gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
-        if not gone or len(gone) == len(remote.commits):
-            continue
-        willing = [
-            c for c in gone if c.sha256 not in view.not_to_retire and is_our_turn(view, remote.name, c)
-        ]
+        willing = to_retire(view, remote, fates)
         if not willing:
             continue
         first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))

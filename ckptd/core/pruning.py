@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.actions import Action, AskConfirmation, Prune
 from ckptd.core.keeping import commits_of, is_committed
 from ckptd.core.keeping_remote import is_configured_otherwise
-from ckptd.core.optout import newer_commits
+from ckptd.core.optout import newer_commits, unheard
 from ckptd.core.permit import DeletePermit, OptOutPermit
 from ckptd.core.view import ZERO
 
@@ -47,7 +47,7 @@ def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
     commits = newer_commits(view, save) if is_loose else commits_of(view, save)
     are_there = all(r.is_attached for r in view.remotes if r.is_required)
     if view.unuploaded == "delete" and (is_loose or not are_there):
-        return Prune(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
+        return None if unheard(view) else Prune(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
     confirmed = view.confirmations.get(save.id)
     is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
     if confirmed is None or not is_young or confirmed.commits != commits:

@@ -213,6 +213,8 @@ class RemoteView:
     """There, ours, observed, and not backing off."""
     is_shipping: bool
     """Its one mover (ship or retire) is busy, or left alone for a while."""
+    was_heard: bool = True
+    """Observed since the start: what people decided on other nodes before that is known."""
     ships: str | None = None
     """The form that the mover ships just now."""
     ships_save: int | None = None
@@ -221,6 +223,8 @@ class RemoteView:
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are shipped."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    retirements_left: int = 3
+    """Its own seat belt: each save brings one removal to each remote (adr/0127)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,10 +309,10 @@ class JobView:
     """Whether a save of the tag is on this node or not."""
     not_to_prune: frozenset[int] = frozenset()
     """Ids of saves whose removal from this node failed a short while ago."""
-    not_to_retire: frozenset[str] = frozenset()
-    """Digests of COMMITs that their remote would not let go a short while ago."""
-    retirements_left: int = 3
-    """The seat belt for remotes."""
+    not_to_supplement: frozenset[tuple[int, str]] = frozenset()
+    """(save id, remote) whose late files that remote did not take a short while ago, though it works."""
+    not_to_retire: frozenset[tuple[str, str]] = frozenset()
+    """(remote, digest) of COMMITs that the remote would not let go a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
     config_digest: str = ""

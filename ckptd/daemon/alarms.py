@@ -10,12 +10,13 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.core.blocking import blocked
+from ckptd.core.blocking import blocked, blocked_there
 from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.lifecycle import State
 from ckptd.daemon.sharing import see_sharer
 
 if TYPE_CHECKING:
+    from ckptd.core.actions import Plan
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.view import JobView
     from ckptd.daemon.job import Job
@@ -36,6 +37,7 @@ def see_alarms(job: Job, state: JobState) -> None:
     see_sharer(job, state)
     if job.view is not None:
         _see_other_configurations(job, job.view)
+        _see_belts(job, job.view, state.plan)
 
 
 def _see_other_configurations(job: Job, view: JobView) -> None:
@@ -44,6 +46,15 @@ def _see_other_configurations(job: Job, view: JobView) -> None:
             text = f"{remote.name}: nodes of this job are configured differently; this one deletes nothing"
             cure = "give all nodes one job file; it ends with the next COMMIT of nodes that agree"
             job.problems.see("config-differs", remote.name, text, cure)
+
+
+def _see_belts(job: Job, view: JobView, plan: Plan | None) -> None:
+    """A note: it goes on by itself."""
+    if plan is None:
+        return
+    for remote in view.remotes:
+        if (found := blocked_there(view, remote, plan.remote_fates)) is not None:
+            job.problems.see("retention-blocked", remote.name, found.text, found.next_step, severity="note")
 
 
 def waits_for_alarm(job: Job, state: JobState) -> bool:

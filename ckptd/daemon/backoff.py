@@ -60,6 +60,36 @@ class LeftAlone:
         return f"left alone until {clock} after {self.failures} failures: {self.reason}"
 
 
+class Asking:
+    """What is asked of a remote thing by thing: each once at a time, and more seldom while it fails."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: set[str] = set()
+        self._failed: dict[str, tuple[int, float]] = {}
+        """Failures in a row, and when it may be asked again."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next that failed may be asked again; 0 when none waits."""
+        waits = [at - self._clock() for _, at in self._failed.values()]
+        return min((wait for wait in waits if wait > 0), default=0.0)
+
+    def begin(self, what: str) -> bool:
+        """Whether it is to be asked now; then it is under way."""
+        if what in self._open or self._clock() < self._failed.get(what, (0, 0.0))[1]:
+            return False
+        self._open.add(what)
+        return True
+
+    def end(self, what: str, *, is_done: bool) -> None:
+        """It was answered, or failed."""
+        self._open.discard(what)
+        failures = self._failed.pop(what, (0, 0.0))[0] + 1
+        if not is_done:
+            self._failed[what] = failures, self._clock() + backoff_seconds(failures)
+
+
 class Breaker:
     """Failures in a row of one kind of order, and when the next one may be tried."""
 

@@ -123,7 +123,7 @@ def see_problems(job: Job, state: JobState) -> None:
     unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
-        see.see("waiting-for-remote", "journal", text, "bring the remote back")
+        see.see("waiting-for-remote", "journal", text, "it asks by itself; bring back one that is away")
     if job.view is not None and job.view.disk.free_bytes < job.view.disk.reserve_bytes:
         free, need = job.view.disk.free_bytes / 1e9, job.view.disk.reserve_bytes / 1e9
         text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
@@ -134,6 +134,8 @@ def see_problems(job: Job, state: JobState) -> None:
             see.see(
                 "remote-damaged", link.name, text, "what it lists counts as not committed; see ckptd list"
             )
+        elif link.observation is None:  # as it was said when it could not be looked at for that
+            see.stays("remote-damaged", link.name)
         if (alone := link.left_alone) is not None:
             text = f"{shown_remote(link.name, link.settings.url)} is {alone}"
             see.see(

@@ -142,11 +142,17 @@ class Control:
         """Make way for a save in flight (P11), in this job or on its disk, and for what a person asked."""
         if job.state is None:
             return
-        is_busy = bool(job.state.in_flight) or job.way.is_taken(job)
-        job.chores.pace(is_resting=is_busy or self.rests)
+        job.chores.pace(is_resting=self._is_beside_save(job) or self.rests)
         for link in job.links.values():
-            # whoever drains has no later; nobody trains on a node that is about to go
-            link.pace(BUSY_FRACTION if is_busy and not self.is_draining else 1.0)
+            link.pace(BUSY_FRACTION if self.makes_way(job) else 1.0)
+
+    def makes_way(self, job: Job) -> bool:
+        """Its transfers go slowly for a save; whoever drains has no later, and nobody trains on after it."""
+        return self._is_beside_save(job) and not self.is_draining
+
+    @staticmethod
+    def _is_beside_save(job: Job) -> bool:
+        return job.state is not None and (bool(job.state.in_flight) or job.way.is_taken(job))
 
     # --- for the planner and for status ----------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Exporter:
             else:
                 self._serve(self._where)
             self.failed = None
-        except (OSError, ImportError) as error:
+        except Exception as error:  # noqa: BLE001  whatever is wrong with what is told, the jobs go on
             if self.failed is None:
                 log.warning("metrics are not offered at %s: %s", self._where, error)
             self.failed = f"{self._where}: {error}"

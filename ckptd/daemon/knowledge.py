@@ -1,19 +1,14 @@
 """What a job knows beyond its own disk: decisions, first start, orders recorded in remotes (P8, H20).
 
-Decisions live as files in the state directory and as objects in the remote; the journal only mirrors them.
 A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd import files
-from ckptd.core import manifest as mf
 from ckptd.core.coverage import order_of
 from ckptd.core.generation import (
     Already,
@@ -28,16 +23,23 @@ from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
+from ckptd.daemon.decisions import Decisions, read_decisions, write_decision
 from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_commits, is_written_down, learn_forms, named_in
+from ckptd.daemon.seen import (
+    adopt_commits,
+    forget_gone,
+    is_written_down,
+    learn_forms,
+    named_in,
+    notice_lost,
+    unreadable_in,
+)
 from ckptd.daemon.sharing import look_for_sharer
 from ckptd.daemon.waiting import hear_of_parts
-from ckptd.errors import CkptdError
-from ckptd.place import opened_ours
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from ckptd.core.save import SealedSave
@@ -47,43 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.knowledge")
 
-DECISIONS = "decisions"
-_DECISION_LIMIT_BYTES = 16 << 20
 _BESIDE = (Role.SIDE, Role.EXTRA)
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
-_SETTLED_NS = 2_000_000_000
-"""A folder that changed later than this before it was read may change again under the same time."""
-
-
-def read_decisions(state_dir: Path) -> list[Decision]:
-    """Decision files of the state directory; an unreadable one is left out (its remote copy counts)."""
-    found: list[Decision] = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened_ours(state_dir / DECISIONS) as fd:
-        for name in sorted(os.listdir(fd)):
-            if name.endswith(".json") and not name.startswith("."):
-                with contextlib.suppress(CkptdError, OSError):
-                    data = files.read_beneath(fd, name, limit_bytes=_DECISION_LIMIT_BYTES)
-                    found.append(mf.parse(Decision, data, name))
-    return found
-
-
-def write_decision(state_dir: Path, decision: Decision) -> None:
-    """Put a decision into the state directory, durable when it returns."""
-    name = f"{decision.kind}~{mf.encode_name(decision.tag)}~{decision.serial}.json"
-    with opened_ours(state_dir) as state_fd:
-        os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
-        with files.opened_dir(DECISIONS, state_fd) as fd:
-            files.write_atomic(fd, name, mf.to_bytes(decision))
-
-
-def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
-    """Tags whose newest pin or unpin is a pin."""
-    newest: dict[str, Decision] = {}
-    for decision in decisions:
-        old = newest.get(decision.tag, decision)
-        if decision.kind in ("pin", "unpin") and decision.serial >= old.serial:
-            newest[decision.tag] = decision
-    return frozenset(tag for tag, decision in newest.items() if decision.kind == "pin")
 
 
 class Knowledge(Recogniser):
@@ -109,9 +76,7 @@ class Knowledge(Recogniser):
         self._wake = wake
         self._first: frozenset[str] | None = None
         self.tags_at_start = tags_at_start
-        self.decisions: tuple[Decision, ...] = ()
-        self._own: list[Decision] = []
-        self._read_as_of_ns: int | None = None
+        self._decisions = Decisions(state.journal, state_dir)
 
     @property
     def has_heard_all(self) -> bool:
@@ -125,41 +90,27 @@ class Knowledge(Recogniser):
 
     def refresh(self) -> bool:
         """Read decisions again: own files, and what the last observations showed; whether any is new."""
-        seen = [d for link in self._links.values() if link.observation for d in link.observation.decisions]
-        known = {(d.kind, d.tag, d.serial): d for d in [*seen, *self._local_decisions()]}
-        before, self.decisions = self.decisions, tuple(sorted(known.values(), key=lambda d: d.serial))
-        return self.decisions != before
-
-    def _local_decisions(self) -> list[Decision]:
-        """Those of the state directory, read when the folder has changed or may just be changing."""
-        try:
-            changed_ns = (self._state_dir / DECISIONS).stat().st_mtime_ns
-        except OSError:
-            return []
-        if changed_ns != self._read_as_of_ns:
-            self._read_as_of_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else None
-            self._own = read_decisions(self._state_dir)
-        return self._own
+        seen = {name: link.observation for name, link in self._links.items() if link.observation is not None}
+        self._state.heard |= seen.keys()
+        return self._decisions.refresh([d for one in seen.values() for d in one.decisions])
 
     @property
     def pins(self) -> frozenset[str]:
         """Pinned tags."""
-        return pinned_tags(self.decisions)
+        return self._decisions.pins
 
     def is_pinned(self, tag: str) -> bool:
         """Whether it is now: a pin may have come since the last turn (any thread)."""
-        if (own := read_decisions(self._state_dir)) != self._own:
-            self._read_as_of_ns = None  # whatever the folder's time says
-        return tag in pinned_tags([*self.decisions, *own])
+        return self._decisions.is_pinned(tag)
 
     @property
     def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:
         """Fingerprint sets that a person accepted."""
-        return frozenset(d.fingerprints for d in self.decisions if d.kind == "accept")
+        return self._decisions.accepted
 
     def adopt(self) -> None:
         """Apply adopt decisions to the journal."""
-        for decision in self.decisions:
+        for decision in self._decisions.known:
             if decision.kind == "adopt":
                 tags = None if decision.tag == "*" else [decision.tag, *decision.tags]
                 rows = self._state.rows.values()
@@ -181,7 +132,8 @@ class Knowledge(Recogniser):
             if link.observation is not None and tag in link.known_tags() and tag not in link.tag_views
         ]
         for link in unasked:
-            link.describe(tag, self._wake)
+            if link.is_ready:
+                link.describe(tag, self._wake)
         return not unasked
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
@@ -245,29 +197,14 @@ class Knowledge(Recogniser):
 
     # --- generations -----------------------------------------------------------------------------------
 
-    def _notice_lost(self) -> None:
-        """COMMITs that somebody removed from a remote: nothing is called safe on their account (P17)."""
-        state = self._state
-        for name, link in self._links.items():
-            seen = link.observation
-            if seen is None or not link.is_current or seen.damaged:
-                continue
-            held = {(view.key, view.sha256) for view in seen.commits if not view.disputed}
-            for row in list(state.rows.values()):
-                record = state.ship(row.id, name, ZERO)
-                is_claimed = (row.state == "present" or row.held) and record.state is ShipState.COMMITTED
-                if is_claimed and (record.commit_key, record.commit_sha256) not in held:
-                    log.error("%s: %s no longer holds its COMMIT; it is looked for again", row.save.tag, name)
-                    state.lose_commit(row.id, name, "its COMMIT is gone")
-                    link.tag_views.pop(row.save.tag, None)
-
     def choose_generations(self) -> None:
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
             hear_of_parts(self._state, name, link.observation)
             look_for_sharer(self._state, link, self.tags_at_start)
-        self._notice_lost()
+        for name, link in self._links.items():
+            notice_lost(self._state, link, self._forms[name])
         for row in list(self._state.rows.values()):
             if row.state == "present" or row.held:
                 for name, link in self._links.items():
@@ -275,13 +212,14 @@ class Knowledge(Recogniser):
                     for form in (ZERO,) if ZERO in forms else forms:
                         self._choose_generation(row, link, form)
         adopt_commits(self._state, self._links.values())
+        forget_gone(self._state, self._links.values())
 
     def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
         state, key = self._state, (row.id, link.name, form)
         record = state.ship(*key)
         if record.state not in _OPEN or key in state.generations:
             return
-        match self._choose(row.save, link, form):
+        match choice := self._choose(row.save, link, form):
             case Use(generation=g):
                 state.generations[key] = GenerationAnswer(generation=g, attempt=record.attempt)
             case Already() as already:
@@ -298,8 +236,8 @@ class Knowledge(Recogniser):
             case Retired(generation=g):
                 update = {"state": ShipState.RETIRED, "generation": g}
                 state.put_ship(row.id, record.model_copy(update=update))
-            case None:
-                pass
+        if isinstance(choice, Already | Retired):
+            link.tag_views.pop(row.save.tag, None)  # no upload of ours ends it: that of another node was it
 
     def _hear_of_commits(self, name: str, link: RemoteLink) -> None:
         """What other nodes did: the COMMIT that a part waits for, or the end of one that counted (H1)."""
@@ -316,12 +254,8 @@ class Knowledge(Recogniser):
             if record.state is ShipState.COMMITTED and record.commit_sha256 in disputed:
                 reason = f"{disputed[record.commit_sha256]} is disputed"
                 log.error("%s: %s; it is shipped again", row.save.tag, reason)
-                update = {
-                    "state": ShipState.NEW,
-                    "commit_key": None,
-                    "commit_sha256": None,
-                    "reason": reason,
-                }
+                gone = {"commit_key": None, "commit_sha256": None}
+                update = {"state": ShipState.NEW, **gone, "reason": reason}
             elif record.state is ShipState.WAITING and record.retry_at_seconds:
                 if (row.save.tag, record.generation) not in made:
                     continue
@@ -336,9 +270,12 @@ class Knowledge(Recogniser):
         if save.tag not in link.tag_views or link.settings.job_id is None:
             return None
         manifests, commits = link.seen(save.tag)
-        retired = link.tag_views[save.tag].retired
+        view = link.tag_views[save.tag]
+        retired, unreadable = view.retired, unreadable_in(view, form)
         if form != ZERO:
-            return choose_derived(save, form, manifests=manifests, commits=commits, tombstones=retired)
+            return choose_derived(
+                save, form, manifests=manifests, commits=commits, tombstones=retired, unreadable=unreadable
+            )
         return choose_generation(
             save,
             link.settings.job_id,
@@ -346,5 +283,6 @@ class Knowledge(Recogniser):
             commits=commits,
             tombstones=retired,
             save_spread_seconds=self._save_spread_seconds,
-            named=named_in(link.tag_views[save.tag]),
+            named=named_in(view),
+            unreadable=unreadable,
         )

@@ -20,7 +20,8 @@ from ckptd.core.view import ZERO, ShipState, SupplementRecord
 from ckptd.daemon.backoff import changed_seconds
 from ckptd.daemon.orders import late_order
 from ckptd.daemon.processes import error_of
-from ckptd.errors import SourceChanged
+from ckptd.daemon.refusals import unsent_again
+from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
 from ckptd.local import fs
 from ckptd.local.scan import has_open_writer, scan_folder
 from ckptd.observe.logs import doing
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ckptd.errors import CkptdError
 
 log = logging.getLogger("ckptd.late")
+
+_OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted)
+"""The remote works and takes other uploads: it is not left alone for these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +199,7 @@ class Supplementing:
         tag = state.rows[action.save_id].save.tag
         if isinstance(answer, m.ShipResult) and answer.outcome == "committed":
             link.well()
+            state.late_unsent.pop((action.save_id, action.remote), None)
             record = state.ship(action.save_id, action.remote, ZERO)
             if record.state is ShipState.COMMITTED:
                 known = {one.key: one for one in record.supplements}
@@ -214,7 +219,10 @@ class Supplementing:
         elif isinstance(answer, m.Failed) and not link.makes_way:
             error = error_of(answer)
             log.warning("what came late in %s → %s: %s", tag, action.remote, error)
-            if not isinstance(error, SourceChanged):
+            if isinstance(error, _OF_THIS_SAVE):
+                at = (action.save_id, action.remote)
+                state.late_unsent[at] = unsent_again(state.late_unsent.get(at), f"{tag} → {link.name}", error)
+            elif not isinstance(error, SourceChanged):
                 link.move_failed(error)
         link.ships = None
         link.observe()

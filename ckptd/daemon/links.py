@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.config_timetable import constant
 from ckptd.config_values import shown_remote
-from ckptd.daemon.backoff import Breaker
+from ckptd.daemon.backoff import Asking, Breaker
 from ckptd.daemon.processes import Process, error_of
 from ckptd.daemon.seen import seen_in
 from ckptd.daemon.standstill import NEXT_STEP, Standstill
@@ -84,7 +84,7 @@ class RemoteLink:
         self._asked_at_seconds = 0.0
         self._changed_at_seconds = 0.0
         """When our own mover last changed the remote: an observation asked for earlier is out of date."""
-        self._describing: set[str] = set()
+        self._describing = Asking()
         self._fraction = 1.0
         self.bytes_per_second = settings.bytes_per_second
         """The limit that holds now; None: there is none."""
@@ -125,7 +125,7 @@ class RemoteLink:
     @property
     def seconds_to_wake(self) -> float:
         """Until something is tried again; 0 when nothing waits."""
-        return self._answering.seconds_left or self.seconds_to_move
+        return self._answering.seconds_left or self.seconds_to_move or self._describing.seconds_left
 
     @property
     def left_alone(self) -> LeftAlone | None:
@@ -177,12 +177,11 @@ class RemoteLink:
 
     def describe(self, tag: str, then: Callable[[], None]) -> None:
         """Read every manifest of a tag into `tag_views`."""
-        if tag in self._describing:
+        if not self._describing.begin(tag):
             return
-        self._describing.add(tag)
 
         def done(answer: m.Answer) -> None:
-            self._describing.discard(tag)
+            self._describing.end(tag, is_done=isinstance(answer, m.TagView))
             if isinstance(answer, m.TagView):
                 self.tag_views[tag] = answer
             elif isinstance(answer, m.Failed):
@@ -302,6 +301,8 @@ class RemoteLink:
             self._wake()
         for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
             self._problems.clear(code, self.name)
+        if self.observation is not None and not self.observation.damaged:
+            self._problems.clear("remote-damaged", self.name)
 
     def move_failed(self, error: errors.CkptdError, *, is_answering: bool = False) -> None:
         """An upload or removal failed for a reason that lies with the remote."""
@@ -315,13 +316,12 @@ class RemoteLink:
         code: Code = "remote-unreachable"
         if isinstance(error, errors.RemoteNotOurs | errors.ConfigError):
             code = "remote-not-ours"
-        elif isinstance(error, errors.NoSpaceError):
-            code = "remote-full"
-        elif isinstance(error, errors.NotPermitted):
-            code = "remote-denied"
-        if code in ("remote-unreachable", "remote-not-ours"):
-            self.attached = None
-            self.observation = None
+        elif isinstance(error, errors.DocumentDamaged):
+            code = "remote-damaged"
+        elif isinstance(error, errors.NoSpaceError | errors.NotPermitted):
+            code = "remote-full" if isinstance(error, errors.NoSpaceError) else "remote-denied"
+        if code not in ("remote-full", "remote-denied"):
+            self.attached = self.observation = None
         self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
         log.warning("%s: %s", self._shown, error)
         self._wake()
@@ -345,5 +345,5 @@ class RemoteLink:
         seen = self.observation
         if seen is None:
             return frozenset()
-        tags = {v.commit.tag for v in seen.commits} | {tag for tag, _, _ in seen.uncommitted}
-        return frozenset(tags).union(seen.retired_tags)
+        tags = {tag for tag, _, _ in (*seen.uncommitted, *seen.unreadable)}
+        return frozenset(tags).union(seen.retired_tags, (v.commit.tag for v in seen.commits))

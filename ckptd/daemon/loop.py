@@ -25,7 +25,7 @@ from ckptd.daemon.patience import say_internal
 from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
-from ckptd.daemon.setup import may_open_now
+from ckptd.daemon.setup import await_matches, may_open_now
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
@@ -121,6 +121,7 @@ class Daemon:
         for path, error in self._loaded.problems:
             self.invalid.append(Invalid(path.stem, str(path), error, time.time()))
             log.error("job %s does not run: %s", path.stem, error)
+        await_matches(self._loaded, self._environ)
         for config in self._loaded.jobs:
             self._open_job(config)
         if not self.jobs and not self._loaded.has_globs:
@@ -131,12 +132,11 @@ class Daemon:
             raise ConfigError(msg, hint="give SAVE_DIR URL, --job FILE, or put job files into jobs.d/")
 
     def _open_job(self, config: JobConfig, before: Invalid | None = None) -> None:
-        daemon = self._loaded.daemon
         try:
-            where = (config.save_dir, config.name, daemon.state_dir, self._environ)
-            state_dir = state_dir_of(*where, jobs_in_daemon=len(self._loaded.jobs))
+            where = (config.save_dir, config.name, self._loaded.daemon.state_dir, self._environ)
+            state_dir = state_dir_of(*where, jobs_in_daemon=self._loaded.jobs_in_daemon)
             shared = (self._totals, self._workers, self._queue.put)
-            job = Job(config, daemon, state_dir, *shared, is_patient=not self._once)
+            job = Job(config, self._loaded.daemon, state_dir, *shared, is_patient=not self._once)
             job.open()
         except (CkptdError, OSError) as error:
             told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
@@ -331,8 +331,8 @@ class Daemon:
                 alive=alive,
                 is_urgent=is_urgent,
             )
-        except (CkptdError, OSError) as error:  # what is wrong with a journal the job's next turn meets
-            log.warning("status is not written: %s", error)
+        except Exception as error:  # what is wrong with a journal the job's next turn meets
+            log.warning("status not written: %s", error, exc_info=not isinstance(error, CkptdError | OSError))
             return
         self._service.status(line)
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.heartbeat import BEAT_SECONDS, SeenNode
 from ckptd.core.layouts import Role
-from ckptd.core.parts import Spread, Told, role_of
+from ckptd.core.parts import Spread, role_of
 from ckptd.core.shared import living
 from ckptd.core.topology import cells_of
 from ckptd.core.view import ZERO
+from ckptd.daemon.seen import told_in
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.heartbeat import Heartbeat
     from ckptd.core.manifest import Commit
+    from ckptd.core.told import Told
     from ckptd.core.view import Tenure
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
@@ -33,6 +35,8 @@ log = logging.getLogger("ckptd.nodes")
 
 LOOK_SECONDS = 5.0
 """Between looks for other nodes while a save here cannot be explained without them."""
+LONGEST_SECONDS = 60.0
+"""The same, once a folder has lain there for ten times as long."""
 SPREAD_SECONDS = 600.0
 """A node that was heard of within this is one that trains with us."""
 NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
@@ -192,24 +196,30 @@ class Nodes:
             if (roles := {role_of(file.path) for file in folder.shards}) and roles == {Role.OPTIM}
         )
 
-    def _told(self, tag: str) -> Told | None:
-        """What another node's manifest of the tag proves; asked for again while there is none."""
+    def _told(self, tag: str) -> tuple[Told, ...]:
+        """What manifests of the tag prove; asked for again as long as nothing of it is taken."""
+        quiet, verdict = self._state.quiet.get(tag), self._state.verdicts.get(tag)
+        since = quiet.since_seconds if quiet is not None else 0.0
+        # what was told before the last shard was written may be of the save before
+        is_old = self._asked_at.get(tag, -LONGEST_SECONDS) <= since
+        if is_old or verdict is None or verdict.grid is None:
+            is_old = not self._ask(tag, since, drops=is_old) and is_old
+        views = (link.tag_views.get(tag) for link in self._links.values())
+        return () if is_old else tuple(told for view in views if view is not None for told in told_in(view))
+
+    def _ask(self, tag: str, since: float, *, drops: bool) -> bool:
+        """Ask for the tag's manifests, ever more seldom; False: it is not due."""
         now = time.monotonic()
+        pause_seconds = min(max(LOOK_SECONDS, (now - since) / 10), LONGEST_SECONDS)
+        if now - self._asked_at.get(tag, -LONGEST_SECONDS) < pause_seconds:
+            return False
+        self._asked_at[tag] = now
         for link in self._links.values():
-            view = link.tag_views.get(tag)
-            newest = max(
-                (v.manifest for v in view.manifests if v.manifest.form == ZERO) if view else (),
-                key=lambda manifest: manifest.generation,
-                default=None,
-            )
-            if newest is not None:
-                return Told(grid=newest.grid, step=newest.step, node=newest.node)
-        if now - self._asked_at.get(tag, 0.0) >= LOOK_SECONDS:
-            self._asked_at[tag] = now
-            for link in self._links.values():
-                if link.attached is not None:
-                    link.describe(tag, self._wake)
-        return None
+            if drops:
+                link.tag_views.pop(tag, None)
+            if link.attached is not None:
+                link.describe(tag, self._wake)
+        return True
 
     def _newest_commit(self) -> Commit | None:
         commits = [

@@ -201,6 +201,7 @@ def ship_order(
         config_digest=config_digest,
         branch=save.branch,
         step=save.step,
+        optimizer_step=save.optimizer_step,
         save_seq=save.save_seq,
         save_window=save.window,
         writer=save.writer,

@@ -99,9 +99,10 @@ _MAY_HEAL: frozenset[Code] = frozenset(
         "shard-missing",
         "conversion-failed",
         "job-interrupted",
+        "waiting-for-remote",
     }
 )
-"""What a save, a removal or a retry under way ends within a minute, in the most normal training."""
+"""What a save, a removal, a retry or a start under way ends within a minute, in the most normal training."""
 
 _OUTLIVES_SAVE_DIR: tuple[Code, ...] = ("reload-refused", "vanished-uncommitted", "internal")
 

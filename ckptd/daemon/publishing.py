@@ -6,6 +6,7 @@ or transfers changes it. Each state directory gets its own job, and those that d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -19,7 +20,8 @@ from pydantic import TypeAdapter
 
 from ckptd import __version__, files
 from ckptd.daemon.memory import tree_bytes
-from ckptd.daemon.report import job_status
+from ckptd.daemon.patience import say_internal
+from ckptd.daemon.report import job_status, problems_of
 from ckptd.daemon.service import start_command
 from ckptd.errors import CkptdError, LockHeld
 from ckptd.local.state_dir import drop_status, prepare_state_dir, private_place
@@ -83,7 +85,9 @@ class Publisher:
         self._notifier = notifier
         self._exporter = exporter
         self._started_unix = time.time()
-        self._start_command = start_command(sys.argv[1:])
+        self._start_command = start_command(sys.argv[1:], os.environ)
+        self._started_before: dict[Job, str] = {}
+        """Of jobs that a command watches for a while: what starts their daemon."""
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
         """Where jobs without a checkpoint are told of."""
@@ -124,6 +128,8 @@ class Publisher:
             if is_urgent or now - part.published_at_seconds >= ALIVE_SECONDS:
                 part.published_at_seconds = now
                 daemon = self._daemon(now, reloaded, memory_budget_bytes, alive=alive)
+                if not self._start_command:  # a `drain` where no daemon runs: it is that one to be started
+                    daemon = replace(daemon, start_command=self._command_before(job))
                 self._write(job, _document(daemon, [part.text, *map(_text, broken)]), alive=alive)
         statuses = [self._parts[job].status for job in jobs]
         self._exporter.see(
@@ -143,12 +149,12 @@ class Publisher:
     def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
         old = self._parts.get(job)
-        key = (job.plans, job.phase, job.job_id, job.problems.all())
+        key = (job.plans, job.phase, job.job_id, job.control.makes_way(job), job.problems.all())
         is_moving = job.state is not None and bool(job.state.moving or job.state.converting)
         is_changed = old is None or is_moving or key != old.key
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
-            status = job_status(job)
+            status = _status(job, old.status if old is not None else None)
             self._notifier.see(status)
             self._parts[job] = _Part(key, _text(status), status, now)
             is_changed = is_moving
@@ -177,6 +183,16 @@ class Publisher:
             start_command=self._start_command,
         )
 
+    def _command_before(self, job: Job) -> str:
+        """What the last daemon of the job said that it is started by."""
+        if job not in self._started_before:
+            found = ""
+            gone = contextlib.suppress(OSError, CkptdError, ValueError, KeyError, TypeError)
+            with gone, opened_ours(job.state_dir) as fd:
+                found = str(json.loads(files.read_beneath(fd, st.FILE_NAME))["daemon"]["start_command"])
+            self._started_before[job] = found
+        return self._started_before[job]
+
     def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:
         """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11):
         of a job that waits for its first checkpoint the user's own place tells.
@@ -201,6 +217,21 @@ class Publisher:
             if job not in self._waiting:
                 raise
             log.debug("no status before the first checkpoint: %s", error)
+
+
+def _status(job: Job, before: st.JobStatus | None) -> st.JobStatus:
+    """What there is to say; a defect in it costs neither the daemon nor what is said of other jobs."""
+    try:
+        return job_status(job)
+    except (CkptdError, OSError):
+        raise
+    except Exception as error:
+        log.exception("the status of job %s failed", job.config.name)
+        say_internal(job, error)
+        name, save_dir = job.config.name, str(job.config.save_dir)
+        known = before or st.JobStatus(name=name, job_id=job.job_id, save_dir=save_dir, state="attention")
+        # as of then, but for "safe": that is never said of what was not looked at (P17)
+        return replace(known, state="attention", safe=None, problems=problems_of(job))
 
 
 def _text(status: st.JobStatus) -> str:

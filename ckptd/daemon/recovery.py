@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.converting import found_universal
 from ckptd.daemon.holds import take_up_holds
+from ckptd.daemon.retiring import take_up_belt
 from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.errors import CkptdError
 from ckptd.files import TEMPORARY_PREFIX
@@ -76,6 +77,7 @@ def _take_up_belt(state: JobState) -> None:
     sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)
     state.completed_at.extend(now - max(0.0, unix - at) for at in sealed)
     state.deleted_at.extend(now - max(0.0, unix - at) for at in pruned)
+    take_up_belt(state)
 
 
 def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ckptd.config import LoadedConfig
     from ckptd.config_model import JobConfig
-    from ckptd.errors import ConfigError
+    from ckptd.errors import CkptdError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Changes:
 
     close: tuple[Path, ...] = ()
     start: tuple[JobConfig, ...] = ()
-    kept: Mapping[Path, ConfigError] = field(default_factory=dict)
+    kept: Mapping[Path, CkptdError] = field(default_factory=dict)
     """save_dir of a running job → why its file was refused: it goes on as it was."""
-    refused: tuple[tuple[Path, ConfigError], ...] = ()
+    refused: tuple[tuple[Path, CkptdError], ...] = ()
     """Files that are wrong and of which no job runs."""
 
     @property

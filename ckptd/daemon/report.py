@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
@@ -43,8 +42,7 @@ SHOWN_ENDED = 20
 
 def job_status(job: Job) -> st.JobStatus:
     """What status.json says of a job."""
-    problems = job.problems.all()
-    severities = {p.severity for p in problems}
+    severities = {p.severity for p in job.problems.all()}
     state: st.JobStateName = "ok"
     state = "attention" if "attention" in severities else "behind" if "behind" in severities else state
     paused = job.control.pause_status()
@@ -60,17 +58,7 @@ def job_status(job: Job) -> st.JobStatus:
         "opt_outs": job.config.opt_outs,
         "paused": paused,
         "remotes": tuple(_remote(job, link) for link in job.links.values()),
-        "problems": tuple(
-            st.ProblemStatus(
-                code=p.code,
-                severity=p.severity,
-                since=rfc3339(p.since),
-                text=p.text,
-                next_step=_typed(job, p.next_step),
-                about=p.about,
-            )
-            for p in problems
-        ),
+        "problems": problems_of(job),
     }
     if job.state is None or job.view is None:
         return st.JobStatus(**base, state=state)  # type: ignore[arg-type]
@@ -97,7 +85,23 @@ def job_status(job: Job) -> st.JobStatus:
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
         drain=job.control.drain_status(job, job.state),
+        making_way=job.control.makes_way(job),
         shared=_shared(job),
+    )
+
+
+def problems_of(job: Job) -> tuple[st.ProblemStatus, ...]:
+    """What is open, in the words of this job."""
+    return tuple(
+        st.ProblemStatus(
+            code=p.code,
+            severity=p.severity,
+            since=rfc3339(p.since),
+            text=p.text,
+            next_step=_typed(job, p.next_step),
+            about=p.about,
+        )
+        for p in job.problems.all()
     )
 
 
@@ -166,20 +170,16 @@ def _safe(job: Job) -> st.SafeStatus | None:
     commit = newest_safe(job.view)
     if commit is None:
         return None
-    link = job.links[next(r.name for r in job.view.remotes if r.is_required)]
-    at = (
-        next((v.commit.committed_at for v in link.observation.commits if v.key == commit.key), "")
-        if link.observation
-        else ""
-    )
-    age = max(0.0, time.time() - datetime.fromisoformat(at).timestamp()) if at else 0.0
+    at = commit.committed_at_seconds
+    seen = job.links[next(r.name for r in job.view.remotes if r.is_required)].observation
+    said = {v.key: v.commit.committed_at for v in seen.commits} if seen and at is not None else {}
     return st.SafeStatus(
         tag=commit.tag,
         generation=commit.generation,
         branch=commit.branch,
         step=commit.step,
-        committed_at=at,
-        age_seconds=round(age, 1),
+        committed_at=said.get(commit.key, ""),
+        age_seconds=round(max(0.0, time.time() - at), 1) if at is not None else 0.0,
     )
 
 
@@ -196,7 +196,7 @@ def _seconds_at_risk(state: JobState, safe: st.SafeStatus | None) -> float | Non
         None,
     )
     if row is None:
-        return safe.age_seconds
+        return safe.age_seconds if safe.committed_at else None
     return round(max(0.0, time.time() - row.save.window.last / 1e9), 1)
 
 
@@ -214,8 +214,7 @@ def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
 def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     rows = sorted(state.rows.values(), key=lambda r: r.save.order, reverse=True)
     shown = [r for r in rows if r.state == "present" or r.held]
-    is_shown = {r.id for r in shown}
-    ended = [r for r in rows if r.id not in is_shown and r.state in ("pruned", "vanished", "superseded")]
+    ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
     times = state.journal.ship_times()
     assert job.view is not None
     left = frozenset(s.id for s in job.view.saves if not to_ship(job.view, s))

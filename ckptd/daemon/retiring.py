@@ -6,6 +6,7 @@ let go is a problem with a next step, not a failure of the remote.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import zlib
@@ -44,6 +45,8 @@ log = logging.getLogger("ckptd.retire")
 
 _NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError, NotPermitted)
 """The remote works and takes uploads; what was asked of it cannot be done as things are."""
+_LATELY = "retired-lately"
+"""In the journal: COMMITs ("digest remote") that were asked to go within the hour, and when (unix)."""
 
 
 def patience_seconds(seen: m.Observation, node: str) -> float:
@@ -62,6 +65,29 @@ def since_when(
 ) -> dict[tuple[str, str], float]:
     """(remote, COMMIT key) → since when nothing has kept it."""
     return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}
+
+
+def _count(state: JobState, remote: str, commit_sha256: str) -> None:
+    """The seat belt of that remote: once for all tries of one removal, and before the first."""
+    if (remote, commit_sha256) in state.retired_at or ("", commit_sha256) in state.retired_at:
+        return
+    now, unix = time.monotonic(), time.time()
+    counted = {**state.retired_at, (remote, commit_sha256): now}
+    lately = {f"{sha256} {name}": unix - (now - at) for (name, sha256), at in counted.items()}
+    state.journal.set_meta(_LATELY, json.dumps(lately))
+    state.retired_at = counted
+
+
+def take_up_belt(state: JobState) -> None:
+    """What went from remotes in the hour before a start counts after it (adr/0147).
+
+    An older journal has digests alone: each counts for every remote.
+    """
+    now, unix = time.monotonic(), time.time()
+    lately: dict[str, float] = json.loads(state.journal.meta(_LATELY) or "{}")
+    for key, at in lately.items():
+        sha256, _, remote = key.partition(" ")
+        state.retired_at[remote, sha256] = now - max(0.0, unix - at)
 
 
 class Retiring:
@@ -94,7 +120,7 @@ class Retiring:
             commits=[(c.key, c.sha256) for c in rests_on],
         )
         if commit.form == ZERO or not self._takes_zero[action.remote]:
-            self._state.retired_at.setdefault(commit.sha256, time.monotonic())
+            _count(self._state, action.remote, commit.sha256)
         order = m.Retire(
             tag=commit.tag,
             generation=commit.generation,
@@ -126,7 +152,7 @@ class Retiring:
                 if record.remote == action.remote and record.commit_sha256 == commit.sha256:
                     state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
         link.tag_views.pop(commit.tag, None)
-        state.retire_refused.pop(commit.sha256, None)
+        state.retire_refused.pop((link.name, commit.sha256), None)
         self._gone(link)
 
     def _gone(self, link: RemoteLink) -> None:
@@ -160,7 +186,7 @@ class Retiring:
         stem = (stone.tag, stone.generation, stone.form)
         if stem not in seen.retiring:
             return False
-        if stone.commit_sha256 in self._state.refused_lately():
+        if (link.name, stone.commit_sha256) in self._state.refused_lately():
             return False
         now = time.monotonic()
         since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
@@ -190,7 +216,7 @@ class Retiring:
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, stone.commit_sha256, error_of(answer))
         else:
-            self._state.retire_refused.pop(stone.commit_sha256, None)
+            self._state.retire_refused.pop((link.name, stone.commit_sha256), None)
             self._gone(link)
 
 

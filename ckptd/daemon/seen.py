@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import order_of
 from ckptd.core.generation import SeenCommit, SeenManifest
+from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import State
 from ckptd.core.missing import Part
+from ckptd.core.save import mark_of_manifest
+from ckptd.core.told import Told
 from ckptd.core.view import ZERO, ShipState
 from ckptd.remote.documents import stem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ckptd.core.manifest import Commit
+    from ckptd.core.manifest import Commit, NodeManifest
     from ckptd.core.manifest_names import ManifestName
     from ckptd.core.save import Order, SealedSave
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.remote.messages import CommitView, Observation, TagView
 
+log = logging.getLogger("ckptd.knowledge")
+
+_CLAIMED_OR_OPEN = (ShipState.COMMITTED, ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
 _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
 
 
@@ -87,6 +94,17 @@ def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:
             state.reload(row.id)
 
 
+def forget_gone(state: JobState, links: Iterable[RemoteLink]) -> None:
+    """What was read of tags of which nothing is here any more: it tells of every file of every node (P12)."""
+    if state.listing is None:
+        return
+    tags = {folder.tag for folder in state.listing.folders}
+    tags |= {row.save.tag for row in state.rows.values() if row.state == "present" or row.held}
+    for link in links:
+        for tag in link.tag_views.keys() - tags:
+            del link.tag_views[tag]
+
+
 def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Sequence[CommitView]) -> None:
     """Forms that another node made of a save that none has whole (adr/0118); what was begun here is ended by
     its own order, which also sweeps."""
@@ -112,9 +130,82 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
             state.put_ship(row.id, record.model_copy(update=update))
 
 
+def notice_lost(state: JobState, link: RemoteLink, forms: Sequence[str]) -> None:
+    """COMMITs that somebody removed from a remote, or that cannot be read: nothing is called safe on their
+    account (P17). `forms`: what the remote takes.
+
+    A form of what a ZeRO form holds follows it: it is looked at once that is committed again.
+    """
+    seen = link.observation
+    if seen is None or not link.is_current:
+        return
+    held = {(view.key, view.sha256) for view in seen.commits}
+    for row in [row for row in state.rows.values() if row.state == "present" or row.held]:
+        records = [r for r in state.ships.get(row.id, {}).values() if r.remote == link.name]
+        for record in sorted(records, key=lambda r: r.form != ZERO):
+            where = (row.save.tag, record.generation or 0, record.form)
+            if record.form != ZERO and where in seen.retired_beside and record.state in _CLAIMED_OR_OPEN:
+                state.put_ship(row.id, record.model_copy(update={"state": ShipState.RETIRED}))
+                continue
+            is_held = (record.commit_key, record.commit_sha256) in held
+            if record.state is not ShipState.COMMITTED or is_held:
+                continue
+            zero = state.ship(row.id, link.name, ZERO)
+            if record.form != ZERO and ZERO in forms and zero.state is not ShipState.COMMITTED:
+                continue
+            reason = "its COMMIT cannot be read" if where in seen.unreadable else "its COMMIT is gone"
+            about = (row.save.tag, record.form, link.name, reason)
+            log.error("%s (%s) on %s: %s; it is looked for again", *about)
+            state.lose_commit(row.id, link.name, reason, record.form)
+            link.tag_views.pop(row.save.tag, None)
+
+
+def unreadable_in(view: TagView, form: str) -> frozenset[int]:
+    """Generations whose COMMIT or tombstone of that form cannot be read."""
+    return frozenset(generation for _, generation, one in view.unreadable if one == form)
+
+
 def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
     """(generation, name) of manifests of the ZeRO form that were not read."""
     return [(one.generation, one.name) for one in view.named if one.form == ZERO]
+
+
+def told_in(view: TagView) -> tuple[Told, ...]:
+    """What each generation of the ZeRO form proves to a node without model states.
+
+    Of one that is settled, what its COMMIT lists.
+    """
+    settled = {v.commit.generation for v in view.commits if v.commit.form == ZERO}
+    settled |= {stone.generation for stone in view.retired if stone.form == ZERO}
+    members: dict[int, list[NodeManifest]] = {}
+    for seen in view.manifests:
+        generation = seen.manifest.generation
+        if seen.manifest.form == ZERO and (seen.committed or generation not in settled):
+            members.setdefault(generation, []).append(seen.manifest)
+    named = named_in(view)
+    return tuple(
+        _told(
+            read,
+            tuple(name for g, name in named if g == generation),
+            is_settled=generation in settled,
+        )
+        for generation, read in sorted(members.items())
+    )
+
+
+def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> Told:
+    """By the word of one that has model states, where there is one."""
+    first = next((m for m in read if any(f.role is Role.MODEL for f in m.files)), read[0])
+    rows = frozenset((f.path, f.bytes, f.fingerprint) for m in read for f in m.files)
+    return Told(
+        grid=first.grid,
+        step=first.step,
+        node=first.node,
+        optimizer_step=first.optimizer_step,
+        marks=tuple(mark_of_manifest(m) for m in read),
+        named=named,
+        listed=rows if is_settled else None,
+    )
 
 
 def parts_in(view: TagView) -> tuple[Part, ...]:

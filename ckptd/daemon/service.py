@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import sdnotify
 
+from ckptd.config_env import told_variables
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -61,8 +63,10 @@ class Service:
         return min(pause_seconds, self.watchdog_seconds / 3) if self.watchdog_seconds else pause_seconds
 
 
-def start_command(arguments: Sequence[str]) -> str:
-    """What brings this daemon back: its unit of systemd, else its own command line; empty: it is no `run`."""
+def start_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What brings this daemon back: its unit of systemd, else its own command line, with the settings that
+    its environment held; empty: it is no `run`.
+    """
     if arguments[:1] != ["run"]:
         return ""
     groups = ""
@@ -70,8 +74,11 @@ def start_command(arguments: Sequence[str]) -> str:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
     if unit := unit_of(groups):
         return unit
-    line = shlex.join(["ckptd", *arguments])
-    is_relative = any(not word.startswith(("/", "-")) and os.path.exists(word) for word in arguments[1:])
+    settings = told_variables(environ)
+    line = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in settings.items()), "ckptd"])
+    line = f"{line} {shlex.join(arguments)}"
+    words = [*arguments[1:], *settings.values()]
+    is_relative = any(not word.startswith(("/", "-")) and os.path.exists(word) for word in words)
     return f"cd {shlex.quote(os.getcwd())} && {line}" if is_relative else line
 
 

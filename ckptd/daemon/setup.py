@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import shlex
@@ -15,20 +16,23 @@ from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.local.fs import ensure_ours
-from ckptd.local.state_dir import prepare_state_dir
+from ckptd.local.state_dir import prepare_state_dir, state_base
 from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from ckptd.config import LoadedConfig
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
+
+log = logging.getLogger("ckptd")
 
 _NODE_ID_LIMIT_BYTES = 256
 
@@ -150,6 +154,18 @@ def may_open_now(config: JobConfig, error: CkptdError) -> bool:
     if fd is not None:
         let_go(fd, fd)
     return True
+
+
+def await_matches(loaded: LoadedConfig, environ: Mapping[str, str]) -> None:
+    """At start: jobs that globs may bring later need a place for their state, and somebody to tell of them.
+
+    Raises:
+        ConfigError: there is none; the first that comes beside another would stop both.
+    """
+    if loaded.has_globs:
+        state_base(loaded.daemon.state_dir, environ, loaded.jobs_in_daemon)
+    for pattern in loaded.unmatched:
+        log.info("no directory matches %s yet; each that appears becomes a job", pattern)
 
 
 def let_go(fd: int, lock: int) -> None:

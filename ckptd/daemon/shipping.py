@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd import errors
 from ckptd.config_places import command_for
 from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedRecord, DerivedState, ShipRecord, ShipState
@@ -22,7 +23,6 @@ from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.daemon.waiting import waiting_on
-from ckptd.errors import CkptdError, DamagedError, RemoteError, SourceChanged, StorageError, VerifyError
 from ckptd.journal import ObjectRow
 from ckptd.local import fs
 from ckptd.observe.logs import doing
@@ -277,23 +277,29 @@ class Shipping:
         update = {"tries": tries, "reason": reason, "retry_at_seconds": again_at}
         return record.model_copy(update={"state": ShipState.FAILED, **update})
 
-    def _failed(self, action: Ship, record: ShipRecord, error: CkptdError) -> None:
+    def _failed(self, action: Ship, record: ShipRecord, error: errors.CkptdError) -> None:
         state, link = self._state, self._links[action.remote]
-        tag = state.rows[action.save_id].save.tag
-        about = f"{tag} → {action.remote}"
-        log.warning("%s (%s): %s", about, action.form, error, extra=doing("ship", tag))
+        key, tag = (action.save_id, action.remote, action.form), state.rows[action.save_id].save.tag
+        log.warning("%s → %s (%s): %s", tag, action.remote, action.form, error, extra=doing("ship", tag))
         record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
-        if isinstance(error, SourceChanged):
-            state.journal.forget_objects(action.save_id, action.remote, action.form)
+        if isinstance(error, errors.SourceChanged):
+            state.journal.forget_objects(*key)
             record = record.model_copy(update={"hint": NEXT_STEP_CHANGED})
             record = self._again(record, error.message, changed_seconds)
-        elif isinstance(error, DamagedError) and not isinstance(error, VerifyError):
+        elif isinstance(error, errors.DocumentDamaged):
+            # the remote's, not the save's; a COMMIT that cannot be read takes its generation: choose anew
+            link.tag_views.pop(tag, None)
+            state.generations.pop(key, None)
+            record = self._again(record, error.message)
+            link.observe()
+        elif isinstance(error, errors.DamagedError) and not isinstance(error, errors.VerifyError):
             update = {"state": ShipState.REFUSED, "reason": error.message, "is_damaged": True}
             record = record.model_copy(update=update)
         else:
             record = self._again(record, error.message)
-            if isinstance(error, RemoteError | StorageError | VerifyError) or error.exit_code == 77:
-                link.move_failed(error, is_answering=isinstance(error, VerifyError))
+            wrong = isinstance(error, errors.VerifyError)
+            if wrong or isinstance(error, errors.RemoteError | errors.StorageError) or error.exit_code == 77:
+                link.move_failed(error, is_answering=wrong)
         state.put_ship(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ckptd.core.sealing import shards_of
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.backoff import doubled
 from ckptd.daemon.problems import Problems
-from ckptd.daemon.refusals import Refusal, Stays
+from ckptd.daemon.refusals import Refusal, Stays, Unsent
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.journal_past import BELT_SECONDS, WIDEST
 
@@ -101,6 +101,8 @@ class JobState:
     """(remote, COMMIT key) → since when nothing has kept it there; monotonic."""
     retiring_since_seconds: dict[tuple[str, Stem], float] = field(default_factory=dict)
     """(remote, stem) → when a removal that is under way was first seen; monotonic."""
+    heard: set[str] = field(default_factory=set)
+    """Remotes that were observed since the start, though they may be away by now."""
     listing: SaveDirListing | None = None
     listing_at_seconds: float = 0.0
     verdicts: dict[str, Verdict] = field(default_factory=dict)
@@ -119,12 +121,14 @@ class JobState:
     converting: Converting | None = None
     deleted_at: deque[float] = field(default_factory=deque)
     """Monotonic times of prunes, for the seat belt."""
-    retired_at: dict[str, float] = field(default_factory=dict)
-    """Digest of a zero COMMIT → monotonic time of its (first) removal, likewise; tries of one count once."""
-    retire_refused: dict[str, Refusal] = field(default_factory=dict)
-    """By the digest of a COMMIT that a remote would not let go."""
+    retired_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(remote, digest of a zero COMMIT) → monotonic time of its (first) removal; tries of one count once."""
+    retire_refused: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    """(remote, digest) of a COMMIT that the remote would not let go: two may hold the same bytes."""
     prune_blocked: dict[int, Stays] = field(default_factory=dict)
     """Save id → why it may go, and is still here."""
+    late_unsent: dict[tuple[int, str], Unsent] = field(default_factory=dict)
+    """(save id, remote) → why files that came late are not committed there."""
     holds_released: dict[int, str] = field(default_factory=dict)
     """Save id → what is to be said of a hold that was given up for want of room."""
     completed_at: deque[float] = field(default_factory=deque)
@@ -254,20 +258,19 @@ class JobState:
             at_seconds=time.monotonic(),
         )
 
-    def refused_lately(self) -> frozenset[str]:
-        """Digests of COMMITs whose remote would not let them go: asked again in a minute, two … an hour."""
+    def refused_lately(self) -> frozenset[tuple[str, str]]:
+        """(remote, digest) of COMMITs that did not go from there: asked again in a minute, two … an hour."""
         now = time.monotonic()
         return frozenset(
-            sha
-            for sha, refusal in self.retire_refused.items()
+            at
+            for at, refusal in self.retire_refused.items()
             if now - refusal.at_seconds < doubled(MINUTE_SECONDS, refusal.times, HOUR_SECONDS)
         )
 
     def refused_to_retire(self, sha256: str, remote: str, about: str, error: CkptdError) -> None:
         """Once more."""
-        before = self.retire_refused.get(sha256)
-        self.retire_refused[sha256] = Refusal(
-            remote=remote,
+        before = self.retire_refused.get((remote, sha256))
+        self.retire_refused[remote, sha256] = Refusal(
             about=about,
             text=f"{about} stays: {error.message}",
             hint=error.hint,
@@ -298,12 +301,12 @@ class JobState:
                 self.put_ship(save_id, record.model_copy(update=update))
                 self.generations.pop((save_id, record.remote, ZERO), None)
 
-    def lose_commit(self, save_id: int, remote: str, reason: str) -> None:
-        """The remote no longer vouches for a save: it counts as not committed there, and is shipped again."""
+    def lose_commit(self, save_id: int, remote: str, reason: str, form: str = ZERO) -> None:
+        """The remote no longer vouches for a form: it counts as not committed there, and is shipped again."""
         gone = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None, "supplements": ()}
-        record = self.ship(save_id, remote, ZERO)
+        record = self.ship(save_id, remote, form)
         self.put_ship(save_id, record.model_copy(update=gone | {"reason": reason}))
-        self.generations.pop((save_id, remote, ZERO), None)
+        self.generations.pop((save_id, remote, form), None)
 
     def put_derived(self, save_id: int, record: DerivedRecord, form: str = UNIVERSAL) -> None:
         """Journal and remember."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.problems import Problems, Severity
-    from ckptd.daemon.refusals import Refusal
     from ckptd.daemon.state import JobState
 
 MANY_TRIES = 3
@@ -29,6 +28,7 @@ _TRIED_AGAIN = (ShipState.NEW, ShipState.SHIPPING)
 def see_stuck(job: Job, state: JobState) -> None:
     """For as long as each turn sees them."""
     see_uploads(job, state)
+    _see_late(job, state)
     see_prunes(job.problems, state)
     _see_retirements(job, state)
     _see_holds(job, state)
@@ -61,6 +61,17 @@ def see_uploads(job: Job, state: JobState) -> None:
                 job.problems.see("upload-failed", about, text, record.hint)
             elif record.tries >= MANY_TRIES and record.state in _TRIED_AGAIN:
                 job.problems.stays("upload-failed", about)
+
+
+def _see_late(job: Job, state: JobState) -> None:
+    """Until they are committed or gone, or their save is."""
+    saves = {save.id: save for save in job.view.saves} if state.late_unsent and job.view is not None else {}
+    for (save_id, remote), unsent in list(state.late_unsent.items()):
+        save = saves.get(save_id)
+        if save is not None and save.lacking.get(remote):
+            job.problems.see("upload-failed", f"{unsent.about} (late)", unsent.text, unsent.hint)
+        else:
+            del state.late_unsent[save_id, remote]
 
 
 def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRecord) -> bool:
@@ -96,16 +107,16 @@ def see_prunes(problems: Problems, state: JobState) -> None:
 
 
 def _see_retirements(job: Job, state: JobState) -> None:
-    for sha256, refusal in list(state.retire_refused.items()):
-        if _is_wanted_gone(job, state, sha256, refusal):
+    for (remote, sha256), refusal in list(state.retire_refused.items()):
+        if _is_wanted_gone(job, state, remote, sha256):
             job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint)
         else:
-            del state.retire_refused[sha256]
+            del state.retire_refused[remote, sha256]
 
 
-def _is_wanted_gone(job: Job, state: JobState, sha256: str, refusal: Refusal) -> bool:
+def _is_wanted_gone(job: Job, state: JobState, remote: str, sha256: str) -> bool:
     """The remote still holds it, and nothing keeps it there; as long as it is away, nobody knows."""
-    link = job.links.get(refusal.remote)
+    link = job.links.get(remote)
     seen = link.observation if link is not None else None
     if seen is None:
         return link is not None
@@ -113,7 +124,7 @@ def _is_wanted_gone(job: Job, state: JobState, sha256: str, refusal: Refusal) ->
         if stone.commit_sha256 == sha256 and (stone.tag, stone.generation, stone.form) in seen.retiring:
             return True
     fates = state.plan.remote_fates if state.plan is not None else {}
-    found = [fates.get((refusal.remote, view.key)) for view in seen.commits if view.sha256 == sha256]
+    found = [fates.get((remote, view.key)) for view in seen.commits if view.sha256 == sha256]
     return any(fate is None or not fate.keeps for fate in found)
 
 

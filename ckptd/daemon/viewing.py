@@ -22,6 +22,7 @@ from ckptd.core.view import (
     ShipState,
 )
 from ckptd.daemon.memory import uncollected
+from ckptd.daemon.refusals import unsent_lately
 from ckptd.daemon.retiring import since_when
 from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.files import free_bytes
@@ -29,11 +30,10 @@ from ckptd.files import free_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.config_model import JobConfig
+    from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.core.actions import Plan
     from ckptd.core.draining import Drain
     from ckptd.core.listing import FolderListing, ListedFile
-    from ckptd.core.retention import RetentionPolicy
     from ckptd.core.save import SealedFile
     from ckptd.core.view import Tenure
     from ckptd.daemon.links import RemoteLink
@@ -88,7 +88,7 @@ def build_view(
             if row.state == "present" or row.held or _has_derived(row)
         ),
         remotes=tuple(
-            _remote(state, remote.required, remote.forms, links[remote.name], remote.policy)
+            _remote(state, remote, links[remote.name], _retirements_left(config, state, remote))
             for remote in config.remotes
         ),
         local_forms=config.local.forms,
@@ -111,8 +111,8 @@ def build_view(
         node=next((link.settings.node for link in links.values()), ""),
         due_since_seconds=_since_when(state),
         not_to_prune=state.blocked_lately(),
+        not_to_supplement=unsent_lately(state.late_unsent),
         not_to_retire=state.refused_lately(),
-        retirements_left=_left(state, len(state.retired_at), _largest_limit(config)),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.generations,
@@ -154,11 +154,14 @@ def _forget_past_hour(state: JobState) -> None:
     for times in (state.deleted_at, state.completed_at):
         while times and times[0] < begin:
             times.popleft()
-    state.retired_at = {sha256: at for sha256, at in state.retired_at.items() if at >= begin}
+    state.retired_at = {key: at for key, at in state.retired_at.items() if at >= begin}
 
 
-def _largest_limit(config: JobConfig) -> int:
-    return max((remote.policy.save_total_limit or 0 for remote in config.remotes), default=0)
+def _retirements_left(config: JobConfig, state: JobState, remote: RemoteConfig) -> int:
+    """Of a remote that is called otherwise now, and of an older journal without names, each counts here."""
+    others = {other.name for other in config.remotes} - {remote.name}
+    done = sum(name not in others for name, _ in state.retired_at)
+    return _left(state, done, remote.policy.save_total_limit)
 
 
 def _save(
@@ -264,26 +267,22 @@ def _planned(view: CommitView) -> RemoteCommit:
     )
 
 
-def _remote(
-    state: JobState,
-    is_required: bool,
-    forms: tuple[str, ...],
-    link: RemoteLink,
-    retention: RetentionPolicy,
-) -> RemoteView:
+def _remote(state: JobState, config: RemoteConfig, link: RemoteLink, retirements_left: int) -> RemoteView:
     seen = link.observation
     commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
     return RemoteView(
         name=link.name,
-        is_required=is_required,
-        forms=forms,
+        is_required=config.required,
+        forms=config.forms,
         is_attached=link.is_ready,
+        was_heard=link.name in state.heard,
         is_shipping=link.is_shipping or link.seconds_to_move > 0,
         ships=link.ships,
         ships_save=next((key[0] for key in state.moving if key[1] == link.name), None),
         commits=commits,
         known_tags=link.known_tags(),
-        retention=retention,
+        retention=config.policy,
+        retirements_left=retirements_left,
     )
 
 

@@ -6,8 +6,11 @@ cannot be reached the loader takes the system's of another release, and ssl fail
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import pwd
+import signal
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -16,8 +19,8 @@ from ckptd.errors import NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-IMPORTS = ("-c", "import ssl, ckptd")
-"""What a daemon needs of its interpreter, and an interpreter of another release lacks."""
+IMPORTS = ("-c", "import ssl, ckptd.daemon.loop")
+"""What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""
 _SECONDS = 60
 _ELSEWHERE = "install ckptd where that user can read it, for example in /opt/ckptd"
 
@@ -32,7 +35,8 @@ def check_runs(command: Sequence[str], user: str) -> None:
     if os.geteuid() != 0 or account.pw_uid == 0:
         return
     try:
-        done = subprocess.run(
+        # a session of its own: what that user's interpreter loads gets no hold of root's terminal
+        child = subprocess.Popen(
             command,
             user=account.pw_uid,
             group=account.pw_gid,
@@ -40,14 +44,30 @@ def check_runs(command: Sequence[str], user: str) -> None:
             cwd="/",
             env={"PATH": os.defpath},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=_SECONDS,
+            errors="replace",
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"no end after {_SECONDS} s"
-        raise NotPermitted(f"{user} cannot run {command[0]}: {reason}", hint=_ELSEWHERE) from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]
-        raise NotPermitted(f"{user} cannot run {command[0]}: {last}", hint=_ELSEWHERE)
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            msg = f"this process may not become {user}, as whom {command[0]} was to be tried"
+            raise NotPermitted(msg, hint="install the service where root may do that") from error
+        raise NotPermitted(f"{user} cannot run {command[0]}: {error.strerror}", hint=_ELSEWHERE) from error
+    reason = _reason(child)
+    if reason is not None:
+        raise NotPermitted(f"{user} cannot run {command[0]}: {reason}", hint=_ELSEWHERE)
+
+
+def _reason(child: subprocess.Popen[str]) -> str | None:
+    """The last line of what it says if it fails; None: it ended well."""
+    with child:
+        try:
+            said = child.communicate(timeout=_SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            return f"no end after {_SECONDS} s"
+    lines = said.strip().splitlines() or [f"it ends with {child.returncode}"]
+    return lines[-1] if child.returncode else None

@@ -15,6 +15,7 @@ SYSTEM, USER, SLICE = "ckptd@.service", "ckptd.service", "ckptd.slice"
 DROP_IN = "10-ckptd.conf"
 _ENV = "/usr/bin/env ckptd"
 _PATHS, _MAX = "ReadWritePaths=", "MemoryMax="
+_ENVIRONMENT, _CONFIG_DIR = "Environment=", "CKPTD_CONFIG_DIR="
 _ROOM = 1.25
 """MemoryMax above the budget: the budget is kept by ckptd itself, the limit is for when it is wrong."""
 
@@ -27,6 +28,8 @@ class DropIn:
     memory_budget_bytes: int
     sets_paths: bool = True
     """A user's own manager cannot make the rest read-only, so that listing paths would say nothing."""
+    config_dir: str = ""
+    """Where the service reads its jobs, if not where its unit says."""
 
     @property
     def memory_max_bytes(self) -> int:
@@ -39,6 +42,8 @@ class DropIn:
         lines = [f"MemoryHigh={self.memory_budget_bytes}", f"{_MAX}{self.memory_max_bytes}"]
         if self.sets_paths:
             lines += [f"{_PATHS}{quoted('-' + path)}" for path in self.paths]
+        if self.config_dir:
+            lines.append(f"{_ENVIRONMENT}{quoted(_CONFIG_DIR + self.config_dir)}")
         return MARK + "\n[Service]\n" + "\n".join(lines) + "\n"
 
 
@@ -72,6 +77,12 @@ def paths_of(text: str) -> tuple[str, ...]:
     """The paths that a drop-in of ours lets be written."""
     lines = (line.removeprefix(_PATHS) for line in text.splitlines() if line.startswith(_PATHS))
     return tuple(_unquoted(line).removeprefix("-") for line in lines)
+
+
+def config_dir_of(text: str) -> str:
+    """Where a drop-in of ours has the jobs read; empty: where the unit says."""
+    words = (_unquoted(line.removeprefix(_ENVIRONMENT)) for line in text.splitlines() if _CONFIG_DIR in line)
+    return next((word.removeprefix(_CONFIG_DIR) for word in words if word.startswith(_CONFIG_DIR)), "")
 
 
 def quoted(value: str) -> str:

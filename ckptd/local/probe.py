@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
 
 Verdict = Literal["ok", "note", "fail"]
+_SEE = "see `ckptd check`"
+"""The end of hints elsewhere; whoever reads a finding did that."""
 _NEXT_SAVE_FACTOR = 1.1
 
 
@@ -48,7 +50,8 @@ class Finding:
 
 def failed(what: str, error: CkptdError) -> Finding:
     """A finding from an error of the tree."""
-    return Finding(what=what, verdict="fail", text=error.message, hint=error.hint, exit_code=error.exit_code)
+    hint = error.hint.removesuffix(_SEE).rstrip(" ,;")
+    return Finding(what=what, verdict="fail", text=error.message, hint=hint, exit_code=error.exit_code)
 
 
 def user_name(uid: int) -> str:
@@ -65,6 +68,9 @@ def probe_save_dir(save_dir: Path, min_free: Share, *, writes: bool) -> Iterator
         fd = os.open(save_dir, files.DIR_FLAGS)
     except FileNotFoundError:
         yield _not_yet(save_dir)
+        return
+    except PermissionError as error:
+        yield _closed(save_dir, error)
         return
     except OSError as error:
         yield failed("save_dir", from_os_error(error, f"opening {save_dir}"))
@@ -104,6 +110,19 @@ def _not_yet(save_dir: Path) -> Finding:
             hint="is the disk mounted?",
         ),
     )
+
+
+def _closed(save_dir: Path, error: PermissionError) -> Finding:
+    """It may not be entered, or one above it may not."""
+    above = reversed(save_dir.parents)
+    at = next((path for path in above if not os.access(path, os.X_OK, effective_ids=True)), save_dir)
+    try:
+        status = os.stat(at)
+    except OSError:
+        return failed("save_dir", from_os_error(error, f"opening {save_dir}"))
+    owner, mode = user_name(status.st_uid), stat.S_IMODE(status.st_mode)
+    text = f"{at} is owned by {owner}, mode {mode:o}; ckptd runs as {user_name(os.geteuid())}"
+    return failed("save_dir", NotPermitted(text, hint=f"run ckptd as {owner}"))
 
 
 def _owner(fd: int, save_dir: Path) -> Finding:

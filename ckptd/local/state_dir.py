@@ -67,14 +67,24 @@ def state_dir_of(
     Raises:
         ConfigError: several jobs in one daemon and neither `state_dir` nor $STATE_DIRECTORY.
     """
-    base = configured or next(iter(_paths(environ.get("STATE_DIRECTORY", ""))), None)
-    if base is None and jobs_in_daemon > 1:
-        msg = f"state_dir is missing: {jobs_in_daemon} jobs in one daemon need one"
-        raise ConfigError(msg, hint='set state_dir = "/var/lib/ckptd" in ckptd.toml')
+    base = state_base(configured, environ, jobs_in_daemon)
     found = base / job if base is not None else path_of(save_dir, f"{OURS}/state")
     if is_network(filesystem_type(found)) or _is_under_home(found, environ):
         return private_place(save_dir)
     return found
+
+
+def state_base(configured: Path | None, environ: Mapping[str, str], jobs_in_daemon: int) -> Path | None:
+    """The directory for the state of a daemon's jobs; None: that of its only one lies in save_dir.
+
+    Raises:
+        ConfigError: as `state_dir_of`.
+    """
+    base = configured or next(iter(_paths(environ.get("STATE_DIRECTORY", ""))), None)
+    if base is None and jobs_in_daemon > 1:
+        msg = "state_dir is missing: several jobs in one daemon, or a glob in save_dir, need one"
+        raise ConfigError(msg, hint='set state_dir = "/var/lib/ckptd" in ckptd.toml')
+    return base
 
 
 def private_place(save_dir: Path) -> Path:

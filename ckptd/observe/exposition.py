@@ -128,7 +128,7 @@ _PER_JOB: tuple[tuple[str, str, Callable[[JobStatus, float], float | None]], ...
     (
         "committed_timestamp_seconds",
         "When the newest committed checkpoint was committed.",
-        lambda job, _: _unix(job.safe.committed_at) if job.safe else None,
+        lambda job, _: _unix(job.safe.committed_at) if job.safe and job.safe.committed_at else None,
     ),
     (
         "uncommitted_checkpoints",

@@ -49,6 +49,7 @@ class SafeStatus:
     branch: int
     step: int
     committed_at: str
+    """Empty: its COMMIT names no time, or what can be none; `age_seconds` says nothing then."""
     age_seconds: float
 
 
@@ -223,6 +224,8 @@ class JobStatus:
     remotes: tuple[RemoteStatus, ...] = ()
     paused: PauseStatus | None = None
     drain: DrainStatus | None = None
+    making_way: bool = False
+    """A save is being written on its disk: conversions wait, transfers go slowly (docs/adr/0141)."""
     shared: SharedStatus | None = None
     """None: save_dir is this node's alone."""
 

@@ -21,9 +21,16 @@ from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote, url_path
 from ckptd.convert.supervise import probe_restrictions
 from ckptd.core.view import ZERO
-from ckptd.errors import CkptdError, ConfigError, RefusedError, RemoteNotOurs, RemoteUnreachable
+from ckptd.errors import (
+    CkptdError,
+    ConfigError,
+    RefusedError,
+    RemoteNotOurs,
+    RemoteUnreachable,
+    from_os_error,
+)
 from ckptd.local.probe import Finding, failed, probe_save_dir
-from ckptd.local.state_dir import filesystem_type, is_network, state_dir_of
+from ckptd.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.place import lies_in_save_dir
 from ckptd.recover.abilities import abilities_rows, settings_rows
 from ckptd.recover.owner import owner_of
@@ -66,6 +73,16 @@ def check_job(
     yield _children()
 
 
+def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:
+    """Of a glob in save_dir that stands for no directory yet: its jobs will need a place for their state."""
+    try:
+        state_base(daemon.state_dir, environ, 2)
+    except CkptdError as error:
+        return failed("state", error)
+    text = "no directory matches yet; each that appears becomes a job (nothing can be proved until then)"
+    return Finding(what="save_dir", verdict="note", text=text)
+
+
 def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | None:
     """Whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for want of it."""
     budget_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
@@ -95,7 +112,7 @@ def _shared(job: JobConfig, state_dir: Path | None) -> Finding:
 def _state_dir(
     job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], jobs_in_daemon: int
 ) -> Path | None:
-    with contextlib.suppress(CkptdError):
+    with contextlib.suppress(CkptdError, OSError):
         return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ, jobs_in_daemon=jobs_in_daemon)
     return None
 
@@ -105,6 +122,8 @@ def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], job
         place = state_dir_of(job.save_dir, job.name, daemon.state_dir, environ, jobs_in_daemon=jobs_in_daemon)
     except CkptdError as error:
         return failed("state", error)
+    except OSError as error:
+        return failed("state", from_os_error(error, f"looking for {error.filename}"))
     existing = next(path for path in (place, *place.parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         return failed("state", errors.NotPermitted(f"{place}: {existing} cannot be written"))

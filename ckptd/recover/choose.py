@@ -164,11 +164,12 @@ def choose(
     nodes: Nodes,
     *,
     damaged: frozenset[tuple[str, str]] = frozenset(),
+    tag: str | None = None,
 ) -> Choice:
-    """Candidates, newest first: of what is committed the newest, and all that lies here; `damaged`: (remote,
-    digest of a COMMIT) whose bytes are bad."""
+    """Candidates, newest first: of what is committed the newest, those of `tag`, and all that lies here;
+    `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
     choice = Choice()
-    wanted = Wanted(tags=frozenset(sight.tag for sight in local))
+    wanted = Wanted(tags=frozenset({tag or "", *(sight.tag for sight in local)}))
     committed = committed_saves(remotes, nodes, damaged, choice, wanted)
     matched: set[str] = set()
     for index, candidate in enumerate(committed):

@@ -21,15 +21,17 @@ from ckptd.recover.jobwide_verdict import (
     is_ahead,
     is_alive,
     newest_step,
+    present,
     seconds_at_risk,
+    silent,
 )
-from ckptd.recover.opened import opened
+from ckptd.recover.opened import Safe, opened
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.words import ago, ranks_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from ckptd.core.manifest import Commit
     from ckptd.recover.opened import OpenRow
@@ -132,22 +134,22 @@ class Jobwide:
             if view.commit.form == ZERO and not view.commit.grid.is_model_only
         ]
         safe = commits[-1] if commits else None
-        age = self._age_of(safe) if safe is not None else None
-        beyond = order_of(safe.commit) if safe is not None else None
+        shown = _safe(safe, self._age_of(safe)) if safe is not None else None
+        beyond: Safe | None = None
+        ahead: Set[str] = frozenset()
+        if safe is not None and shown is not None:
+            there = present(seen, shown.age_seconds, _nodes_of(safe.commit))
+            ahead = frozenset(one.node for one in seen if is_ahead(one, shown, there))
+            beyond = Safe(order=order_of(safe.commit), seconds_ago=shown.age_seconds, there=there)
         uncommitted = self._sight.observation.uncommitted
         found = opened(self._store, uncommitted, beyond, seen, self._now_seconds)
         self._problems += found.problems
-        rows = self._rows(seen, safe)
+        rows = _rows(seen, safe, ahead)
         newest = newest_step(rows, seen, found.rows)
         ended = ended_seconds_ago(rows)
-        self._see_nodes(rows)
+        self._see_nodes(rows, ahead)
         identity = self._sight.observation.identity
-        shown = _safe(safe, age or 0.0) if safe is not None else None
-        verdict: Verdict = "not-safe" if shown is None else "safe"
-        if shown is not None and (
-            found.rows or any(is_ahead(one, (shown.branch, shown.step)) for one in seen)
-        ):
-            verdict = "behind"
+        verdict: Verdict = "not-safe" if shown is None else "behind" if found.rows or ahead else "safe"
         alive = sum(map(is_alive, rows))
         risk = seconds_at_risk(shown, seen, ended)
         return JobwideStatus(
@@ -189,26 +191,8 @@ class Jobwide:
         self._now_seconds = max(now, beats.newest_seconds)
         return found
 
-    def _rows(self, seen: Sequence[SeenNode], safe: CommitView | None) -> tuple[NodeRow, ...]:
-        """Nodes of the safe COMMIT and those that are alive, or went on after it; who left before it is
-        nobody's loss."""
-        shipped = _nodes_of(safe.commit) if safe is not None else set()
-        known = {one.node: one for one in seen}
-        names = shipped | {one.node for one in seen if not one.is_dead}
-        if safe is None:
-            names |= set(known)
-        else:
-            beyond = (safe.commit.branch, safe.commit.step)
-            names |= {one.node for one in seen if is_ahead(one, beyond)}
-        return tuple(_row(name, known.get(name), is_in_safe=name in shipped) for name in sorted(names))
-
-    def _see_nodes(self, rows: Sequence[NodeRow]) -> None:
-        for row in rows:
-            if row.is_dead and row.heard_seconds_ago is not None:
-                clock = "" if row.is_store_time else " (by the nodes' own clocks)"
-                self._problems.append(
-                    f"node {row.node} has not been heard of for {ago(row.heard_seconds_ago)}{clock}"
-                )
+    def _see_nodes(self, rows: Sequence[NodeRow], ahead: Set[str]) -> None:
+        self._problems += [silent(row, ahead) for row in rows if row.is_dead]
         digests: dict[str, list[str]] = {}
         for row in rows:
             if row.config_digest is not None and is_alive(row):
@@ -230,6 +214,15 @@ class Jobwide:
         self._clock = "nodes"
         at = view.commit.committed_at_seconds
         return max(0.0, self._now_seconds - at) if at is not None else 0.0
+
+
+def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) -> tuple[NodeRow, ...]:
+    """Nodes of the safe COMMIT and those that are alive, or went on after it; who left before it is nobody's
+    loss."""
+    shipped = _nodes_of(safe.commit) if safe is not None else set()
+    known = {one.node: one for one in seen}
+    names = shipped | {one.node for one in seen if safe is None or not one.is_dead} | ahead
+    return tuple(_row(name, known.get(name), is_in_safe=name in shipped) for name in sorted(names))
 
 
 def _nodes_of(commit: Commit) -> set[str]:

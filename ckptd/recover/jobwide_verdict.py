@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.heartbeat import DEAD_SECONDS
 from ckptd.words import ago
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from ckptd.core.heartbeat import SeenNode
     from ckptd.recover.jobwide import NodeRow, SafeRow, Verdict
@@ -43,10 +44,35 @@ def save_of(one: SeenNode) -> tuple[int, int] | None:
     return None if newest is None else (newest.branch, newest.step)
 
 
-def is_ahead(one: SeenNode, safe: tuple[int, int]) -> bool:
-    """A node that goes on, or has ended in order, has a newer save than the (branch, step) that is safe."""
+def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> frozenset[str]:
+    """Nodes that were there when a COMMIT was made so long ago, or since: those it rests on, who was alive.
+
+    Alive is, as everywhere, who was heard of in the five minutes before: the last minute of a node is not
+    told, and clocks may be off.
+    """
+    lately = seconds_ago + DEAD_SECONDS
+    return frozenset(
+        one.node for one in seen if one.node in nodes or one.seconds_ago is None or one.seconds_ago <= lately
+    )
+
+
+def is_ahead(one: SeenNode, safe: SafeRow, there: Set[str]) -> bool:
+    """A node that was there when the safe save was committed has a newer one: alive, ended or dead.
+
+    Who left before that COMMIT had its save passed by: the run went on without it.
+    """
     newest = save_of(one)
-    return newest is not None and newest > safe and (one.has_ended or not one.is_dead)
+    return newest is not None and newest > (safe.branch, safe.step) and one.node in there
+
+
+def silent(row: NodeRow, ahead: Set[str]) -> str:
+    """What a person is told of a node that has died; `ahead`: nodes with a newer save than the safe one."""
+    clock = "" if row.is_store_time else " (by the nodes' own clocks)"
+    text = f"node {row.node} has not been heard of for {ago(row.heard_seconds_ago or 0.0)}{clock}"
+    if row.node not in ahead:
+        return text
+    step = f"its newest save, step {row.newest_step}, is not committed"
+    return f"{text}; {step}: start ckptd there again, else the run goes back"
 
 
 def seconds_at_risk(safe: SafeRow | None, seen: Sequence[SeenNode], ended: float | None) -> float | None:

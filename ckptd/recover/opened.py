@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core import coverage
+from ckptd.core.heartbeat import DEAD_SECONDS
 from ckptd.core.manifest import ROOT
 from ckptd.core.manifest_names import name_in
 from ckptd.core.missing import OpenSave, Part, late
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO
+from ckptd.recover.jobwide_verdict import save_of
 from ckptd.remote.documents import read_generation, stem_of_key
 
 if TYPE_CHECKING:
@@ -30,6 +32,15 @@ if TYPE_CHECKING:
 
 MOST_OPEN = 3
 """Uncommitted saves that are looked into, the last that were saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Safe:
+    """The safe COMMIT: its order, the time since, and the nodes that were there then, or since."""
+
+    order: Order
+    seconds_ago: float
+    there: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +67,7 @@ class Opened:
 def opened(
     store: Store,
     uncommitted: Sequence[Stem],
-    safe: Order | None,
+    safe: Safe | None,
     seen: Sequence[SeenNode],
     now_seconds: float,
 ) -> Opened:
@@ -65,7 +76,9 @@ def opened(
     Raises:
         RemoteError: the remote stopped answering.
     """
-    read = _newest(store, uncommitted, safe)
+    read = _newest(store, uncommitted, safe.order if safe is not None else None)
+    if safe is not None:
+        read = [members for members in read if not _is_left(store, members, safe, seen, now_seconds)]
     rows: list[OpenRow] = []
     problems: list[str] = []
     on_their_way: dict[str, int] = {}
@@ -93,6 +106,24 @@ def opened(
             )
         )
     return Opened(rows=tuple(rows), problems=tuple(problems))
+
+
+def _is_left(
+    store: Store, members: Members, safe: Safe, seen: Sequence[SeenNode], now_seconds: float
+) -> bool:
+    """All that came of it came before the safe COMMIT, and no node that was there then has it: the run went
+    on from before it.
+
+    Not where it cannot be told: a store without times, a node without a heartbeat.
+    """
+    lead = _lead(members)
+    infos = [store.stat(known.key) for known in members]
+    came = [now_seconds - info.mtime_ns / 1e9 for info in infos if info is not None and info.mtime_ns]
+    told = {one.node for one in seen if one.heartbeat is not None and one.seconds_ago is not None}
+    if len(came) < len(members) or not {known.manifest.node for known in members} <= told:
+        return False
+    held = {one.node for one in seen if (save_of(one) or (-1, -1)) >= (lead.branch, lead.step)}
+    return min(came) > safe.seconds_ago + DEAD_SECONDS and not held & safe.there
 
 
 def _open_save(

@@ -37,6 +37,7 @@ from ckptd.recover.ranged_upload import target_exists
 from ckptd.remote.access import Access, access_of
 from ckptd.remote.environment import clean_environment
 from ckptd.remote.open import open_store
+from ckptd.spawn import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -278,7 +279,7 @@ def temporary_place() -> Iterator[Workplace]:
 
 def _start_executor(*urls: str) -> subprocess.Popen[bytes]:
     """The executor that may speak to remotes: their credentials in its environment, and packages."""
-    return subprocess.Popen(
+    return spawn(
         [sys.executable, "-m", "ckptd.recover.ranged_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,7 +1,8 @@
 """`ckptd resume`: make save_dir resumable in place (H54, docs/contract.md *Commands*).
 
 Looks, chooses, plans, executes; when a remote's copy turns out to be damaged it says so and goes on with the
-next best. Idempotent, safe beside a running daemon, and needs neither its journal nor its status.
+next best (of several nodes: with another copy of the same save, `one_save.py`). Idempotent, safe beside a
+running daemon, and needs neither its journal nor its status.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ckptd import files
 from ckptd.config_relations import check_job_paths
@@ -31,6 +32,7 @@ from ckptd.recover.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
 from ckptd.recover.derived import derived_accelerate, derived_universals, put_in_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
+from ckptd.recover.one_save import OneSave
 from ckptd.recover.owner import owner_of
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, forms_alone, look_locally, orders_in_status
@@ -57,6 +59,8 @@ class ResumeOptions:
     memory_budget_bytes: int = 512 << 20
     remote: str | None = None
     """Only this one of the job's remotes."""
+    tag: str | None = None
+    """Only this one; None: the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,21 +105,29 @@ class Resume:
         self._on_progress = on_progress
         self._damaged_here: set[str] = set()
         self._sources = Sources(say=say)
+        self._one = OneSave(
+            job=job,
+            nodes=options.nodes,
+            world_size=options.world_size,
+            tag=options.tag,
+            remote=options.remote,
+        )
 
     def run(self) -> Resumed:
         """Do it.
 
         Raises:
             NothingCommitted: the remote is there and ours, it holds nothing and neither does save_dir (4).
-            NotFoundError: no remote is known and save_dir holds nothing (66).
+            NotFoundError: no remote is known and save_dir holds nothing, or no save has the tag (66).
             RemoteUnreachable, RemoteNotOurs: no remote answers or is this job's, and nothing here is surely
-                the newest (69).
+                the newest; of several nodes' remotes one does not (69).
             StorageError: the disk does not give a folder here that may be the newest (74).
             DamagedError, RefusedError, NoSpaceError, NotPermitted, ConfigError: as they say.
         """
         check_job_paths(self._job, "resume")
         owner = owner_of(self._job, self._options.state_dir)
         self._sources.look(named(self._job.remotes, self._options.remote), owner)
+        self._one.check_remotes(self._sources)
         fd = self._open()
         if fd is None:
             return self._resume(None)
@@ -192,7 +204,9 @@ class Resume:
                 seen.hints,
                 self._options.nodes,
                 damaged=frozenset(self._sources.damaged),
+                tag=self._options.tag,
             )
+            self._one.settle(choice, self._sources)
             for name, error in choice.lost.items():
                 self._sources.drop(name, error)
             if choice.lost:
@@ -201,9 +215,9 @@ class Resume:
                 if note not in said:
                     self._say(note)
                     said.add(note)
-            if not choice.candidates:
+            candidate = self._one.candidate(choice, self._sources)
+            if candidate is None:
                 self._nothing(fd, seen, choice)
-            candidate = choice.candidates[0]
             self._is_surely_newest(candidate, seen)
             plan = make_plan(
                 candidate,
@@ -251,17 +265,19 @@ class Resume:
 
     def _give_up_on(self, plan: ResumePlan, step: Step | None, error: CkptdError) -> None:
         """Exclude what was at fault: a copy, a remote, the folder here that could not be converted."""
+        self._one.why = error
         is_local = isinstance(step, Convert) and not plan.fetches and isinstance(error, DamagedError)
         if is_local:
             self._damaged_here.add(plan.candidate.tag)
         elif not self._sources.give_up_on(step, plan.steps, error):
             raise error
         if isinstance(error, DamagedError):
-            self._say(f"{plan.candidate.tag}: {error.message}; the next best is taken")
+            then = "another copy of it is looked for" if self._one.is_bound else "the next best is taken"
+            self._say(f"{plan.candidate.tag}: {error.message}; {then}")
 
     def _is_surely_newest(self, candidate: Candidate, seen: _Seen) -> None:
         """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
-        if self._sources.remotes or not self._job.remotes:
+        if self._sources.remotes or not self._job.remotes or self._options.tag is not None:
             return
         hint = seen.hints.get(candidate.tag)
         newest = max(seen.hints.values(), default=None)
@@ -277,7 +293,7 @@ class Resume:
                 hint = f"call it again when the disk gives it, or move {folder} away to resume from before it"
                 raise StorageError(f"{sight.tag}: {sight.unread.message}; nothing was changed", hint=hint)
 
-    def _nothing(self, fd: int | None, seen: _Seen, choice: Choice) -> None:
+    def _nothing(self, fd: int | None, seen: _Seen, choice: Choice) -> NoReturn:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
         job = self._job
         if self._sources.absent:

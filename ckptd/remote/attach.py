@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Store
 
 _NOT_MOUNTED = "is it mounted? see `ckptd check`"
+_MOVED = (
+    "is it mounted? a new, empty place that is meant: give this remote another name in the job file; "
+    "see `ckptd check`"
+)
+"""Another name, because what was known by this one would still be missed there."""
 
 
 def attach(store: Store, settings: RemoteSettings) -> Attached:
@@ -72,9 +77,8 @@ def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) 
         raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover`")
     if settings.remote_id is not None and found.remote_id != settings.remote_id:
         msg = f"{store.url} is remote {found.remote_id} of {owner}, known was {settings.remote_id}"
-        raise RemoteNotOurs(
-            msg, hint="another share is mounted there, or it was re-created; see `ckptd check`"
-        )
+        hint = "another share is mounted there? else it was made again: stop the daemon, `ckptd takeover JOB`"
+        raise RemoteNotOurs(msg, hint=hint)
 
 
 def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -> None:
@@ -85,7 +89,7 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
         raise RemoteNotOurs(msg, hint="write that file again (docs/recovery.md); nothing was written")
     if settings.remote_id is not None:
         msg = f"{store.url} has no {IDENTITY_KEY}, though it had one before"
-        raise RemoteNotOurs(msg, hint=_NOT_MOUNTED)
+        raise RemoteNotOurs(msg, hint=_MOVED)
     if not settings.may_initialise:
         msg = f"{store.url} has no {IDENTITY_KEY}"
         raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
@@ -102,7 +106,7 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
             return
         if settings.remote_id is not None or not parent.is_dir():
             msg = f"{path} is not there"
-            raise RemoteUnreachable(msg, hint=_NOT_MOUNTED)
+            raise RemoteUnreachable(msg, hint=_NOT_MOUNTED if settings.remote_id is None else _MOVED)
         if not settings.may_initialise:
             msg = f"{path} is not there"
             raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")

@@ -15,7 +15,7 @@ from ckptd.core.manifest import folder_name, parse, sha256_of, side_key, stem, t
 from ckptd.core.shared import judge_lease, numbered
 from ckptd.core.trainers import is_in_form
 from ckptd.core.view import UNIVERSAL, ZERO
-from ckptd.errors import DamagedError, RefusedError, VerifyError
+from ckptd.errors import DamagedError, DocumentDamaged, RefusedError, VerifyError
 from ckptd.remote.documents import manifests_of_commit, read_commit, stem_of
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.look import ManifestCache, look, read_keys
@@ -93,8 +93,8 @@ def made(ground: Ground, order: ShipOrder, run: Callable[[], ShipResult]) -> Shi
     looked = shards_look(ground.store, order, ManifestCache())
     try:
         result = run()
-    except VerifyError:
-        raise  # what was sent, not what it is made of
+    except (VerifyError, DocumentDamaged):
+        raise  # what was sent, or what `_ckptd/` says now; not what it is made of
     except DamagedError as error:
         result = ShipResult(outcome="damaged", reason=error.message, hint=error.hint)
         _tell(ground, order, result, looked)

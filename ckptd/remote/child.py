@@ -1,7 +1,7 @@
 """A remote's own process, `python -m ckptd.remote.child [WINDOW_BYTES [MODULE]]`: orders in, answers out.
 
 It exists because a call on a dead hard mount cannot be interrupted: then this process hangs and the daemon
-does not. It ends with its parent, at end of input or by SIGTERM; being killed at any instant loses nothing.
+does not. It ends with its parent or at end of input; being killed at any instant loses nothing.
 MODULE makes forms while they are sent (adr/0113): it is another part's, and loaded when it is needed.
 """
 

@@ -37,6 +37,7 @@ from ckptd.remote.messages import (
     known,
 )
 from ckptd.remote.open import WINDOW_BYTES
+from ckptd.spawn import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -243,7 +244,7 @@ class RemoteClient:
         """The child, started if needed; the lock is held."""
         if self._child is not None and self._child.process.poll() is None:
             return self._child
-        process = subprocess.Popen(
+        process = spawn(
             [sys.executable, "-m", CHILD, str(self._window_bytes), *([self._making] if self._making else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

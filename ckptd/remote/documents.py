@@ -29,7 +29,7 @@ from ckptd.core.manifest import (
     side_key,
     stem,
 )
-from ckptd.errors import CkptdError, DamagedError
+from ckptd.errors import CkptdError, DamagedError, DocumentDamaged
 from ckptd.remote.messages import CommitView
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class Documents:
     disputed: set[Stem] = field(default_factory=set)
     decisions: list[Decision] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    unreadable: set[Stem] = field(default_factory=set)
+    """COMMITs among them: what they commit is not known, and their generations are taken."""
     supplements: list[CommitView] = field(default_factory=list)
     skip: tuple[type[CkptdError], ...] = (DamagedError,)
 
@@ -109,7 +111,7 @@ class DocumentCache:
         """The document and its digest; None when it is gone.
 
         Raises:
-            DamagedError, RefusedError: it cannot be read.
+            DocumentDamaged, RefusedError: it cannot be read.
         """
         self._asked.add(info.key)
         held = self._held.get(info.key)
@@ -178,6 +180,8 @@ def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: D
             read = cache.get(store, info, Commit)
         except found.skip as error:
             found.damaged.append(error.message)
+            if late is None:
+                found.unreadable.add(where)
             continue
         is_gone = is_gone or read is None
         if read is not None:
@@ -244,7 +248,7 @@ def read_manifest(
     """One manifest; None when absent. `ours`: one that is known already, and is not taken apart again.
 
     Raises:
-        DamagedError: it is not what its name or `sha256` says.
+        DocumentDamaged: it is not what its name or `sha256` says.
     """
     data = store.get(key)
     if data is None:
@@ -253,7 +257,7 @@ def read_manifest(
     named = key.rsplit("~", 1)[-1].removesuffix(".json")
     if (sha256 is not None and found != sha256) or not found.startswith(named):
         msg = f"{key} is not the manifest that its name and COMMIT promise (SHA-256 {found})"
-        raise DamagedError(
+        raise DocumentDamaged(
             msg, hint="it was changed in the remote; restore falls back to an older checkpoint"
         )
     if ours is not None and (ours.key, ours.sha256) == (key, found):
@@ -282,14 +286,14 @@ def manifests_of_commit(store: Store, commit: Commit) -> tuple[KnownManifest, ..
     """The manifests that a COMMIT rests on, digests checked.
 
     Raises:
-        DamagedError: one is absent or another than the COMMIT quotes.
+        DocumentDamaged: one is absent or another than the COMMIT quotes.
     """
     found = []
     for ref in commit.manifests:
         known = read_manifest(store, ref.key, ref.sha256)
         if known is None:
             msg = f"{ref.key}, which the COMMIT of {commit.tag} rests on, is gone"
-            raise DamagedError(msg, hint="this checkpoint cannot be restored; use an older one")
+            raise DocumentDamaged(msg, hint="this checkpoint cannot be restored; use an older one")
         found.append(known)
     return tuple(found)
 

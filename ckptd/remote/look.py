@@ -34,6 +34,9 @@ class ManifestCache:
         self._held: dict[str, KnownManifest] = {}
         self._files = 0
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
     def get(self, store: Store, key: str, ours: KnownManifest | None = None) -> KnownManifest | None:
         """The manifest; None when it is gone before it was read.
 
@@ -88,11 +91,13 @@ def look(
     node: str | None,
     ours: KnownManifest | None = None,
     commit: CommitView | None = None,
+    reads_one: bool = False,
 ) -> Seen:
     """List a generation and read what needs to be read; `node` None: all.
 
     Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
     not of those that are committed. What `commit` names is there, whether or not a late listing tells it yet.
+    `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0150).
     """
     listed = {info.key for info in store.list(manifest_folder(where))}
     told = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
@@ -105,8 +110,26 @@ def look(
     if wanted - listed:  # read afresh: no listing says that they are there still
         more, worse = read_keys(store, where, wanted - listed, ManifestCache(), ours)
         read, damaged = (*read, *more), (*damaged, *worse)
-    left = () if is_all else tuple(name for name in known if name.node != node)
+    if reads_one and not read:
+        read, worse = _one_of(store, where, (names.keys() & listed) - wanted, cache)
+        damaged = (*damaged, *worse)
+    taken = wanted | {one.key for one in read}
+    left = () if is_all else tuple(n for key, n in names.items() if n is not None and key not in taken)
     return Seen(read=read, named=left, damaged=damaged)
+
+
+def _one_of(
+    store: Store, where: Stem, keys: Iterable[str], cache: ManifestCache
+) -> tuple[tuple[KnownManifest, ...], tuple[str, ...]]:
+    """One that was read before, else that of the lowest rank, which most likely lists model states."""
+    damaged: tuple[str, ...] = ()
+    known = [(key not in cache, name.low, key) for key in keys if (name := name_in(key)) is not None]
+    for _, _, key in sorted(known)[:FEW]:
+        read, worse = read_keys(store, where, [key], cache)
+        if read:
+            return read, damaged
+        damaged = (*damaged, *worse)
+    return (), damaged
 
 
 def read_keys(

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
-from ckptd.core.manifest import Commit, Decision, Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
+from ckptd.core.manifest import Decision, Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
 from ckptd.remote.beat_messages import Beat as Beat
 from ckptd.remote.beat_messages import Beats as Beats
 from ckptd.remote.events import Alive as Alive
@@ -20,6 +20,7 @@ from ckptd.remote.events import Moving as Moving
 from ckptd.remote.making_messages import Making as Making
 from ckptd.remote.making_messages import Planned as Planned
 from ckptd.remote.scrub_messages import Scrub, Scrubbed
+from ckptd.remote.seen_messages import CommitView as CommitView
 from ckptd.remote.seen_messages import ManifestView as ManifestView
 from ckptd.remote.seen_messages import NamedManifest as NamedManifest
 from ckptd.remote.seen_messages import SupplementView as SupplementView
@@ -214,15 +215,6 @@ class Attached(Model):
     free_bytes: int | None = None
 
 
-class CommitView(Model):
-    """A COMMIT as read, with the digest of its bytes and its key."""
-
-    key: str
-    sha256: str
-    commit: Commit
-    disputed: bool = False
-
-
 class Observation(Model):
     """What the remote holds; dated by whoever receives it."""
 
@@ -233,6 +225,10 @@ class Observation(Model):
     """Tombstones of removals that are under way and others that matter (`remote/observe.py`)."""
     retired_tags: tuple[str, ...] = ()
     """Of all tombstones."""
+    retired_beside: tuple[tuple[str, int, str], ...] = ()
+    """Tombstones of generations of which another form is committed still."""
+    unreadable: tuple[tuple[str, int, str], ...] = ()
+    """COMMITs that are there and cannot be read."""
     decisions: tuple[Decision, ...] = ()
     uncommitted: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) with node manifests and no COMMIT."""
@@ -266,6 +262,8 @@ class TagView(Model):
     commits: tuple[CommitView, ...]
     retired: tuple[Tombstone, ...]
     named: tuple[NamedManifest, ...] = ()
+    unreadable: tuple[tuple[str, int, str], ...] = ()
+    """(tag, generation, form) of COMMITs and tombstones that are there and cannot be read."""
 
 
 class ShipResult(Model):

@@ -6,7 +6,7 @@ hands or lost its identity is noticed at the next question (P2).
 
 from __future__ import annotations
 
-from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.coverage import choose_pointers
@@ -44,12 +44,17 @@ from ckptd.remote.messages import CommitView, Confirmed, ManifestView, NamedMani
 from ckptd.remote.store import settled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
 _POINTER_TRIES = 3
 _SERIAL_TRIES = 20
 _PINS = ("pin", "unpin")
+_MOST_KNOWN = 1024
+_whole: dict[bytes, bool] = {}
+"""Digests of listings that were looked at, in this process."""
 
 
 def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
@@ -86,6 +91,7 @@ def observe(
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
     wanted = choose_pointers(view.commit for view in found.live())
     pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
+    saves = {where[:2] for where in committed}
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
     uncommitted = sorted(with_manifests - committed - found.stones.keys())
     if cache is not None:
@@ -95,9 +101,11 @@ def observe(
         commits=tuple(found.commits),
         retired=tuple(retired),
         retired_tags=tuple(sorted({where[0] for where in found.stones})),
+        retired_beside=tuple(sorted(where for where in found.stones if where[:2] in saves)),
+        unreadable=tuple(sorted(found.unreadable)),
         decisions=tuple(found.decisions),
         uncommitted=tuple(uncommitted),
-        listed_whole=tuple(where for where in uncommitted if _is_whole(tuple(listed[where]))),
+        listed_whole=tuple(where for where in uncommitted if _is_whole(listed[where])),
         retiring=tuple(sorted(open_stones)),
         latest=pointers[0],
         latest_universal=pointers[1],
@@ -108,9 +116,15 @@ def observe(
     )
 
 
-@lru_cache(maxsize=1024)
-def _is_whole(keys: tuple[str, ...]) -> bool:
-    return may_cover([name for key in keys if (name := name_in(key)) is not None])
+def _is_whole(keys: Sequence[str]) -> bool:
+    """Once for each listing of a generation; known by digest, since a thousand nodes have long listings."""
+    digest = blake2b("\0".join(keys).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    found = _whole.get(digest)
+    if found is None:
+        if len(_whole) >= _MOST_KNOWN:
+            _whole.clear()
+        found = _whole[digest] = may_cover([name for key in keys if (name := name_in(key)) is not None])
+    return found
 
 
 def _stones_that_matter(
@@ -143,6 +157,8 @@ def describe(
     views = {stem_of(view.commit): view for view in found.commits}
     stems = {where for where in generations_with_manifests(store) if where[0] == tag} | views.keys()
     seen = {where: _needed(store, where, node, cache, views.get(where)) for where in sorted(stems)}
+    stones = read_stones(store, found, found.stones, Tombstone)
+    unreadable = found.unreadable | (found.stones.keys() - {stem_of(stone) for stone in stones})
     return TagView(
         tag=tag,
         manifests=tuple(
@@ -161,15 +177,19 @@ def describe(
             for name in one.named
         ),
         commits=tuple(found.commits),
-        retired=tuple(read_stones(store, found, found.stones, Tombstone)),
+        retired=tuple(stones),
+        unreadable=tuple(sorted(unreadable)),
     )
 
 
 def _needed(
     store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
 ) -> Seen:
-    """What a node asks of a generation: is it of our save, and of a committed one, does it list our files?"""
-    seen = look(store, where, cache, node=node, commit=commit)
+    """What a node asks of a generation: is it of our save, and of a committed one, does it list our files?
+
+    One that is open may tell a node without model states which save this is.
+    """
+    seen = look(store, where, cache, node=node, commit=commit, reads_one=commit is None)
     is_counted = commit is not None and not commit.disputed
     is_strange = is_counted and all(known.manifest.node != node for known in seen.read)
     return look(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen

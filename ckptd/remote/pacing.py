@@ -75,6 +75,11 @@ class Pacer:
                 check()
         self._released.at = self._clock()
 
+    def give_back(self, count_bytes: int) -> None:
+        """Of the bytes that were granted last, these did not move: they are no part of the speed."""
+        with self._lock:
+            self._credit += count_bytes
+
     def breathe(self, check: Callable[[], None]) -> None:
         """Like `take`, for work that does not count as bandwidth (reading back)."""
         check()

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from ckptd.core.identity import Model
-from ckptd.core.manifest import NodeManifest
+from ckptd.core.manifest import Commit, NodeManifest
 from ckptd.core.manifest_names import ManifestName
+
+
+class CommitView(Model):
+    """A COMMIT as read, with the digest of its bytes and its key."""
+
+    key: str
+    sha256: str
+    commit: Commit
+    disputed: bool = False
 
 
 class SupplementView(Model):

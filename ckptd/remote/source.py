@@ -151,6 +151,8 @@ class PacedSource:
         room = self._pacer.chunk_bytes(len(buffer))
         self._pacer.take(room, self._check)
         count = self._inner.read_into(offset, buffer[:room])
+        # what is made on the way comes in small pieces
+        self._pacer.give_back(room - count)
         with self._lock:
             self.read_bytes += count
         return count

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ckptd.errors import DamagedError
+from ckptd.errors import DocumentDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ DOCUMENT_LIMIT_BYTES = 64 << 20
 """What `get` reads at most: a document of a checkpoint of a million files is smaller."""
 
 
-def too_large(key: str) -> DamagedError:
+def too_large(key: str) -> DocumentDamaged:
     """What `get` raises for more: one bad object must not keep others from being read (P18)."""
-    return DamagedError(f"{key} is no document: it holds more than {DOCUMENT_LIMIT_BYTES} bytes")
+    return DocumentDamaged(f"{key} is no document: it holds more than {DOCUMENT_LIMIT_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,10 @@ class WatchedPacer(Pacer):
         self._inner.take(count_bytes, still_waiting)
         self._motion.read()
 
+    def give_back(self, count_bytes: int) -> None:
+        """As the inner one."""
+        self._inner.give_back(count_bytes)
+
     def breathe(self, check: Callable[[], None]) -> None:
         """As the inner one; called after bytes came back."""
         self._motion.moved()

@@ -1,9 +1,10 @@
 #!/bin/sh
 # One node: make its save_dir resumable, say in one line from what. Run once per node, before any daemon is started,
 # so that no node commits while another chooses. Exit code 0: "resume TAG" or "fresh"; anything else: do not train.
+# RESUME_OPTIONS: more options of `ckptd resume`, the same on each node.
 set -u
 path=$(ckptd resume "$CKPTD_JOB" --nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" \
-    --world-size "$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))")
+    --world-size "$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" ${RESUME_OPTIONS:-})
 code=$?
 case $code in
     0) echo "resume $(basename "$path")" ;;

@@ -1,4 +1,4 @@
-"""The launch scripts of examples/, with processes standing in for srun: they train on 0 and 4 alone (H54)."""
+"""The launch scripts of examples/, with stand-ins for Slurm: they train on 0 and 4 alone (H54)."""
 
 from __future__ import annotations
 
@@ -34,19 +34,33 @@ echo training
 while :; do sleep 0.2; done
 """
 
+DRAIN = """#!/bin/sh
+# what a daemon does: watch until TERM, then drain, which takes a while, and end; nothing to resume from
+[ "$1" = resume ] && exit 4
+drain() {
+    echo draining
+    sleep 2
+    echo "$SLURMD_NODENAME" >> "$WORK/drained"
+    exit 0
+}
+trap drain TERM
+echo watching
+while :; do sleep 0.2; done
+"""
+
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """One job file for every node, a trainer, and srun and ckptd on PATH."""
+    """One job file for every node, a trainer, and Slurm's commands and ckptd on PATH."""
     runs.prepare([runs.LOCAL_2])
     (tmp_path / "bin").mkdir()
     (tmp_path / "nas").mkdir()
     for name in ("a", "b"):
         (tmp_path / name / "nvme" / "run").mkdir(parents=True)
-    program(
-        tmp_path / "bin" / "srun",
-        f'#!/bin/sh\nexec {sys.executable} {REPOSITORY}/tests/cluster/srun.py "$@"\n',
-    )
+    (tmp_path / "steps").mkdir()
+    for name in ("srun", "squeue", "scancel"):
+        stand_in = f"{sys.executable} {REPOSITORY}/tests/cluster/slurm.py {name}"
+        program(tmp_path / "bin" / name, f'#!/bin/sh\nexec {stand_in} "$@"\n')
     program(tmp_path / "bin" / "ckptd", f'#!/bin/sh\nexec {sys.executable} -m ckptd "$@"\n')
     program(tmp_path / "train.sh", TRAIN)
     (tmp_path / "run.toml").write_text(
@@ -68,6 +82,8 @@ def begin(work: Path, script: str, *command: str, **more: str) -> subprocess.Pop
         "PATH": f"{work / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CKPTD_JOB": str(work / "run.toml"),
         "CKPTD_TEST_NODES": "a b",
+        "CKPTD_TEST_STEPS": str(work / "steps"),
+        "SLURM_JOB_ID": "17",
         "RANKS_PER_NODE": "2",
         "WORK": str(work),
         "SAVES": str(runs.LOCAL_2.save_dir(0).parent),
@@ -120,7 +136,7 @@ def terminated(work: Path, *scripts: Callable[[], subprocess.Popen[bytes]]) -> t
 def test_a_run_from_slurm_to_torchrun_and_back(work: Path) -> None:
     """Nothing committed: fresh; then from one tag on every node; a remote that is away: nothing is trained.
 
-    TERM reaches trainers alone; what they save then is committed when the script ends, though they are gone.
+    TERM reaches trainers first; what they save then is committed when the script ends, though they are gone.
     """
     initialised = subprocess.run(
         [work / "bin" / "ckptd", "check", "--init-remote", work / "run.toml"],
@@ -134,6 +150,7 @@ def test_a_run_from_slurm_to_torchrun_and_back(work: Path) -> None:
     codes, said = terminated(work, partial(begin, work, "slurm/job.sbatch", train, "global_step2"))
     assert codes == {7}, said
     assert "all nodes: fresh" in said
+    assert told(work) == ["train TERM", "ckptd-run TERM"]
     assert (commits / "global_step2~g1~zero.json").exists(), said
 
     def node(rank: int) -> subprocess.Popen[bytes]:
@@ -155,6 +172,67 @@ def test_a_run_from_slurm_to_torchrun_and_back(work: Path) -> None:
     assert code == 69, said
     assert "nothing was trained" in said
     assert (work / "trained-a").read_text().count("\n") == 3
+
+
+def told(work: Path) -> list[str]:
+    """Which steps got which signals, in this order."""
+    return (work / "steps" / "signals").read_text().splitlines()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], work: Path) -> None:
+    """Until it holds, while the script runs."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        said = (work / "output").read_text()
+        assert process.poll() is None, said
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+
+
+def test_term_before_a_step_is_listed_reaches_it(work: Path) -> None:
+    """The trainer saves all the same, and only then are the daemons told to drain."""
+    program(work / "bin" / "ckptd", DRAIN)
+    train = str(work / "train.sh")
+    process = begin(work, "slurm/job.sbatch", train, "global_step2", CKPTD_TEST_LISTED_AFTER="3")
+    try:
+        wait_for(lambda: '"train"' in "".join(p.read_text() for p in work.glob("steps/*")), process, work)
+        process.terminate()
+    finally:
+        code = end_of(process)
+    said = (work / "output").read_text()
+    assert code == 7, said
+    assert told(work) == ["train TERM", "ckptd-run TERM"]
+    for name in ("a", "b"):
+        assert list((work / name / "nvme" / "run" / "global_step2").iterdir()), said
+    assert sorted((work / "drained").read_text().split()) == ["a", "b"]
+
+
+def test_term_while_daemons_drain_lets_them(work: Path) -> None:
+    """The trainer ended by itself: what the end of the allocation adds must not end the drain."""
+    program(work / "bin" / "ckptd", DRAIN)
+    process = begin(work, "slurm/job.sbatch", str(work / "train.sh"))
+    try:
+        wait_for(lambda: (work / "output").read_text().count("draining") == 2, process, work)
+        process.terminate()
+    finally:
+        code = end_of(process)
+    assert code == 7, (work / "output").read_text()
+    assert told(work) == ["ckptd-run TERM"]
+    assert sorted((work / "drained").read_text().split()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_srun_that_stands_in_kills_on_term(work: Path, number: signal.Signals) -> None:
+    """As the real one does (src/srun/signals.c): nothing that it started sees a signal it could heed."""
+    program(work / "bin" / "ckptd", DRAIN)
+    process = begin(work, str(work / "bin" / "srun"), "--job-name=ckptd", "ckptd", "run")
+    try:
+        wait_for(lambda: (work / "output").read_text().count("watching") == 2, process, work)
+        process.send_signal(number)
+    finally:
+        code = end_of(process)
+    assert code == 128 + signal.SIGKILL
+    assert not (work / "drained").exists()
 
 
 def test_nodes_that_disagree_do_not_train(work: Path) -> None:

@@ -20,6 +20,7 @@ from ckptd.convert.options import ConvertOptions, ConvertProgress
 from ckptd.convert.supervise import convert
 from ckptd.errors import (
     BehindError,
+    DamagedError,
     LockHeld,
     RefusedError,
     RemoteUnreachable,
@@ -33,6 +34,7 @@ from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, clustered, c
 from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import rgw, servers
 from tests.stores.proxy import Fault, proxy
+from tests.unit import recover_scene
 
 TAG = "global_step2"
 STAGE_3 = Recipe(stage=3, world_size=2)
@@ -291,6 +293,26 @@ def test_a_stop_leaves_what_is_done(cluster: Any, save: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
     report = clustered(cluster, save, tmp_path / "out")
     assert report.resumed_files > 10
+
+
+def test_what_is_gone_on_with_is_compared(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged object that the attempt that was stopped had read: the next one refuses it all the same."""
+    monkeypatch.setattr(recover_scene, "SHAPES", [{f"p{n}": (60, 80) for n in range(700)}])
+    source = recover_scene.Scene(tmp_path)
+    tag = source.save(100)
+    source.commit(tag, 100)
+    source.turn_a_byte(tag)
+    told: list[ConvertProgress] = []
+    with pytest.raises(BehindError):
+        clustered(
+            *(cluster, source.nas / tag, tmp_path / "out", OPTIONS, told.append),
+            should_stop=lambda: bool(told and told[-1].files_done > 1800),
+        )
+    with pytest.raises(DamagedError, match="rank_0"):
+        clustered(cluster, source.nas / tag, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # --- what is refused -------------------------------------------------------------------------------------

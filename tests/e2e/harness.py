@@ -182,7 +182,11 @@ class Node:
                 if latest:
                     (self.save_dir / "latest").write_text(tag)
                 time.sleep(pause_seconds)
-            shutil.copyfile(path, folder / path.name)
+            try:
+                shutil.copyfile(path, folder / path.name)
+            except OSError as error:
+                error.add_note(self._now())
+                raise
         return tag
 
     # --- looking ---------------------------------------------------------------------------------------
@@ -238,8 +242,12 @@ class Node:
                 if done():
                     return
             time.sleep(pause_seconds)
+        raise AssertionError(f"waited {seconds} s for {what}\n{self._now()}")
+
+    def _now(self) -> str:
+        """For a failure: the job's status and the log's end."""
         tail = self.log.read_text()[-3000:] if self.log.exists() else ""
-        raise AssertionError(f"waited {seconds} s for {what}\n{json.dumps(self.status())[:1500]}\n{tail}")
+        return f"{json.dumps(self.status())[:1500]}\n{tail}"
 
     def wait_committed(self, key: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Until `<tag>~g<n>` is committed."""

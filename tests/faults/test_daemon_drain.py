@@ -6,6 +6,7 @@ The windows of real preemptions (30 s, 2 min) run with CKPTD_FULL=1; a few secon
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cluster.slurm import below
 from tests.e2e.harness import RUN, made_before, node
 from tests.e2e.s3_node import BIG_RUN
 from tests.real import Recipe, prepare, save_dir_of
@@ -227,6 +229,21 @@ def test_sigterm_drains(here: Node) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(200) == 0, here.log.read_text()[-2000:]
     assert list(here.commits()) == ["global_step1~g1"]
+
+
+def test_sigterm_to_every_process_of_a_step_drains(here: Node) -> None:
+    """What Slurm's scancel does: the daemon's children carry on until it has drained."""
+    throttle(here, 3.0)
+    process = here.start("--drain", "60s")
+    here.save(1)
+    here.wait("on its way", lambda: _shipping(here))
+    children = below(process.pid)
+    assert children
+    for pid in (process.pid, *children):
+        os.kill(pid, signal.SIGTERM)
+    assert process.wait(200) == 0, here.log.read_text()[-2000:]
+    assert list(here.commits()) == ["global_step1~g1"]
+    assert "its process ended" not in here.log.read_text()
 
 
 @FULL

@@ -269,3 +269,29 @@ def test_save_dir_appears_later_and_its_parent_must_exist(tmp_path: Path) -> Non
         assert done.returncode == 78
         assert str(tmp_path / "nvme") in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_late_files_beside_a_damaged_manifest_cost_nothing_else(tmp_path: Path) -> None:
+    """The remote was called not reachable, again and again, and got the next checkpoint late."""
+    with node(tmp_path, remote='forms = ["zero"]') as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        (manifest,) = (here.nas / "_ckptd" / "nodes" / "global_step1~g1~zero").iterdir()
+        whole = manifest.read_bytes()
+        manifest.write_bytes(whole.replace(b'"branch"', b'"Branch"'))
+        (here.save_dir / "global_step1" / "eval_results.json").write_text('{"loss": 1}')
+        here.wait("said", lambda: "upload-failed" in here.problems())
+        here.save(2)
+        here.wait_committed("global_step2~g1")
+        time.sleep(3)
+        assert "what came late" in here.log.read_text()
+        assert here.log.read_text().count("what came late") <= 2
+        assert here.status()["remotes"][0]["attached"]
+        assert not {code for code in here.problems() if code.startswith("remote-")}
+        manifest.write_bytes(whole)
+        here.stop()
+        here.start()
+        beside = here.nas / "_ckptd" / "commits" / "global_step1~g1~zero~x1.json"
+        here.wait("committed beside", beside.exists)
+        here.wait("over", lambda: here.status() and "upload-failed" not in here.problems())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -156,3 +157,24 @@ def test_a_remote_that_is_away_at_the_start(tmp_path: Path) -> None:
         here.wait("state", lambda: here.status()["state"] in ("behind", "attention"))
         here.nas.mkdir(parents=True)
         here.wait_committed("global_step1~g1", 90)
+
+
+def test_a_commit_whose_time_is_none_costs_its_age_alone(tmp_path: Path) -> None:
+    """It ended the daemon, with all its jobs, and each start after it."""
+    with node(tmp_path, remote='forms = ["zero"]') as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        here.stop()
+        commit = here.nas / "_ckptd" / "commits" / "global_step1~g1~zero.json"
+        document = json.loads(commit.read_bytes())
+        commit.write_text(json.dumps(document | {"committed_at": "yesterday"}))
+        for path in here.state.glob("journal.db*"):
+            path.unlink()
+        daemon = here.start()
+        here.wait("told", lambda: (here.status()["safe"] or {}).get("committed_at") == "")
+        assert here.status()["safe"]["step"] == 1
+        assert "committed at an unknown time" in here.ckptd("status", here.job_file).stdout
+        here.save(2)
+        here.wait_committed("global_step2~g1")
+        assert daemon.poll() is None

@@ -87,7 +87,7 @@ if os.environ.get("CKPTD_FULL"):  # minutes: rest, repair, rest again
             (problem,) = [p for p in here.status()["problems"] if p["code"] == "remote-object-damaged"]
             words = problem["next_step"].split()
             assert words[:2] == ["ckptd", "verify"]
-            assert words[2:] == ["run", TAG, "--repair", "--read-data"]
+            assert words[2:] == [str(here.job_file), TAG, "--repair", "--read-data"]
             assert shard.name in problem["text"]
             for step in (2, 3, 4):
                 here.save(step)

@@ -106,7 +106,7 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         "is configured otherwise",
     ),
     "other configurations not noticed there": (
-        [(planner, "is_configured_otherwise", lambda *_: False)],
+        [(keeping_remote, "is_configured_otherwise", lambda *_: False)],
         "though the policy keeps it",
     ),
 }

@@ -112,11 +112,11 @@ class Directed(Fleet):
         for slot in slots:
             self._write(slot, self.number, step)
 
-    def delete(self, step: int) -> None:
-        """The trainer deletes a checkpoint of its own."""
+    def delete(self, step: int, slots: tuple[int, ...] = ALL) -> None:
+        """The trainer deletes a checkpoint of its own, on these nodes alone."""
         self.say(f"the trainer deletes step {step}")
-        for machine in self.machines:
-            del machine.disk[f"global_step{step}"]
+        for slot in slots:
+            del self.machines[slot].disk[f"global_step{step}"]
         for daemon in self.daemons:
             if daemon is not None:
                 daemon.program.stir()
@@ -143,6 +143,15 @@ class Directed(Fleet):
                 self.engine.at(self.engine.now, partial(self.stop, slot))
 
         self.remote.on_change = change
+
+    def judged_now(self) -> None:
+        """As if the history ended here.
+
+        Raises:
+            Broken: something is not as it must be at an end.
+        """
+        disks, tags = self._disks()
+        self.judge.at_the_end(disks, tags, [daemon for daemon in self.daemons if daemon is not None])
 
     def wait(self, seconds: float) -> None:
         """Time passes."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PERMIT_SECONDS = 60.0
 BEST_SECONDS = 600.0
 """What has been the best for so long every node has heard of."""
+LET_GO_SECONDS = 300.0
+"""A removal that began so long before a history's end is over, and every node has heard of it."""
 _COMMIT = re.compile(r"_ckptd/commits/(.+)~g(\d+)~zero\.json$")
 
 
@@ -208,6 +210,7 @@ class Judge:
         left = {
             name.rpartition("/")[2].partition("~")[0] for name in self.remote.folders if "/leases/" in name
         }
+        leaving = {k for k, (_, at) in self.let_go.items() if self.clock() - at < LET_GO_SECONDS}
         for number in set.intersection(*disks):
             if tags[number] not in left and not [
                 key for key in self.made.get(number, []) if key not in self.disputed
@@ -217,20 +220,18 @@ class Judge:
             for row in daemon.machine.rows:
                 is_open = row.state == "present" and row.record.state not in ("committed", "retired")
                 number, tag = row.written.number, row.save.tag
-                if (
-                    is_open
-                    and tag not in left
-                    and any(k not in self.disputed for k in self.made.get(number, []))
-                ):
+                # who has seen a COMMIT go, and not yet why, takes the save for a new one until it asks
+                stands = (k for k in self.made.get(number, []) if k not in self.disputed and k not in leaving)
+                if is_open and tag not in left and any(stands):
                     raise Broken(
                         f"{daemon.machine.name} does not know that save {number} ({tag}) is committed"
                     )
-        for name in self.entombed:
+        for name in self.entombed - leaving:
             where = name.rpartition("/")[2].removesuffix(".json")
             rest = [f for f in self.remote.folders if f.endswith(f"/nodes/{where}")]
             if rest:
                 raise Broken(f"{name} was let go, and {rest[0]} is there still")
-        gone = [key for key in self.entombed if key in self.live or key in self.risen]
+        gone = [key for key in self.entombed - leaving if key in self.live or key in self.risen]
         if gone:
             raise Broken(f"{gone[0]} was let go and is there still")
 

@@ -558,7 +558,6 @@ class Daemon:
             is_paused=False,
             may_delete=True,
             deletions_left=10,
-            retirements_left=10,
             disk=Disk(free_bytes=1 << 50, reserve_bytes=0, can_clone=False),
             generations=self.generations,
             confirmations=self.confirmations,

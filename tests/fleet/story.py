@@ -357,8 +357,7 @@ class Fleet:
 
     def _end(self) -> None:
         self._settle()
-        disks = [{w.number for w in m.disk.values()} for m in self.machines]
-        tags = {w.number: tag for m in self.machines for tag, w in m.disk.items()}
+        disks, tags = self._disks()
         self.judge.at_the_end(disks, tags, [daemon for daemon in self.daemons if daemon is not None])
         self._agree()
         told = self.told
@@ -371,6 +370,11 @@ class Fleet:
             daemon = self.daemons[slot]
             if daemon is not None:
                 daemon.program.kill()
+
+    def _disks(self) -> tuple[list[set[int]], dict[int, str]]:
+        """The saves on each disk, and the tag of each."""
+        disks = [{w.number for w in m.disk.values()} for m in self.machines]
+        return disks, {w.number: tag for m in self.machines for tag, w in m.disk.items()}
 
     def _agree(self) -> None:
         """All nodes of one configuration keep the same and would resume from the same."""

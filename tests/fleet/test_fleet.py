@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.core.view import ShipState
+from tests.fleet import directed
 from tests.fleet.__main__ import shape_of
 from tests.fleet.cost import measure
 from tests.fleet.defects import DEFECTS, planted
-from tests.fleet.directed import PLAYS, act
-from tests.fleet.story import staged, tell
+from tests.fleet.directed import PLAYS, Directed, Play, act
+from tests.fleet.node import Daemon
+from tests.fleet.story import lived, staged, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = bool(os.environ.get("CKPTD_FULL"))
@@ -56,6 +59,55 @@ def test_a_planted_defect_is_noticed(name: str) -> None:
     assert sound.broken is None
     assert sound.commits > 0
     assert DEFECTS[name][1] in (broken.broken or "nothing")
+
+
+def _asked_all_the_while(fleet: Directed) -> None:
+    for step in (10, 20, 30):
+        fleet.save(step)
+    fleet.delete(10, (0,))
+    while not fleet.judge.let_go:
+        fleet.wait(0.01)
+    for _ in range(9000):
+        fleet.wait(0.01)
+        fleet.judged_now()
+
+
+def _asked_of_a_journal_that_forgot(fleet: Directed) -> None:
+    for step in (10, 20, 30):
+        fleet.save(step)
+    for machine in fleet.machines:
+        for row in machine.rows:
+            row.record = row.record.model_copy(update={"state": ShipState.NEW})
+    fleet.judged_now()
+
+
+def test_a_history_may_end_while_something_is_removed() -> None:
+    """Who has seen a COMMIT go, and not yet why, takes its save for a new one until it asks; minutes later it
+    must know."""
+    with staged():
+        sound = lived(Directed(Play(script=_asked_all_the_while, remote_limit=2)))
+        forgot = lived(Directed(Play(script=_asked_of_a_journal_that_forgot, remote_limit=2)))
+    assert (sound.broken, sound.commits) == (None, 3)
+    assert "does not know that save" in (forgot.broken or "nothing")
+
+
+def test_one_limit_here_and_there_leaves_nothing_on_the_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes look at different moments; whoever lets a COMMIT go leaves the others time to go by it (P1)."""
+    left: list[int] = []
+
+    def script(fleet: Directed) -> None:
+        for step in range(10, 160, 10):
+            fleet.save(step, directed.ALL, seconds=120.0)
+        left.extend(len(machine.disk) for machine in fleet.machines)
+
+    rest = Daemon._rest_seconds
+    monkeypatch.setattr(directed, "NODES", 4)
+    monkeypatch.setattr(directed, "ALL", (0, 1, 2, 3))
+    monkeypatch.setattr(Daemon, "_rest_seconds", lambda self: rest(self) * (0.3 + self.chance.random()))
+    with staged():
+        told = lived(Directed(Play(script=script, local_limit=2, remote_limit=2)))
+    assert (told.broken, told.commits) == (None, 15)
+    assert max(left) <= 3, left
 
 
 @pytest.mark.full

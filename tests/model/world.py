@@ -174,7 +174,6 @@ class World:
             confirmations=self.confirmations,
             is_converting=self.converting is not None,
             now_seconds=self.now_seconds,
-            retirements_left=5,
         )
 
     def _remote_view(self, remote: Remote) -> RemoteView:

@@ -13,7 +13,8 @@ import pytest
 
 from ckptd import files
 from ckptd.core.manifest import Decision
-from ckptd.daemon.knowledge import read_decisions, write_decision
+from ckptd.daemon.decisions import read_decisions, write_decision
+from ckptd.daemon.report import job_status
 from ckptd.daemon.setup import make_state
 from ckptd.errors import RemoteUnreachable, TornArchiveError
 from ckptd.local import fs
@@ -288,10 +289,13 @@ def test_transfers_and_conversions_make_way_for_a_save_in_flight(
     world.live_on(20, rng)
     assert told[-1] <= 0.1
     assert is_paused(world)
+    assert world.job is not None
+    assert job_status(world.job).making_way
     world.trainer.end()
     world.live_on(100, rng)
     assert told[-1] == 1.0
     assert not is_paused(world)
+    assert not job_status(world.job).making_way
 
 
 def test_all_jobs_of_a_disk_make_way_at_the_first_event(world: World) -> None:

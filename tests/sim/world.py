@@ -20,8 +20,8 @@ from ckptd.core.manifest import Decision
 from ckptd.core.view import ZERO, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.checks import exit_code, is_idle
+from ckptd.daemon.decisions import write_decision
 from ckptd.daemon.job import Job
-from ckptd.daemon.knowledge import write_decision
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError

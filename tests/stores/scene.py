@@ -129,6 +129,7 @@ class Node:
             config_digest="c",
             branch=save.branch,
             step=save.step,
+            optimizer_step=save.optimizer_step,
             save_seq=save.save_seq,
             save_window=save.window,
             grid=save.grid,

@@ -143,6 +143,5 @@ def job_view(saves: list[SaveView], **changes: Any) -> JobView:
         confirmations={s.id: confirmation(s.save) for s in saves},
         is_converting=False,
         now_seconds=100.0,
-        retirements_left=10,
     )
     return replace(view, **changes)

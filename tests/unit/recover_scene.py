@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from ckptd.remote.pacing import Pacer
 from ckptd.remote.retire import retire
 from ckptd.remote.store import Abilities
 from ckptd.remote.transfer import Control
+from ckptd.torchfile.archive import read_directory
 from tests.stores.scene import Node
 from tests.unit.synthetic import Shapes, write_stage12
 
@@ -83,6 +85,17 @@ class Scene:
         shard = self.save_dir / tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
         shard.write_bytes(shard.read_bytes()[:200])
         return tag
+
+    def turn_a_byte(self, tag: str) -> None:
+        """Of the tensors in rank 0's optimizer shard in the remote; size and times stay what they were."""
+        shard = self.nas / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        with shard.open("rb") as stream:
+            records = read_directory(stream.fileno(), shard.name).records.values()
+        data, times = bytearray(shard.read_bytes()), shard.stat()
+        data[max(records, key=lambda record: record.size).offset + 5] ^= 0x40
+        shard.chmod(0o644)
+        shard.write_bytes(data)
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     def ground(self) -> Ground:
         """The remote, attached as the daemon would."""

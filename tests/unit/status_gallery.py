@@ -228,6 +228,15 @@ def documents() -> dict[str, st.Status]:
         "safe, and older ones left this node": of(job(checkpoints=(checkpoint(4000), gone))),
         "safe, a long run": of(job(checkpoints=LONG)),
         "waiting for the first checkpoint": of(NOTHING_YET),
+        "the first save is written": of(
+            job(
+                safe=None,
+                newest_complete=None,
+                steps_at_risk=None,
+                seconds_at_risk=None,
+                checkpoints=(checkpoint(500, state="saving"),),
+            )
+        ),
         "nothing committed yet": of(
             behind(safe=None, steps_at_risk=4500, seconds_at_risk=None, checkpoints=one)
         ),
@@ -241,6 +250,7 @@ def documents() -> dict[str, st.Status]:
         "draining": of(behind(drain=_drain(is_done=False))),
         "draining, and too slow": of(behind(drain=_drain(is_done=False, late=("global_step4500",)))),
         "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
+        "beside a save": of(behind(making_way=True)),
         "drained": of(job(drain=_drain(is_done=True))),
         "daemon stopped": of(job(**old), published=7200.0, alive=False),
         "daemon dead": of(

@@ -7,18 +7,20 @@ import multiprocessing
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ckptd.config import DaemonConfig, load_job
+from ckptd.config import DaemonConfig, load_daemon, load_job
 from ckptd.config_quantities import parse_share
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.local.probe import Finding, probe_save_dir
 from ckptd.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
 from ckptd.recover.check import check_job
+from ckptd.recover.outlets import check_outlets
 
 UNIT = Path(__file__).parents[2] / "ckptd" / "systemd" / "ckptd@.service"
 NOBODY = 65534
@@ -51,6 +53,47 @@ def ckptd(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ckptd", *arguments], capture_output=True, text=True, check=False, timeout=60
     )
+
+
+WITHOUT_RIGHTS = (  # root too keeps to modes without its capabilities
+    "import ctypes, os, sys; drop = ctypes.CDLL(None).prctl; [drop(24, n, 0, 0, 0) for n in range(4)];"
+    "os.execv(sys.executable, [sys.executable, '-m', 'ckptd', *sys.argv[1:]])"
+)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder to somebody else")
+@pytest.mark.parametrize("closed", ["nvme/run", "nvme"])
+def test_what_may_not_be_entered_stops_no_other_row_and_no_other_job(tmp_path: Path, closed: str) -> None:
+    path, other = job_file(tmp_path), tmp_path / "other.toml"
+    (tmp_path / "nvme/run").mkdir()
+    (tmp_path / "beside").mkdir()
+    other.write_text(path.read_text().replace("/nvme/run", "/beside").replace("/nas/run", "/nas/other"))
+    os.chown(tmp_path / closed, NOBODY, NOBODY)
+    (tmp_path / closed).chmod(0o700)
+
+    def told(*files: Path, **more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_RIGHTS, "check", *map(str, files)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent", **more},
+            timeout=60,
+        )
+        assert done.returncode in (77, 78), done
+        said = " ".join(done.stdout.split())
+        assert "see `ckptd check`" not in said
+        return said
+
+    both = told(path, other, CKPTD_STATE_DIR=str(tmp_path / "state"))
+    assert f"other: {other} save_dir ok" in both
+    if closed == "nvme":
+        assert f"looking at {tmp_path}/nvme/run: Permission denied" in both
+        return
+    alone = told(path)
+    assert f"{tmp_path}/nvme/run is owned by nobody ({NOBODY}), mode 700; ckptd runs as root" in alone
+    assert "remote nas note" in alone
 
 
 def test_before_the_first_start(tmp_path: Path) -> None:
@@ -179,6 +222,50 @@ def test_existing_folders_of_ours_stay(tmp_path: Path) -> None:
     assert [p.name for p in (save_dir / "_ckptd").iterdir()] == ["derived"]
 
 
+def test_who_is_told_and_where_metrics_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm that nobody hears is found before it is needed; its URL is not shown, and nothing is sent."""
+    program, url, page = tmp_path / "page", tmp_path / "slack", tmp_path / "metrics" / "x.prom"
+    text = (
+        f'metrics = "{page}"\n[notify]\nwebhook = "file:{url}"\nheartbeat = "file:hc"\n'
+        f'command = ["{program}", "-v"]\non_committed = ["{program}"]\n'
+    )
+    (tmp_path / "ckptd.toml").write_text(text)
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+
+    def seen(*, metrics: str = str(page)) -> dict[str, tuple[str, str]]:
+        daemon = load_daemon(tmp_path / "ckptd.toml", {"CKPTD_METRICS": metrics})
+        return {f.what: (f.verdict, f.text) for f in check_outlets(daemon, writes=True)}
+
+    found = seen()
+    assert {what for what, (verdict, _) in found.items() if verdict == "fail"} == {
+        *("webhook", "command", "on_committed", "metrics")
+    }
+    assert found["heartbeat"][0] == "note"
+    program.write_text("#!/bin/sh\ntouch ran\n")
+    url.write_text("nothing like one\n")
+    page.parent.mkdir()
+    assert (seen()["command"], seen()["webhook"]) == (
+        ("fail", f"{program} cannot be run"),
+        ("fail", f"{url} holds no URL"),
+    )
+    program.chmod(0o755)
+    url.write_text("https://hooks.example/hunter2\n")
+    found = seen()
+    assert {what for what, (verdict, _) in found.items() if verdict != "ok"} == {"heartbeat"}
+    assert "hunter2" not in str(found)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert seen(metrics=f"127.0.0.1:{port}")["metrics"][0] == "note"
+    assert seen(metrics=f"127.0.0.1:{port}")["metrics"][0] == "ok"
+    assert seen(metrics="192.0.2.1:9310")["metrics"][0] == "fail"
+    (tmp_path / "jobs.d").mkdir()
+    job_file(tmp_path).rename(tmp_path / "jobs.d/run.toml")
+    assert ckptd("check", "--config-dir", str(tmp_path), "--no-probe").returncode == 0
+    url.unlink()
+    done = ckptd("check", "--config-dir", str(tmp_path), "--no-probe")
+    assert (done.returncode, "webhook" in done.stdout) == (78, True)
+
+
 def test_little_room_is_said(tmp_path: Path) -> None:
     found = {f.what: f for f in probe_save_dir(tmp_path, parse_share("100%"), writes=False)}
     assert found["room"].verdict == "note"
@@ -245,6 +332,30 @@ def test_init_prints_what_check_takes(tmp_path: Path) -> None:
     assert ckptd("init", "run", "ftp://bucket/run").returncode == 78
 
 
+def test_a_glob_needs_a_place_for_state_before_it_matches_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one match it would run, until a second directory comes and the daemon starts again."""
+    path = job_file(tmp_path, url=f"{tmp_path}/nas/{{dir}}")
+    path.write_text(path.read_text().replace("/nvme/run", "/nvme/*/ckpt"))
+    monkeypatch.setenv("CKPTD_CONFIG_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("CKPTD_STATE_DIR", str(tmp_path / "state"))
+    done = ckptd("check", str(path))
+    assert (done.returncode, "no directory matches yet" in done.stdout) == (0, True)
+    done = ckptd("list", str(path))
+    assert (done.returncode, "no directory matches" in done.stderr) == (66, True)
+    monkeypatch.delenv("CKPTD_STATE_DIR")
+    for matches in ([], ["r1"]):
+        for name in matches:
+            (tmp_path / "nvme" / name / "ckpt").mkdir(parents=True)
+        done = ckptd("check", str(path))
+        assert (done.returncode, "state_dir is missing" in done.stdout) == (78, True)
+        done = ckptd("run", "--once", "--job", str(path))
+        assert (done.returncode, "a glob in save_dir" in done.stderr) == (78, True)
+    done = ckptd("status", str(path))
+    assert (done.returncode, "its jobs are run-r1\n" in done.stderr) == (66, True)
+
+
 def test_state_dir_of(tmp_path: Path) -> None:
     save_dir = tmp_path / "run"
     nowhere = {"HOME": "/nonexistent"}
@@ -293,7 +404,7 @@ def test_the_unit() -> None:
     service = unit["Service"]
     assert service["Type"] == "notify"
     assert service["User"] == "%i"
-    assert "--config-dir /etc/ckptd/%i" in service["ExecStart"]
+    assert "--config-dir ${CKPTD_CONFIG_DIR} " in service["ExecStart"]
     assert service["RestartPreventExitStatus"] == "2 75 77 78"
     assert service["ExecReload"].endswith("ckptd reload")
     assert service["Environment"] == "CKPTD_CONFIG_DIR=/etc/ckptd/%i"

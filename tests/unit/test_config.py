@@ -59,6 +59,7 @@ def test_opting_out_of_the_first_promise_is_said_for_ever(
     assert f'unuploaded = "{how}" lets nothing go' in refusal(write(tmp_path, base)).message
 
 
+ONE = 'save_dir = "/tmp/x"\n[[remote]]\nname = "nas"\nurl = "/n"\n'
 GLOBS = EXAMPLES / "sweep.toml"
 
 
@@ -158,7 +159,17 @@ def test_init_shows_the_defaults(tmp_path: Path) -> None:
         ('save_dir = "/x\n', "no TOML"),
         ("", "save_dir is missing"),
         ("[local]\n[local]\n", "no TOML"),
-        ('save_dir = "/tmp/x"\n[remote]\nname = "nas"\nurl = "/n"\n', "remote"),
+        (
+            'save_dir = "/tmp/x"\n[remote]\nname = "nas"\nurl = "/n"\n',
+            "remote: there may be several; write [[r",
+        ),
+        ('save_dir = "/tmp/x"\nremote = ["/n"]\n', "it is a table; write [[remote]] and"),
+        (f"{ONE}forms = 'zero'\n", 'remote[0].forms = "zero": it is a list; write it in [ ]'),
+        (
+            f"{ONE}[remote.ladder]\nafter = 5\n",
+            "remote[0].ladder: there may be several; write [[remote.ladder]]",
+        ),
+        (f"{ONE}[local]\nladder = 'x'\n", 'local.ladder = "x": it is a list; write it in [ ]'),
         ('save_dir = "/tmp/x"\n', "no [[remote]]"),
         ('save_dir = "/tmp/x"\n[[remote]]\nurl = "/n"\n', "remote[0].name is missing"),
         ('save_dir = "/tmp/x"\n[[remote]]\nname = "nas"\n', "remote[0].url is missing"),
@@ -168,6 +179,14 @@ def test_whole_file_problems(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)
     assert part in refusal(path).message
+
+
+def test_what_a_table_holds_is_not_shown(tmp_path: Path) -> None:
+    """A webhook under a header with brackets of another kind is a secret all the same."""
+    (tmp_path / "ckptd.toml").write_text('[[notify]]\nwebhook = "https://hooks.example/hunter2"\n')
+    with pytest.raises(ConfigError, match=r"notify: it is a table; write \[notify\]") as caught:
+        load_daemon(tmp_path / "ckptd.toml", {})
+    assert "hunter2" not in str(caught.value)
 
 
 def test_not_utf8(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,25 @@ def test_killed_executors_are_resumed_and_the_result_is_the_same(tmp_path: Path)
     assert tree(tmp_path / "u") == tree(tmp_path / "whole")
     assert report.files == len(tree(tmp_path / "u")) - 1
     assert leftovers(tmp_path) == []
+
+
+def test_a_sigterm_that_reaches_every_child_ends_none(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of Slurm is signalled as a whole: no file is blamed for it, no conversion fails."""
+    real = children.start
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        child = real(*arguments, **more)
+        child.send_signal(signal.SIGTERM)  # at birth, before a line of it ran
+        return child
+
+    monkeypatch.setattr(children, "start", start)
+    names = [p.name for p in made.folder.iterdir()]
+    assert {f.archive for f in inspect_files(made.folder, names)} == {Archive.ZIP}
+    convert(made.folder, tmp_path / "u", STRICT)
+    convert_here(made.folder, tmp_path / "here", "strict")
+    assert {k: v for k, v in tree(tmp_path / "u").items() if k != "ckptd.json"} == tree(tmp_path / "here")
 
 
 def test_a_partial_of_another_plan_is_not_mixed_in(made: Made, tmp_path: Path) -> None:

@@ -57,6 +57,27 @@ def test_a_destination_below_a_link_is_made_and_pointed_at(made: Made, tmp_path:
     assert sorted(p.name for p in (tmp_path / "real").iterdir()) == ["latest_universal", "u"]
 
 
+@pytest.mark.parametrize("ahead", [(), ("--dry-run",)])
+def test_the_command_makes_nothing_in_a_directory_remote(
+    made: Made, tmp_path: Path, ahead: tuple[str, ...]
+) -> None:
+    """`latest_universal` there is the daemons': it names what is committed."""
+    remote = tmp_path / "nas"
+    (remote / "_ckptd").mkdir(parents=True)
+    (remote / "_ckptd/remote.json").write_text("{}")
+    (remote / "latest_universal").write_text("global_step7_universal")
+    (tmp_path / "link").symlink_to(remote)
+    command = [sys.executable, "-m", "ckptd", "convert", str(made.folder)]
+    for there in (remote / "u", f"file://{remote}/deeper/u", tmp_path / "link/u"):
+        done = subprocess.run(
+            [*command, str(there), *ahead], capture_output=True, text=True, cwd=REPOSITORY, check=False
+        )
+        assert done.returncode == 65, done.stderr
+        assert f"lies in the remote of ckptd {remote}" in done.stderr
+    assert sorted(os.listdir(remote)) == ["_ckptd", "latest_universal"]
+    assert (remote / "latest_universal").read_text() == "global_step7_universal"
+
+
 def test_an_ordinary_user_converts_a_read_only_folder(made: Made, tmp_path: Path) -> None:
     """The result has the folder's rights, and its owner's right to fill and remove it."""
     made.folder.chmod(0o555)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ckptd.cli.drain_cmd import not_begun, reasons
 from ckptd.core import actions as a
+from ckptd.core.deriving import PRESSURE
 from ckptd.core.draining import COMMIT_SECONDS, Drain
 from ckptd.core.planner import plan
 from ckptd.core.view import (
@@ -194,6 +195,27 @@ def test_holds_go_on_in_a_pause_and_room_is_made_for_the_trainer() -> None:
     assert done(job_view([committed], is_paused=True, disk=clones)) == []
     made = DerivedRecord(state=DerivedState.READY)
     assert "DropDerived" in done(job_view([open_save(1, universal=made)], is_paused=True, disk=short))
+
+
+@pytest.mark.parametrize(
+    "rests", [{}, {"is_paused": True}, {"drain": drain(600)}], ids=["", "pause", "drain"]
+)
+def test_the_only_copy_is_the_last_hold_that_goes(rests: dict[str, Any]) -> None:
+    """On a short disk the hold of a committed checkpoint goes, whose folder the trainer removed long ago."""
+    in_a_hold = {"is_present": False, "is_intact": False, "is_held": True}
+    only_copy = open_save(1, **in_a_hold)
+    committed = save_view(2, sealed(20), **in_a_hold)
+    short = Disk(free_bytes=10, reserve_bytes=1000, can_clone=True)
+    view = job_view([only_copy, committed, open_save(3)], disk=short, **rests)
+    assert _released(view) == [(2, "committed")]
+    room = replace(short, free_bytes=10_000)
+    assert _released(replace(view, disk=room)) == ([] if rests else [(2, "committed")])
+    view = job_view([only_copy, open_save(3)], disk=short, **rests)
+    assert _released(view) == [(1, PRESSURE)], "nothing else makes room (P13)"
+
+
+def _released(view: JobView) -> list[tuple[int, str]]:
+    return [(x.save_id, x.reason) for x in plan(view).actions if isinstance(x, a.ReleaseHold)]
 
 
 def test_a_drain_comes_before_a_pause() -> None:

@@ -209,6 +209,24 @@ def test_what_goes_is_neither_held_nor_sent(how: str) -> None:
     assert [a for a in of(only_old, Ship) if a.form == "zero"] == []
 
 
+def test_delete_waits_for_the_pins_of_a_remote_that_was_not_heard_since_the_start() -> None:
+    """Another node may have pinned one of them while this daemon was down. Heard once, it may be away."""
+
+    def view(*, was_heard: bool, is_required: bool = True) -> JobView:
+        held = loose({4}, "delete", disk=Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True))
+        nas = replace(held.remotes[0], is_attached=False, was_heard=was_heard)
+        other = replace(nas, name="other", is_required=False, was_heard=is_required or was_heard)
+        kept = tuple(replace(s, is_held=s.id == 1) for s in held.saves)
+        nas = nas if is_required else replace(nas, was_heard=True)
+        return replace(held, remotes=(nas, other), saves=kept)
+
+    assert pruned(view(was_heard=True)) == ["s2b1", "s3b1", "s4b1", "s5b1"]
+    assert [a.save_id for a in of(view(was_heard=True), ReleaseHold)] == [1]
+    assert pruned(view(was_heard=False)) == []
+    assert of(view(was_heard=False), ReleaseHold) == [], "its hold neither"
+    assert pruned(view(was_heard=False, is_required=False)) != []
+
+
 def test_without_the_right_to_delete_the_older_ones_are_shipped() -> None:
     view = loose({4}, "thin", may_delete=False)
     only_old = replace(view, saves=tuple(s for s in view.saves if s.id <= 4))

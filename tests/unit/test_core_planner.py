@@ -20,6 +20,7 @@ from ckptd.core.actions import (
     ReleaseHold,
     Retire,
     Ship,
+    Supplement,
 )
 from ckptd.core.order import next_order
 from ckptd.core.planner import plan, to_ship
@@ -468,3 +469,13 @@ def test_a_plan_costs_as_much_for_each_of_many_checkpoints(more: dict[str, Any])
         return sum(entry.callcount for entry in profile.getstats())
 
     assert cost(400) < 3 * cost(200)
+
+
+def test_late_files_that_a_remote_does_not_take_hold_nothing_up() -> None:
+    """They come before derived forms: one that failed for good kept those from that remote for ever."""
+    ready = DerivedRecord(state=DerivedState.READY)
+    save = save_view(1, sealed(1), universal=ready, lacking={NAS: sealed(9).files})
+    assert [a.remote for a in of(job_view([save]), Supplement)] == [NAS]
+    waits = job_view([save], not_to_supplement=frozenset({(1, NAS)}))
+    assert not of(waits, Supplement)
+    assert [a.form for a in of(waits, Ship)] == [UNIVERSAL]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ckptd.core.actions import DropDerived, Prune, Retire, Ship
 from ckptd.core.ladder import Rung
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView, ShipState
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView, RemoteView, ShipState
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 from tests.unit.test_core_planner import of
 
@@ -55,8 +56,27 @@ def test_a_pin_holds_in_a_remote_when_the_save_is_long_gone_here() -> None:
 def test_what_a_remote_refused_is_left_alone_and_others_go_on() -> None:
     """The digest of the COMMIT that would not go; the next one's turn."""
     view = aged_remote(RetentionPolicy(save_total_limit=1), 3, ZERO)
-    refused = frozenset({f"sha-s1b1-{ZERO}"})
+    refused = frozenset({(view.remotes[0].name, f"sha-s1b1-{ZERO}")})
     assert [a.commit.tag for a in of(replace(view, not_to_retire=refused), Retire)] == ["s2b1"]
+
+
+def test_one_remote_whose_belt_or_refusal_holds_a_commit_holds_no_other_up() -> None:
+    """Both hold the same bytes."""
+    view = aged_remote(RetentionPolicy(save_total_limit=1), 3, ZERO)
+    (here,) = view.saves
+    both = {(name, ZERO): committed_record(here.save, name) for name in (NAS, "other")}
+    view = replace(view, saves=(replace(here, ships=both),))
+    (nas,) = view.remotes
+    other = replace(nas, name="other")
+
+    def gone(*remotes: RemoteView, **changes: Any) -> list[tuple[str, str]]:
+        actions = of(replace(view, remotes=remotes, **changes), Retire)
+        return [(a.remote, a.commit.tag) for a in actions]
+
+    assert gone(nas, other) == [("nas", "s1b1"), ("other", "s1b1")]
+    assert gone(replace(nas, retirements_left=0), other) == [("other", "s1b1")]
+    refused = frozenset({("nas", f"sha-s1b1-{ZERO}")})
+    assert gone(nas, other, not_to_retire=refused) == [("nas", "s2b1"), ("other", "s1b1")]
 
 
 def test_a_remote_without_zero_forms_follows_its_keys() -> None:

@@ -18,14 +18,14 @@ from ckptd.core.lifecycle import Context, judge
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.sealing import sealed_file
-from ckptd.core.view import Disk, JobView
+from ckptd.core.view import Disk, JobView, RemoteView
 from ckptd.daemon import alarms
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.daemon.unfinished import removal, unfinished
 from ckptd.journal import Journal
 from ckptd.local.scan import scan
-from tests.unit.core_views import job_view, save_view, sealed
+from tests.unit.core_views import job_view, remote_commit, save_view, sealed
 from tests.unit.recover_scene import Scene
 
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -201,7 +201,11 @@ def test_one_that_could_not_be_removed_holds_up_no_other() -> None:
 
 
 def test_delete_waits_for_no_remote() -> None:
-    assert why(away(three(unuploaded="delete", confirmations={}))) == ""
+    """But for one that did not answer since the start: its pins are not known."""
+    view = away(three(unuploaded="delete", confirmations={}))
+    assert why(view) == ""
+    silent = replace(view, remotes=(replace(view.remotes[0], was_heard=False),))
+    assert "required remote nas did not answer since the start" in why(silent)
 
 
 def test_nothing_is_in_the_way_where_nothing_may_go() -> None:
@@ -230,6 +234,29 @@ def test_on_a_short_disk_every_reason_is_counted() -> None:
         "1 within the policy",
     ):
         assert words in found
+
+
+def test_a_remote_whose_seat_belt_holds_retention_up_is_named(watched: Watched) -> None:
+    """A note: what would go for two minutes, and may not before the hour is over."""
+    watched.state.verdicts.clear()
+    view = job_view([save_view(3, sealed(3))])
+    commits = tuple(remote_commit(sealed(step)) for step in (1, 2, 3))
+    nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
+    full = replace(nas, retirements_left=0)
+
+    def said(remote: RemoteView, since_seconds: float) -> str:
+        due = {("nas", c.key): since_seconds for c in commits[:2]}
+        now = replace(view, remotes=(remote,), due_since_seconds=due, now_seconds=1000.0)
+        watched.job.view, watched.state.plan = now, plan(now)
+        return watched.alarms().get("retention-blocked", "")
+
+    found = said(full, 880.0)
+    assert found.startswith("s1b1 may go from nas and stays (with 1 more): as many as are allowed in an hour")
+    assert [(p.about, p.lasting) for p in watched.state.problems.all()] == [("nas", "note")]
+    assert said(full, 881.0) == ""
+    assert said(nas, 0.0) == ""
+    assert said(replace(full, is_attached=False), 0.0) == ""
+    watched.state.plan = None
 
 
 def test_it_is_said_once_it_has_lasted(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

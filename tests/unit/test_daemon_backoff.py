@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ckptd.daemon.backoff import PATIENCE, Breaker, backoff_seconds, seldom_seconds
+from ckptd.daemon.backoff import PATIENCE, Asking, Breaker, backoff_seconds, seldom_seconds
 
 
 class Clock:
@@ -63,3 +63,24 @@ def test_one_success_begins_anew() -> None:
             breaker.failed("flaps")
         assert not breaker.succeeded()
     assert breaker.left_alone is None
+
+
+def test_what_fails_is_asked_once_at_a_time_and_more_seldom() -> None:
+    clock = Clock()
+    asking = Asking(clock=clock)
+    assert asking.begin("s1")
+    assert not asking.begin("s1"), "it is under way"
+    waits = []
+    for _ in range(8):
+        asking.end("s1", is_done=False)
+        waits.append(asking.seconds_left)
+        assert not asking.begin("s1")
+        assert asking.begin("s2"), "another is not concerned"
+        asking.end("s2", is_done=True)
+        clock.now += waits[-1]
+        assert asking.seconds_left == 0
+        assert asking.begin("s1")
+    assert min(waits) >= 0.5
+    assert 4 < max(waits) <= 60
+    asking.end("s1", is_done=True)
+    assert asking.begin("s1")

@@ -17,14 +17,14 @@ from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.orders import committed_source, making_of
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.processes import MAKING, Process
-from ckptd.daemon.seen import learn_forms
+from ckptd.daemon.seen import learn_forms, notice_lost
 from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.daemon.stuck import see_uploads
 from ckptd.journal import Journal, ObjectRow
 from ckptd.remote import messages as m
 from ckptd.remote.making_messages import Committed
-from tests.unit.core_views import committed_record, job_view, save_view, sealed
+from tests.unit.core_views import committed_record, job_view, key_of, save_view, sealed
 from tests.unit.test_daemon_links import Scene
 
 if TYPE_CHECKING:
@@ -255,6 +255,63 @@ def test_a_form_that_another_node_committed_is_heard_of(
     found = life.state.ship(*KEY)
     assert (found.state is ShipState.COMMITTED, found.commit_sha256 == "5") == (heard, heard)
     assert not heard or (found.is_damaged, found.hint, found.reason) == (False, "", None)
+
+
+@pytest.mark.parametrize(
+    ("zero", "form", "stone", "found"),
+    [
+        (True, True, False, ShipState.COMMITTED),
+        (True, False, False, ShipState.NEW),
+        (True, False, True, ShipState.RETIRED),
+        (False, False, False, ShipState.COMMITTED),
+    ],
+)
+def test_a_form_whose_commit_is_gone_is_sent_again(
+    life: Life, *, zero: bool, form: bool, stone: bool, found: ShipState
+) -> None:
+    """Unless retention let it go; without its ZeRO form that one is looked for first."""
+    save, seen = life.state.rows[1].save, life.link.observation
+    assert seen is not None
+    for one in (ZERO, UNIVERSAL):
+        life.state.put_ship(1, committed_record(save, form=one))
+    there = [one for one, is_there in ((ZERO, zero), (UNIVERSAL, form)) if is_there]
+    view = form_of_another(life)
+    commits = tuple(
+        view.model_copy(update={"key": key_of(save, one), "sha256": f"sha-{save.tag}-{one}"}) for one in there
+    )
+    stones = ((save.tag, 1, UNIVERSAL),) if stone else ()
+    life.link.observation = seen.model_copy(update={"commits": commits, "retired_beside": stones})
+    notice_lost(life.state, life.link, (ZERO, UNIVERSAL))
+    assert life.state.ship(*KEY).state is found
+    assert (life.state.ship(1, "nas", ZERO).state is ShipState.COMMITTED) is zero
+    # what is looked for meanwhile is let be once its tombstone is seen
+    life.link.observation = life.link.observation.model_copy(
+        update={"retired_beside": ((save.tag, 1, UNIVERSAL),)}
+    )
+    notice_lost(life.state, life.link, (ZERO, UNIVERSAL))
+    assert life.state.ship(*KEY).state is ShipState.RETIRED
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "problems"),
+    [
+        ("DamagedError", ShipState.REFUSED, {"source-damaged"}),
+        ("DocumentDamaged", ShipState.FAILED, set[str]()),
+        ("VerifyError", ShipState.FAILED, set[str]()),
+    ],
+)
+def test_only_damage_of_what_lies_here_refuses_a_save(
+    life: Life, error: str, found: ShipState, problems: set[str]
+) -> None:
+    """A document of the remote is read again, and whether the remote is there is asked at once."""
+    life.link.tag_views["s1b1"] = m.TagView(tag="s1b1", manifests=(), commits=(), retired=())
+    life.hears(m.Failed(error=error, message="it is cut"))
+    assert life.state.ship(*KEY).state is found
+    assert {code for code, _ in life.told()} == problems
+    is_document = error == "DocumentDamaged"
+    assert isinstance(life.scene.asked, m.Observe)
+    assert ("s1b1" in life.link.tag_views) is not is_document
+    assert life.link.attached is not None
 
 
 def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:

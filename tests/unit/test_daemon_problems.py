@@ -109,6 +109,14 @@ def test_what_may_heal_is_a_note_for_a_minute(clock: list[float]) -> None:
     assert severities()["torn-save"] == "note"
 
 
+def test_a_start_that_asks_its_remotes_calls_nobody(clock: list[float]) -> None:
+    problems = Problems()
+    problems.put("waiting-for-remote", "journal", "a waits", "it asks")
+    assert [(p.severity, p.lasting) for p in problems.all()] == [("note", "behind")]
+    clock[0] += HEALS_SECONDS
+    assert [p.severity for p in problems.all()] == ["behind"]
+
+
 def test_one_that_is_told_for_a_while_ends(clock: list[float]) -> None:
     problems = Problems()
     problems.put("internal", "ValueError", "a defect", "report it", lasts_seconds=60.0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.config import job_from_arguments
 from ckptd.core.actions import Retire
+from ckptd.daemon import viewing
 from ckptd.daemon.problems import Problems
-from ckptd.daemon.retiring import Retiring
+from ckptd.daemon.retiring import Retiring, take_up_belt
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
 from ckptd.observe.audit import Audit
@@ -18,9 +21,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_tries_of_one_removal_count_once(tmp_path: Path) -> None:
-    """A remote that was full refused one nine times: the others could not go for an hour."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+def state_in(place: Path) -> JobState:
+    return JobState(journal=Journal(place / "journal.db"), problems=Problems())
+
+
+def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> None:
+    """A remote that was full refused one nine times: the others could not go for an hour. A daemon that is
+    started again and again has one belt."""
+    state = state_in(tmp_path)
     ordered: list[Any] = []
 
     def order(message: object, _: object) -> int:
@@ -38,4 +46,55 @@ def test_tries_of_one_removal_count_once(tmp_path: Path) -> None:
         )
     assert len(ordered) == 4
     assert len(state.retired_at) == 2
+    state.journal.close()
+    again = state_in(tmp_path)
+    take_up_belt(again)
+    assert again.retired_at.keys() == state.retired_at.keys(), "each start had a belt of its own"
+    assert all(abs(again.retired_at[key] - at) < 60 for key, at in state.retired_at.items())
+    again.journal.close()
+
+
+def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> None:
+    """Each save brings a removal to each remote. One belt for all let go for one of them: with two, what went
+    beyond the policy grew without end, and byte-identical COMMITs of both counted as one."""
+    (tmp_path / "run").mkdir()
+    job = job_from_arguments(str(tmp_path / "run"), str(tmp_path / "nas"), check_paths=False)
+    state = state_in(tmp_path)
+    links: Any = {n: SimpleNamespace(order=lambda *_: 1, ship_order=None) for n in ("nas", "other")}
+    remotes = {
+        name: SimpleNamespace(name=name, policy=SimpleNamespace(save_total_limit=limit))
+        for name, limit in (("nas", None), ("other", 2))
+    }
+    config: Any = SimpleNamespace(remotes=tuple(remotes.values()))
+
+    def left(state: JobState) -> list[int]:
+        return [viewing._retirements_left(config, state, one) for one in config.remotes]
+
+    retiring = Retiring(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
+    assert left(state) == [3, 4]
+    for remote, step in (("nas", 1), ("nas", 2), ("nas", 3), ("other", 1)):
+        retiring.retire(Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit"))
+    assert left(state) == [0, 3]
+    state.completed_at.append(time.monotonic())
+    assert left(state) == [1, 4], "a save of this hour lets one more go from each"
+    state.journal.close()
+    again = state_in(tmp_path)
+    take_up_belt(again)
+    assert left(again) == [0, 3]
+    remotes["nas"].name = "renamed"
+    assert left(again) == [0, 0], "another name is no new belt"
+    again.journal.close()
+
+
+def test_a_belt_of_an_older_journal_counts_for_every_remote(tmp_path: Path) -> None:
+    """It was written without names."""
+    state = state_in(tmp_path)
+    state.journal.set_meta("retired-lately", json.dumps({"sha-s1b1-zero": time.time() - 60.0}))
+    take_up_belt(state)
+    names = ("nas", "other")
+    remotes = tuple(SimpleNamespace(name=n, policy=SimpleNamespace(save_total_limit=None)) for n in names)
+    config: Any = SimpleNamespace(remotes=remotes)
+    assert [viewing._retirements_left(config, state, one) for one in config.remotes] == [2, 2]
+    ((_, at),) = state.retired_at.items()
+    assert 0 < time.monotonic() - at < 120
     state.journal.close()

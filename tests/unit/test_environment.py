@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +49,6 @@ def job_file(scene: RepairScene, folder: Path) -> Path:
 
 
 def test_what_is_run(single: RepairScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     (job,) = load(os.environ).jobs
     assert (job.save_dir, job.remotes[0].url, job.name) == (single.save_dir, str(single.nas), "run")
     other = job_file(single, single.root / "conf")
@@ -65,6 +65,47 @@ def test_what_is_run(single: RepairScene, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CKPTD_JOB", str(single.save_dir / TAG))
     with pytest.raises(UsageError, match="names no job file"):
         load(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ({"save_total_limit": 2}, "save_total_limit = 2"),
+        ({"same_filesystem": True}, "same_filesystem = true"),
+    ],
+)
+def test_what_a_job_file_says_is_not_taken_from_the_command_line(
+    single: RepairScene, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any], line: str
+) -> None:
+    """It would be ignored without a word; the job of the environment has no file, so it takes both."""
+    path = job_file(single, single.root / "conf")
+    named: list[dict[str, Any]] = [{"jobs": [path]}, {"config_dir": single.root / "conf"}]
+    for words in named:
+        with pytest.raises(UsageError, match="goes with SAVE_DIR URL alone") as refused:
+            load({}, **words, **option)
+        assert line in (refused.value.hint or "")
+    assert len(load(os.environ, **option).jobs) == 1
+
+
+def test_a_job_is_run_by_its_name_and_not_taken_for_a_save_dir(single: RepairScene) -> None:
+    conf = single.root / "conf"
+    path = job_file(single, conf)
+    environ = {"CKPTD_CONFIG_DIR": str(conf)}
+    assert load(environ, jobs=[Path("run")]).jobs[0].file == path
+    for word in ("run", str(path)):
+        with pytest.raises(UsageError, match="is a job, no SAVE_DIR") as refused:
+            load(environ, save_dir=word)
+        assert refused.value.hint == f"ckptd run --job {word}"
+    # with a URL it is a directory that is still to come
+    assert load(environ, save_dir="run", url=str(single.nas2)).jobs[0].file is None
+    ((_, unknown),) = load(environ, jobs=[Path("nobody")]).problems
+    assert "no file nobody" in unknown.message
+    path.write_text("save_dri = 1\n")
+    ((wrong, error),) = load(environ, jobs=[Path("run")]).problems
+    assert (wrong, "did you mean" in (error.hint or "")) == (path, True)
+    with pytest.raises(UsageError, match="there is no URL") as refused:
+        load(environ, save_dir=str(single.save_dir), verb="check")
+    assert (refused.value.hint or "").startswith("ckptd check SAVE_DIR URL")
 
 
 def test_what_is_asked(

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from ckptd.cli import service_cmd
 from ckptd.cli.service_cmd import _next_steps, _program
 from ckptd.config import load_all, user_name
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, RefusedError, TargetExists
-from ckptd.install import units
+from ckptd.install import reach, units
+from ckptd.install.compare import service_paths
 from ckptd.install.paths import uncovered, writable_paths
 from ckptd.install.plan import Command, Remove, Target, Write, install_steps, uninstall_steps
 from ckptd.install.reach import check_runs
@@ -50,7 +53,8 @@ def test_systemd_takes_every_unit(tmp_path: Path, user: str | None) -> None:
     program = tmp_path / "bin" / "ckptd"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    steps = install_steps(at, DROP_IN, (str(program),), tmp_path / "etc/ckptd/alice", starts=False)
+    drop_in = replace(DROP_IN, config_dir="/srv/100% my jobs")
+    steps = install_steps(at, drop_in, (str(program),), tmp_path / "etc/ckptd/alice", starts=False)
     carry_out([step for step in steps if not isinstance(step, Command)], lambda _: None)
     tool = shutil.which("systemd-analyze")
     if tool is None:
@@ -163,6 +167,32 @@ def test_the_command_says_before_it_does(tmp_path: Path) -> None:
     assert gone.returncode == 66
 
 
+def test_another_configuration_directory_is_the_one_that_is_read(tmp_path: Path) -> None:
+    """The unit reads where the drop-in says, and check finds the service by it."""
+    place = tmp_path / "srv/my jobs"
+    (place / "jobs.d").mkdir(parents=True)
+    asked = ["install-service", "--run-as", "alice", "--root", str(tmp_path), "--dry-run"]
+    done = ckptd(*asked, "--config-dir", str(place))
+    assert (done.returncode, "run --config-dir ${CKPTD_CONFIG_DIR} " in done.stdout) == (0, True), done.stderr
+    assert 'Environment="CKPTD_CONFIG_DIR=/srv/my jobs"\n' in done.stdout
+    own = ckptd(*asked, "--config-dir", f"{tmp_path}/etc/ckptd/alice")
+    assert 'Environment="CKPTD' not in own.stdout
+    hidden = ckptd(*asked, "--config-dir", "/var/tmp/jobs")
+    assert (hidden.returncode, "lies in /var/tmp, which a service does not see" in hidden.stderr) == (
+        65,
+        True,
+    )
+    at = target(tmp_path)
+    drop_in = DropIn(paths=("/nvme/a",), memory_budget_bytes=1 << 30, config_dir=str(place))
+    write_files(tmp_path, at, drop_in)
+    assert units.config_dir_of(drop_in.text) == str(place)
+    assert units.config_dir_of(DROP_IN.text) == ""
+    found = service_paths(load_all(place), place, at.folder)
+    assert found is not None
+    assert found[0].user == "alice"
+    assert service_paths(load_all(place), tmp_path, at.folder) is None
+
+
 @pytest.mark.parametrize("place", ["/tmp", "/var/tmp"])
 def test_a_program_that_a_service_does_not_see_is_refused(
     place: str, monkeypatch: pytest.MonkeyPatch
@@ -206,3 +236,18 @@ def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(tmp_path: Path)
         check_runs(("/bin/false",), "nobody")
     check_runs(("/bin/true",), "nobody")
     check_runs(("/bin/false",), "root")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="running as another user needs root")
+def test_what_the_user_runs_gets_no_hold_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its terminal, nor its patience, nor a traceback."""
+    is_leader = 'read pid comm state ppid pgrp sid rest < /proc/$$/stat; test "$pid" = "$sid" -a ! -w /etc'
+    check_runs(("/bin/sh", "-c", is_leader), "nobody")
+    with pytest.raises(NotPermitted, match="cannot open \ufffd"):
+        check_runs(("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"), "nobody")
+    monkeypatch.setattr(reach, "_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(NotPermitted, match=r"no end after 0\.5 s"):
+        check_runs(("/bin/sh", "-c", "sleep 50 & sleep 50"), "nobody")
+    assert time.monotonic() - began < 30

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,14 @@ def test_what_is_asked_first_comes_first_and_says_what_status_says(tmp_path: Pat
     # what ages is counted to the moment of asking
     aged = time.time() - g.NOW + 560
     assert found["ckptd_training_at_risk_seconds", "llama"] == pytest.approx(aged, abs=120)
+
+
+def test_of_a_commit_without_a_time_no_time_is_said(tmp_path: Path) -> None:
+    safe = g.job().safe
+    assert safe is not None
+    found = values(written(tmp_path, g.job(safe=replace(safe, committed_at=""))))
+    assert ("ckptd_committed_timestamp_seconds", "llama") not in found
+    assert found["ckptd_committed_step", "llama"] == safe.step
 
 
 def test_promtool_finds_nothing_to_say_of_the_page(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from ckptd.core.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_nam
 from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
 from ckptd.core.manifest import sha256_of, to_bytes
 from ckptd.core.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, Lost, OpenSave, Part, late
-from ckptd.core.parts import Spread, Told, replicas
+from ckptd.core.parts import Spread, replicas
+from ckptd.core.told import Told
 from ckptd.core.topology import Cell
 from ckptd.errors import ConfigError
 from ckptd.recover.choose import Nodes
@@ -76,11 +77,11 @@ class TestParts:
         assert judged(OURS).state is State.INCOMPLETE
         grid = Grid(dp=4, mm_count=1, zero_stage=2, proof="seen")
         told = Told(grid=grid, step=2, node="gpu-0")
-        verdict = judged(OURS, replace(QUIET, spread=Spread(told=told)))
+        verdict = judged(OURS, replace(QUIET, spread=Spread(told=(told,))))
         assert (verdict.state, verdict.step) == (State.COMPLETE, 2)
         assert verdict.grid is not None and "gpu-0" in verdict.grid.proof
         other = Told(grid=grid.model_copy(update={"dp": 8}), step=2, node="gpu-0")
-        assert judged(OURS, replace(QUIET, spread=Spread(told=other))).state is State.INCOMPLETE
+        assert judged(OURS, replace(QUIET, spread=Spread(told=(other,)))).state is State.INCOMPLETE
 
     def test_a_part_grows_without_being_a_torn_save(self) -> None:
         first = {f.path: f.identity for f in listed(dict.fromkeys((MODEL, OURS[0]), 1000)).files}

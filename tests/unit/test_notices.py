@@ -10,16 +10,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.config import job_from_arguments
+from ckptd.config_model import DaemonConfig
 from ckptd.config_notify import NotifyConfig
+from ckptd.daemon import publishing
 from ckptd.daemon.exporter import Exporter
+from ckptd.daemon.job import Job
 from ckptd.daemon.notifier import Notifier
 from ckptd.daemon.publishing import Invalid, Publisher, Reloaded
+from ckptd.daemon.report import job_status
+from ckptd.daemon.totals import Totals
+from ckptd.daemon.workers import Workers
 from ckptd.errors import ConfigError
 from ckptd.observe.events import Event, events_between
 from ckptd.observe.notices import MOST_IN_AN_HOUR, Desk, Rules
@@ -191,6 +199,36 @@ def test_a_job_that_does_not_run_is_told_of(tmp_path: Path) -> None:
     told = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [one["kind"] for one in told] == ["problem", "solved"]
     assert (told[0]["job"], told[0]["code"], told[0]["next_step"]) == ("llama", "config-invalid", "save_dir")
+
+
+def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the daemon, and with it the watch over every other job."""
+    told: list[JobStatus] = []
+    desk: Any = SimpleNamespace(see=told.append, turn=lambda _: None, failed=None)
+    publisher = Publisher(desk, Exporter(None))
+    totals = Totals(DaemonConfig(), list, lambda: 0, remotes=list)
+    posts: list[Callable[[], None]] = []
+    jobs = []
+    for name in ("llama", "qwen"):
+        (tmp_path / name).mkdir()
+        config = job_from_arguments(str(tmp_path / name), str(tmp_path / "nas"), check_paths=False)
+        config = config.model_copy(update={"name": name})
+        place = tmp_path / f"{name}-state"
+        jobs.append(Job(config, DaemonConfig(), place, totals, Workers(posts.append), posts.append))
+
+    def status(one: Job) -> JobStatus:
+        if one.config.name == "llama":
+            raise ZeroDivisionError("division by zero")
+        return job_status(one)
+
+    publisher.publish(jobs, [], Reloaded(), 1)
+    monkeypatch.setattr(publishing, "job_status", status)
+    assert publisher.publish(jobs, [], Reloaded(), 1, is_urgent=True) == "llama: attention; qwen: waiting"
+    assert [p.code for p in told[-2].problems] == ["internal"]
+    document = json.loads((tmp_path / "llama-state" / "status.json").read_bytes())
+    assert document["jobs"][0]["problems"][0]["text"].endswith("ZeroDivisionError: division by zero")
 
 
 def test_a_wrong_file_with_the_name_of_a_job_that_runs_is_no_flapping() -> None:

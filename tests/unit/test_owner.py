@@ -93,6 +93,33 @@ def test_a_remote_that_is_known_is_not_called_new(
     assert (done.returncode, "is not initialised yet" in done.stdout) == (69, False), done
 
 
+def test_a_new_place_needs_another_name_and_all_say_so(
+    scene: RepairScene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` sent to `takeover`, which sent to `check`."""
+    identity = read_identity(open_store(str(scene.nas)))
+    assert identity is not None
+    remember(scene, job_id=identity.job_id, remote_id=identity.remote_id)
+    job = job_file(scene, "run")
+    job.write_text(job.read_text().replace(str(scene.nas), str(scene.root / "moved")))
+    for words in (["check"], ["check", "--init-remote"], ["takeover"]):
+        done = run_here(capsys, *words, job)
+        assert done.returncode == 69
+        said = " ".join((done.stdout + done.stderr).split()).replace("`name`", "name")
+        assert "another name in the job file" in said, done
+        assert "see `ckptd check`" not in done.stdout
+        (scene.root / "moved").mkdir(exist_ok=True)
+    job.write_text(job.read_text().replace('name = "nas"', 'name = "new"'))
+    assert run_here(capsys, "check", "--init-remote", job).returncode == 0
+    # made again: the id in it is another one, of the same job
+    remember(scene, job_id=identity.job_id, remote_id="the-one-before")
+    job = job_file(scene, "run")
+    done = run_here(capsys, "check", job)
+    assert (done.returncode, "`ckptd takeover JOB`" in done.stdout) == (69, True), done
+    assert run_here(capsys, "takeover", job).returncode == 0
+    assert run_here(capsys, "check", job).returncode == 0
+
+
 def test_a_journal_that_cannot_be_read_is_no_obstacle(
     scene: RepairScene, capsys: pytest.CaptureFixture[str]
 ) -> None:

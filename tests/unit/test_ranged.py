@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import tracemalloc
@@ -31,6 +32,7 @@ from ckptd.remote.open import open_store
 from ckptd.torchfile import mirror
 from ckptd.torchfile.archive import Record, read_directory
 from ckptd.torchfile.fingerprint import fingerprint
+from tests.unit import recover_scene
 from tests.unit.synthetic import write_stage3
 
 if TYPE_CHECKING:
@@ -303,3 +305,25 @@ def test_stopped_in_the_middle_it_goes_on_where_it_ended(tmp_path: Path) -> None
         p.relative_to(tmp_path / "local"): p.read_bytes() for p in (tmp_path / "local").rglob("*.pt")
     }
     assert not (tmp_path / ".u.ckptd-partial").exists()
+
+
+def test_what_is_gone_on_with_is_compared_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged object that the attempt that was stopped had read: the next one finds it all the same."""
+    monkeypatch.setattr(recover_scene, "SHAPES", [{f"p{n}": (60, 80) for n in range(700)}])
+    scene = recover_scene.Scene(tmp_path)
+    tag = scene.save(100)
+    scene.commit(tag, 100)
+    scene.turn_a_byte(tag)
+    partial = tmp_path / ".u.ckptd-partial" / "out"
+
+    def run(should_stop: Callable[[], bool]) -> ConvertReport:
+        url = f"file://{scene.nas / tag}"
+        return Ranged(url, tmp_path / "u", ConvertOptions(), os.environ, should_stop=should_stop).run()
+
+    with pytest.raises(BehindError):
+        run(lambda: partial.exists() and sum(len(names) for _, _, names in os.walk(partial)) > 1800)
+    with pytest.raises(DamagedError, match="rank_0"):
+        run(lambda: False)
+    assert not (tmp_path / "u").exists()

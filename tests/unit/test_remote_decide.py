@@ -99,6 +99,7 @@ def choose(
     manifests: list[SeenManifest] | None = None,
     commits: list[SeenCommit] | None = None,
     tombstones: list[Tombstone] | None = None,
+    unreadable: tuple[int, ...] = (),
 ) -> GenerationChoice:
     return choose_generation(
         save,
@@ -107,6 +108,7 @@ def choose(
         commits=commits or [],
         tombstones=tombstones or [],
         save_spread_seconds=60,
+        unreadable=unreadable,
     )
 
 
@@ -119,6 +121,14 @@ def other(save: SealedSave, generation: int = 1, **more: object) -> NodeManifest
 class TestGeneration:
     def test_nothing_known_is_the_first(self, save: SealedSave) -> None:
         assert choose(save) == Use(generation=1)
+
+    def test_one_whose_commit_cannot_be_read_is_taken(self, save: SealedSave) -> None:
+        """By whom nobody knows; the manifests there may be this very save's."""
+        mine = [seen(manifest_of(save, 1), committed=False)]
+        assert choose(save, unreadable=(1,)) == Use(generation=2)
+        assert choose(save, mine, unreadable=(1,)) == Use(generation=2)
+        assert choose(save, mine, unreadable=(3,)) == Use(generation=1)
+        assert choose(save, mine, unreadable=(1, 2)) == Use(generation=3)
 
     def test_an_uncommitted_one_of_this_save_is_joined(self, save: SealedSave) -> None:
         assert choose(save, [seen(manifest_of(save, 3), committed=False)]) == Use(generation=3)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.core.manifest import Commit, NodeManifest, manifest_key, parse, sha256_of, to_bytes
-from ckptd.errors import DamagedError, RefusedError, RemoteError, RemoteNotOurs, SourceChanged, VerifyError
+from ckptd.errors import (
+    DamagedError,
+    DocumentDamaged,
+    RefusedError,
+    RemoteError,
+    RemoteNotOurs,
+    SourceChanged,
+    VerifyError,
+)
 from ckptd.remote import observe
 from ckptd.remote.checksums import crc64, to_hex
 from ckptd.remote.commit import ship
@@ -240,6 +248,42 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
 def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, ground: Ground) -> None:
     (nas / "_ckptd/remote.json").unlink()
     with pytest.raises(RemoteNotOurs, match=r"remote\.json"):
+        node.ship(ground, node.order(node.sealed()))
+    assert not (nas / node.tag).exists()
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"format":"1.0"'])
+def test_a_commit_that_cannot_be_read_stays_as_it_is(
+    node: Node, nas: Path, ground: Ground, cut: bytes
+) -> None:
+    """That says nothing of the save that is sent, and its generation is nobody's any more."""
+    order = node.order(node.sealed())
+    assert node.ship(ground, order).outcome == "committed"
+    commit = nas / "_ckptd/commits/global_step5~g1~zero.json"
+    commit.write_bytes(cut)
+    with pytest.raises(DocumentDamaged, match=commit.name):
+        node.ship(ground, order)
+    assert commit.read_bytes() == cut
+    where = (node.tag, 1, "zero")
+    view = observe.describe(ground.store, node.tag, node="n0")
+    assert (view.unreadable, view.commits) == ((where,), ())
+    assert observe.observe(ground.store).unreadable == (where,)
+    assert node.ship(ground, node.order(node.sealed(), generation=2)).outcome == "committed"
+
+
+def test_a_tombstone_that_cannot_be_read_keeps_its_generation(node: Node, nas: Path, ground: Ground) -> None:
+    stone = nas / "_ckptd/retired/global_step5~g3~zero.json"
+    stone.parent.mkdir(parents=True, exist_ok=True)
+    stone.write_bytes(b"{")
+    view = observe.describe(ground.store, node.tag)
+    assert (view.unreadable, view.retired) == (((node.tag, 3, "zero"),), ())
+
+
+def test_an_identity_that_cannot_be_read_says_nothing_of_the_save(
+    node: Node, nas: Path, ground: Ground
+) -> None:
+    (nas / "_ckptd/remote.json").write_bytes(b"")
+    with pytest.raises(DocumentDamaged, match=r"remote\.json"):
         node.ship(ground, node.order(node.sealed()))
     assert not (nas / node.tag).exists()
 

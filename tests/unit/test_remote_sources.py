@@ -164,6 +164,19 @@ def test_the_bandwidth_is_kept() -> None:
     assert source.read_bytes == 10 << 20
 
 
+def test_what_a_source_reads_short_is_no_part_of_the_bandwidth() -> None:
+    """Forms made on the way come in pieces of 128 KiB and less; each was charged as a quarter of a second."""
+
+    class Short(MemorySource):
+        def read_into(self, offset: int, buffer: memoryview) -> int:
+            return super().read_into(offset, buffer[:1000])
+
+    pacer, clock = pacer_and_clock(1 << 20)
+    source = Short(b"x" * (10 << 20), mode=0o644, folder_mode=0o755, gid=None)
+    drain(PacedSource(source, pacer, lambda: None), 0, 4 << 20)
+    assert 9 < clock.now < 10.5
+
+
 def test_a_limit_that_ends_lets_go_who_waits_for_it() -> None:
     """By a timetable or a reload: who waited went on waiting for ever, and looked alive."""
     pacer, clock = pacer_and_clock(1000)

@@ -271,4 +271,4 @@ def test_any_user_is_answered() -> None:
         process.join()
     finally:
         shutil.rmtree(base)
-    assert (code, "a  NOT SAFE: nothing is committed yet" in said) == (0, True), said
+    assert (code, "a  NOT SAFE: nothing is committed yet" in said) == (3, True), said

@@ -242,6 +242,76 @@ def test_one_node_that_ended_or_died_is_not_the_job(nas: Path) -> None:
     assert (found.exit_code, found.problems) == (1, ("node n3 has not been heard of for 3 d",))
 
 
+# --- who is ahead of what is safe ------------------------------------------------------------------------
+
+
+def named(name: str, step: int, **more: Any) -> Heartbeat:
+    """Of a node of another allocation."""
+    return beat(0, step=step).model_copy(update={"node": name, "node_id": f"id-{name}", **more})
+
+
+def test_new_nodes_that_died_with_what_is_not_committed_are_named(nas: Path) -> None:
+    """The first allocation ended in order; the second trained on, committed nothing, and lost power."""
+    aged(nas, DAYS + 60)
+    for number in range(NODES):
+        put(nas, ended(number), seconds_ago=DAYS)
+    for seconds_ago in (60, 400):
+        for name in ("spot-a", "spot-b"):
+            put(nas, named(name, 900), seconds_ago)
+        found = looked(nas)
+        assert found.headline.startswith("BEHIND: step 5 committed 3 d ago, ")
+        assert "step 900 is not committed yet" in found.headline
+        assert (found.verdict, found.newest_step, found.ended_seconds_ago) == ("behind", 900, None)
+        assert {row.node for row in found.nodes} >= {"spot-a", "spot-b"}
+        assert found.exit_code == (3 if seconds_ago == 60 else 1)
+    assert looked(nas).problems[0] == (
+        "node spot-a has not been heard of for 7 min; its newest save, step 900, is not committed: "
+        "start ckptd there again, else the run goes back"
+    )
+    assert status(nas).returncode == 1
+
+
+def test_nodes_that_died_ahead_of_what_they_committed(nas: Path) -> None:
+    """A node says once a minute what it has: the COMMIT may be younger than its last word."""
+    for committed_seconds in (3600, 390, 0):
+        aged(nas, committed_seconds)
+        for number in range(NODES):
+            put(nas, beat(number, step=9), seconds_ago=400)
+        found = looked(nas)
+        assert (found.verdict, found.exit_code, found.newest_step) == ("behind", 1, 9)
+        assert all("step 9, is not committed" in text for text in found.problems)
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["nothing sent", "parts sent"])
+def test_who_left_before_the_run_went_on_from_an_older_save(nas: Path, tmp_path: Path, sent: bool) -> None:
+    """Drained out at 50, which is not committed; others went on from 5, and all of theirs is."""
+    store = DirectoryStore(str(nas), owner="t")
+    if sent:
+        for number in range(3):
+            ship(store, tmp_path, number, tag="global_step50", step=50)
+    aged(nas, 7200)
+    for number in range(NODES):
+        put(nas, ended(number, step=50), seconds_ago=7000)
+    assert looked(nas).verdict == "behind"
+    for number in range(NODES):
+        node = Node(tmp_path / f"new{number}", name=f"m{number}", dp=NODES, tag="global_step8")
+        node.write_all()
+        for path in (node.save_dir / "global_step8").iterdir():
+            if f"rank_{number}_" not in path.name and not (number == 0 and "model_states" in path.name):
+                path.unlink()
+        node.ship(node.attached(store), node.order(node.sealed(step=8, branch=0, seconds=5000)))
+        put(nas, named(f"m{number}", 8, ranks=(number,)), seconds_ago=10)
+    found = looked(nas)
+    assert found.headline.startswith("SAFE: step 8 committed "), found.headline
+    assert (found.exit_code, found.problems, found.uncommitted, found.newest_step) == (0, (), (), 8)
+    assert [row.node for row in found.nodes] == [f"m{number}" for number in range(NODES)]
+    # one that still has it is waited for
+    put(nas, beat(2, step=50), seconds_ago=10)
+    found = looked(nas)
+    assert (found.verdict, found.newest_step) == ("behind", 50)
+    assert [row.tag for row in found.uncommitted] == ["global_step50"] * sent
+
+
 def cells_beat(name: str, *cells: tuple[int, int], step: int, last: int = 0) -> Heartbeat:
     """As nodes say it today."""
     newest = NewestSave(
