@@ -66,6 +66,8 @@ class Judge:
     came: dict[str, float] = field(default_factory=dict)
     """When each COMMIT came."""
     best_seconds: float = BEST_SECONDS
+    _said: list[tuple[float, str | None]] = field(default_factory=list)
+    """What the newest COMMIT called the best, and since when: each change."""
     now: Daemon | None = None
     deletions: int = 0
 
@@ -89,6 +91,8 @@ class Judge:
             holder = next((c.key for c in self.live.values() if key in c.objects), None)
             if holder is not None and holder not in self.entombed:
                 raise Broken(f"{key} was removed, which {holder} lists")
+        if key.startswith(("_ckptd/commits/", "_ckptd/retired/", "_ckptd/disputes/")):
+            self.hear()
 
     def _commit(self, key: str, before: bytes | None, after: bytes | None) -> None:
         if after is None:
@@ -147,17 +151,30 @@ class Judge:
         newer = [c for c in counted if c.order > commit.order]
         if name not in self.disputed and (limit is None or len(newer) < limit):
             raise Broken(f"{name} is let go, though the policy keeps it: {document['reason']}")
-        if name not in self.disputed and document["tag"] == self._best():
+        if name not in self.disputed and document["tag"] == self.best():
             raise Broken(f"{name} is let go, and is the best")
         self.entombed.add(name)
         self.let_go[name] = (commit, self.clock())
 
-    def _best(self) -> str | None:
-        """What the trainer called the best in the newest COMMIT, and in the newest of a while ago."""
-        counted = [c for c in self.live.values() if c.key not in self.entombed | self.disputed.keys()]
-        old = [c for c in counted if self.clock() - self.came[c.key] >= self.best_seconds]
-        words = {self._word(counted), self._word(old)}
+    def best(self) -> str | None:
+        """What the trainer called the best in whatever was the newest COMMIT, for a while now."""
+        begin, counted = self.clock() - self.best_seconds, self._counted()
+        old = [c for c in counted if self.came[c.key] <= begin]
+        # an older save that is committed late, and a newer soon after, leave a node with what it just read
+        ends = [at for at, _ in self._said[1:]] + [self.clock()]
+        lately = {word for (_, word), end in zip(self._said, ends, strict=True) if end > begin}
+        words = lately | {self._word(counted), self._word(old)}
         return words.pop() if len(words) == 1 else None
+
+    def hear(self) -> None:
+        """After COMMITs came or went."""
+        word = self._word(self._counted())
+        if not self._said or self._said[-1][1] != word:
+            self._said.append((self.clock(), word))
+
+    def _counted(self) -> list[Committed]:
+        gone = self.entombed | self.disputed.keys()
+        return [c for c in self.live.values() if c.key not in gone]
 
     def _word(self, commits: list[Committed]) -> str | None:
         named = [c for c in commits if self.words[c.number] is not None]
@@ -184,7 +201,7 @@ class Judge:
             raise Broken(f"{name} is configured otherwise and lets {row.save.tag} go")
         if under_way := machine.in_flight(self.clock()):
             raise Broken(f"{name} lets save {number} go while {', '.join(under_way)} is saved")
-        if row.save.tag == self._best():
+        if row.save.tag == self.best():
             raise Broken(f"{name} lets save {number} ({row.save.tag}) go, which is the best")
         live = [c for c in self.live.values() if c.key not in self.disputed]
         # what was confirmed a moment ago another node may let go meanwhile, as both policies have it

@@ -20,6 +20,7 @@ from tests.fleet.__main__ import shape_of
 from tests.fleet.cost import measure
 from tests.fleet.defects import DEFECTS, planted
 from tests.fleet.directed import PLAYS, Directed, Play, act
+from tests.fleet.judge import Committed
 from tests.fleet.node import Daemon
 from tests.fleet.story import lived, staged, tell
 
@@ -89,6 +90,30 @@ def test_a_history_may_end_while_something_is_removed() -> None:
         forgot = lived(Directed(Play(script=_asked_of_a_journal_that_forgot, remote_limit=2)))
     assert (sound.broken, sound.commits) == (None, 3)
     assert "does not know that save" in (forgot.broken or "nothing")
+
+
+def test_what_is_the_best_again_since_a_moment_not_every_node_knows() -> None:
+    """Saves of a later branch are committed late, in any order: whoever looked in between goes by one that is
+    the newest no more (seed 50011 of 64 nodes)."""
+    judge = Directed(Play(script=_asked_all_the_while)).judge
+    clock = [0.0]
+    judge.clock = lambda: clock[0]
+    judge.best_seconds = 600.0
+
+    def committed(at: float, number: int, order: tuple[int, int, int], best: str) -> None:
+        clock[0], judge.words[number] = at, best
+        one = Committed(f"commit {number}", number, order, frozenset(), "", "")
+        judge.live[one.key], judge.came[one.key] = one, at
+        judge.hear()
+
+    committed(0.0, 25, (2, 140, 17), "global_step140")
+    clock[0] = 700.0
+    assert judge.best() == "global_step140"
+    committed(1000.0, 20, (3, 100, 8), "global_step50")
+    committed(1020.0, 44, (7, 160, 2), "global_step140")
+    assert judge.best() is None
+    clock[0] = 1621.0
+    assert judge.best() == "global_step140"
 
 
 def test_one_limit_here_and_there_leaves_nothing_on_the_disks(monkeypatch: pytest.MonkeyPatch) -> None:
