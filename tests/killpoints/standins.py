@@ -23,7 +23,7 @@ from ckptd import files
 from ckptd.convert import children, executor_child, inspect_child, inspection, planning_child, supervise
 from ckptd.convert.watch import Watched
 from ckptd.daemon import job, processes
-from ckptd.daemon.backoff import Breaker
+from ckptd.daemon.backoff import Asking, Breaker
 from ckptd.remote import again as again  # what the first upload would import, in each process anew
 from ckptd.remote import checksums, service, transfer
 from ckptd.remote import messages as m
@@ -51,6 +51,7 @@ class Clock:
         put(time, "time", lambda: self._time() + self.ahead_seconds)
         put(time, "time_ns", lambda: self._ns() + int(self.ahead_seconds * 1e9))
         put(time, "sleep", self.wait)
+        put(Asking.__init__, "__kwdefaults__", {"clock": time.monotonic})
         put(Breaker.__init__, "__kwdefaults__", {"clock": time.monotonic, "unix": time.time})
 
     def wait(self, seconds: float) -> None:

@@ -250,6 +250,7 @@ class Stage:
         self._plan(processes, "RemoteClient", client)
         self._plan(service, "open_store", open_store)
         for function in (
+            backoff.Asking.__init__,
             backoff.Breaker.__init__,
             pacing.Pacer.__init__,
             totals.Totals.__init__,
