@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import random
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,24 @@ def cut_power(world: World) -> None:
 
 def opened(world: World) -> int:
     return world.kernel.open(SAVE_DIR, os.O_RDONLY)
+
+
+@pytest.mark.usefixtures("world")
+def test_nothing_goes_by_the_real_clock() -> None:
+    """A default is bound when its module is read: who takes a clock by one is given the simulated one."""
+    real = (time.monotonic, time.time, time.sleep)
+    modules = [module for name, module in sys.modules.items() if name.startswith("ckptd.")]
+    classes = {c for module in modules for c in vars(module).values() if inspect.isclass(c)}
+    takers = [c.__init__ for c in classes if inspect.isfunction(c.__init__)]
+    assert len(takers) > 50
+    late = [
+        taker.__qualname__
+        for taker in takers
+        if any(
+            value in real for value in (*(taker.__defaults__ or ()), *(taker.__kwdefaults__ or {}).values())
+        )
+    ]
+    assert late == []
 
 
 def test_decisions_outlive_a_power_cut(world: World) -> None:
