@@ -27,7 +27,7 @@ def identity_of(store: Store) -> RemoteIdentity:
     found = read_identity(store)
     if found is None:
         msg = f"{store.url} has no {IDENTITY_KEY}"
-        hint = "is it mounted? nothing is there to be taken over: a remote of another `name` in the job file "
+        hint = "is it mounted? nothing is there to be taken over: a remote of another name in the job file "
         raise RemoteNotOurs(msg, hint=hint + "begins anew there, with `ckptd check --init-remote`")
     return found
 

@@ -158,12 +158,12 @@ class Judge:
 
     def best(self) -> str | None:
         """What the trainer called the best in whatever was the newest COMMIT, for a while now."""
-        begin, counted = self.clock() - self.best_seconds, self._counted()
-        old = [c for c in counted if self.came[c.key] <= begin]
+        begin = self.clock() - self.best_seconds
+        old = [c for c in self._counted() if self.came[c.key] <= begin]
         # an older save that is committed late, and a newer soon after, leave a node with what it just read
         ends = [at for at, _ in self._said[1:]] + [self.clock()]
         lately = {word for (_, word), end in zip(self._said, ends, strict=True) if end > begin}
-        words = lately | {self._word(counted), self._word(old)}
+        words = lately | {self._word(old)}
         return words.pop() if len(words) == 1 else None
 
     def hear(self) -> None:
