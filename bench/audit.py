@@ -1,17 +1,25 @@
 """Known vulnerabilities of what is installed: pip-audit over an environment (`make audit`), in plain words.
 
-Where the service with the advisories does not answer, that is said and nothing is claimed.
+Where the service with the advisories does not answer, that is said and nothing is claimed; a pip-audit that
+ends without an answer for any other reason is a failure.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 SECONDS = 300
+_UNREACHED = re.compile(r"requests\.exceptions\.\w*(Connection|Proxy|SSL|Timeout|ChunkedEncoding)\w*\b")
+"""The last line of a pip-audit that got through to nobody."""
+_TIP = "your network may be blocking this service"
+"""Its own last words then; the reason stands before them."""
+_REFUSED = ("pip_audit._service.interface.ServiceError", "requests.exceptions.HTTPError: ")
+"""Its last line where the service answers with an error, and how the line begins that says which."""
 
 
 def verdict(answer: dict[str, Any]) -> tuple[int, list[str]]:
@@ -31,6 +39,19 @@ def verdict(answer: dict[str, Any]) -> tuple[int, list[str]]:
     return 0, [f"{len(rows) - len(unknown)} packages, no known vulnerability{not_asked}"]
 
 
+def unanswered(words: str) -> str | None:
+    """Why the service did not answer, by what pip-audit said; None: it ended for another reason."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if _UNREACHED.match(last):
+        return last
+    if _TIP in last:
+        return lines[-2] if len(lines) > 1 else last
+    if last.startswith(_REFUSED[0]):
+        return next((line for line in reversed(lines) if line.startswith(_REFUSED[1])), None)
+    return None
+
+
 def main(tool: str, packages: str) -> int:
     """Audit the packages in a site-packages folder."""
     command = [tool, "--format", "json", "--progress-spinner", "off", "--path", packages]
@@ -42,9 +63,13 @@ def main(tool: str, packages: str) -> int:
     try:
         answer = json.loads(done.stdout)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        print(f"skipped: the advisory service does not answer ({last[:200]})")
-        return 0
+        why = unanswered(done.stderr)
+        if why is not None:
+            print(f"skipped: the advisory service does not answer ({why[:200]})")
+            return 0
+        last = f"{done.stdout}\n{done.stderr}".strip().splitlines()[-5:] or ["no output"]
+        print("\n".join([f"pip-audit ended with {done.returncode} and no answer:", *last]))
+        return 2
     status, lines = verdict(answer)
     print("\n".join(lines))
     return status

@@ -103,7 +103,7 @@ class Retention(Section):
     def _one_limit(self) -> Retention:
         if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
             reject("save_total_limit and keep_last are one key; they say different numbers")
-        if self.ladder and not self.policy.deletes:
+        if self.ladder and not self.policy.limits:
             reject("ladder is for what another key lets go; set save_total_limit")
         return self
 

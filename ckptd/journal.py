@@ -3,8 +3,7 @@
 Expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the remotes
 (COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding thread.
 A journal of another schema, one that SQLite cannot read, one with a row that is not what was written
-(journal_sums.py), or a link to something else (SQLite opens by name and would write there) is set aside and a
-new one begun.
+(journal_sums.py), or a link elsewhere (SQLite would write there) is set aside and a new one begun.
 """
 
 from __future__ import annotations
@@ -263,9 +262,10 @@ class Journal:
             for r in rows
         ]
 
-    def forget_objects(self, save_id: int, remote: str, form: str) -> None:
-        """A new generation or attempt begins: earlier keys do not count, half uploads are leftovers."""
-        which, values = "save_id=? AND remote=? AND form=?", (save_id, remote, form)
+    def forget_objects(self, save_id: int, remote: str, form: str, *, are_whole: bool = False) -> None:
+        """Earlier keys do not count any more, half uploads are leftovers; or these alone that `are_whole`."""
+        which = f"save_id=? AND remote=? AND form=?{' AND proof IS NOT NULL' if are_whole else ''}"
+        values = (save_id, remote, form)
         with self._transaction():
             self._leave(which, values)
             self._db.execute(f"DELETE FROM objects WHERE {which}", values)  # noqa: S608 - constants

@@ -1,6 +1,7 @@
 """For tests of hours: `pytest -p tests.resumable --minutes M …` ends in time, the next run goes on there.
 
-What has passed is remembered in `.build/finished`, by the code that it passed with; what failed is run again.
+What has passed is remembered in `.build/finished`, by the code that it passed with; what failed, or was
+skipped, is run again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Book:
         self._path = config.rootpath / ".build" / "finished" / digest(config.rootpath)
         self._done = set(self._path.read_text().splitlines()) if self._path.exists() else set()
         self._failed: set[str] = set()
+        self._passed: set[str] = set()
         self._left = 0
         self._session: pytest.Session | None = None
 
@@ -56,10 +58,12 @@ class Book:
         """Note what passed; stop in time."""
         if report.failed:
             self._failed.add(report.nodeid)
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
         if report.when != "teardown":
             return
         self._left -= 1
-        if report.nodeid not in self._failed:
+        if report.nodeid in self._passed - self._failed:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as out:
                 out.write(f"{report.nodeid}\n")

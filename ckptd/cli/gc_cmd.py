@@ -11,6 +11,7 @@ from ckptd.cli.text import ENV_JOB_OR_URL
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckptd.config_model import JobConfig
     from ckptd.recover.garbage import Collector
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.sources import Where
@@ -65,7 +66,7 @@ def register(app: typer.Typer) -> None:
         code = 0
         try:
             if incomplete and config is not None:
-                collector.incomplete(config, incomplete, _pins(where, state_dir))
+                _incomplete(collector, config, incomplete, where, state_dir)
             else:
                 if config is None and _conversion(collector, where):
                     code = 0
@@ -121,6 +122,14 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
         if where.job is not None and gone is None:
             collector.node(where.job, good, state_dir)
     return codes[0] if codes else 0
+
+
+def _incomplete(
+    collector: Collector, config: JobConfig, tag: str, where: Where, state_dir: Path | None
+) -> None:
+    from ckptd.recover.known import sealed_here
+
+    collector.incomplete(config, tag, _pins(where, state_dir), sealed_here(state_dir, tag))
 
 
 def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:

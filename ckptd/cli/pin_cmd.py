@@ -67,7 +67,9 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     owner = owner_of(config, state_dir)
     for tag in tags:
         # a name that is written wrong would change nothing and pass for done
-        if kind == "pin" or (kind == "adopt" and tag != "*"):
+        if kind == "unpin":
+            _must_be_pinned(config, tag, state_dir)
+        elif kind == "pin" or (kind == "adopt" and tag != "*"):
             _must_exist(config, tag)
     for tag in tags:
         fingerprints = _fingerprints(config, tag) if kind == "accept" else ()
@@ -135,6 +137,19 @@ def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
         raise NotFoundError(msg, hint="ckptd status shows the suspect ones")
     facts = inspect_files(config.save_dir / tag, [f.path for f in listing.shards])
     return tuple(sorted((f.path, f.fingerprint) for f in facts))
+
+
+def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
+    """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    from ckptd.daemon.decisions import pinned_tags, read_decisions
+    from ckptd.remote.access import access_of
+    from ckptd.remote.observe import is_pinned
+    from ckptd.remote.open import open_store
+
+    if tag in pinned_tags(read_decisions(state_dir)):
+        return
+    if not any(is_pinned(open_store(r.url, access=access_of(r)), tag) for r in _remotes_of(config).remotes):
+        _must_exist(config, tag)
 
 
 def _must_exist(config: JobConfig, tag: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptd import files
 from ckptd.convert.sandbox import restrict
-from ckptd.core.finite import finite
+from ckptd.core.finite import evaluation_of, finite
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.torchfile.archive import Directory, Framing, frame
 from ckptd.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
@@ -28,7 +28,7 @@ _TORN = {"final": True, "bytes": 0, "archive": "torn", "fingerprint": ""}
 """Takes back what was said on the way: what has a fingerprint was read, and is not read again."""
 
 _TRAINER_STATE_LIMIT_BYTES = 64 << 20
-_MOST_METRICS, _NAME_LETTERS = 64, 100
+_MOST_METRICS, _NAME_LETTERS = 256, 100
 
 
 def main() -> None:
@@ -102,16 +102,21 @@ def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:
 
 
 def _metrics_at(step: object, history: object) -> list[tuple[str, float]]:
-    """Finite numbers that were logged at this very step, the last of each name."""
+    """Finite numbers that were logged at this very step, the last of each name.
+
+    A training loss is left out once the evaluation's was logged at any step: it is not comparable with it.
+    """
+    entries = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
     found: dict[str, float] = {}
-    for entry in history if isinstance(history, list) else ():
-        if not isinstance(entry, dict) or type(step) is not int or entry.get("step") != step:
+    for entry in entries:
+        if type(step) is not int or entry.get("step") != step:
             continue
         for name, value in entry.items():
             number = finite(value)
             if number is not None and len(name) <= _NAME_LETTERS:
                 found[name] = number
-    return sorted(found.items())[:_MOST_METRICS]
+    evaluated = {name for entry in entries for name in entry}
+    return sorted((n, v) for n, v in found.items() if evaluation_of(n) not in evaluated)[:_MOST_METRICS]
 
 
 def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:

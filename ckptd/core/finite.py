@@ -14,3 +14,8 @@ def finite(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def evaluation_of(metric: str) -> str:
+    """What a short name means where it was logged, as in Hugging Face's `metric_for_best_model`."""
+    return f"eval_{metric}"

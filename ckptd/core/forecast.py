@@ -69,6 +69,8 @@ class Room:
     waiting: Waiting = field(default_factory=Waiting)
     saves_to_limit: int = 0
     """Saves that still stay before save_total_limit lets one go for each that comes."""
+    keep_every_steps: int | None = None
+    """Multiples of it stay for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class Forecast:
     """With `unuploaded = "thin"` the disk would not fill."""
     is_limit_too_high: bool = False
     """It fills with what save_total_limit keeps, however fast the link is."""
+    is_kept_by_steps: bool = False
+    """The same with what keep_every_steps keeps."""
 
 
 def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int | None) -> Room:
@@ -103,15 +107,17 @@ def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int 
     first = min((s.order for s in ahead if s.id in sent), default=None)
     if first is None and ahead:
         first = max(s.order for s in ahead)
-    limit = view.local_retention.save_total_limit
+    policy = view.local_retention
+    limit = policy.save_total_limit
     count = len(here) if view.unuploaded == "delete" else len(safe)
     beyond = set(safe[: max(0, len(safe) - limit)]) if limit is not None else set()
     # what a COMMIT has let go stays for a turn, or while a save is in flight
-    loose = [s for s in here if s.order in beyond] + [s for s in waits if safe and s.order < safe[-1]]
+    past = [s for s in here if s.order in beyond] + [s for s in waits if safe and s.order < safe[-1]]
+    loose = [s for s in past if not policy.keeps_step(s.order.step)]
     return Room(
         free_bytes=view.disk.free_bytes,
         link_bytes_per_second=link_bytes_per_second,
-        is_rotated=bool(required) and view.local_retention.deletes,
+        is_rotated=bool(required) and policy.deletes,
         unuploaded=view.unuploaded,
         waiting=Waiting(
             loose_bytes=sum(s.save.total_bytes for s in loose),
@@ -120,6 +126,7 @@ def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int 
             newer_bytes=sum(s.save.total_bytes for s in ahead if first is not None and s.order > first),
         ),
         saves_to_limit=max(0, (limit or 0) - count),
+        keep_every_steps=policy.keep_every_steps,
     )
 
 
@@ -134,12 +141,21 @@ def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forec
     every = median(gaps)
     steps = [later.step - earlier.step for earlier, later in pairwise(recent) if later.step > earlier.step]
     every_steps = round(median(steps)) if steps else None
-    link = (room.link_bytes_per_second or 0.0) if room.is_rotated else 0.0
+    speed = room.link_bytes_per_second or 0.0
+    link = speed if room.is_rotated else 0.0
     is_bounded = room.unuploaded == "delete" or link >= production
-    full_seconds = _full_seconds(room, production, link, size, is_bounded=is_bounded)
+    kept = _kept_share(room.keep_every_steps, recent[-1].step, every_steps)
+    is_too_much = is_bounded and room.saves_to_limit * size > room.free_bytes
+    full_seconds = (
+        room.free_bytes / production
+        if is_too_much
+        else _bounded_seconds(room, production, size, kept)
+        if is_bounded
+        else _full_seconds(room, production, link, size, kept)
+    )
     late = now_seconds - recent[-1].at_seconds - every
     is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
-    is_slow = 0 < link < production
+    is_slow = 0 < speed < production
     return Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
@@ -147,11 +163,12 @@ def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forec
         full_in_saves=None if full_seconds is None else int(full_seconds * len(gaps) / sum(gaps)),
         full_in_seconds=full_seconds,
         overdue_seconds=late if is_late else None,
-        save_steps_for_link=_rounded(every_steps * production / max(link, 1.0))
+        save_steps_for_link=_rounded(every_steps * production / max(speed, 1.0))
         if is_slow and every_steps is not None
         else None,
-        is_spared_by_thin=_thinned_seconds(room, production, link, size) is None,
-        is_limit_too_high=is_bounded and full_seconds is not None,
+        is_spared_by_thin=_thinned_seconds(room, production, link, size, 0.0) is None,
+        is_limit_too_high=is_too_much,
+        is_kept_by_steps=is_bounded and not is_too_much and full_seconds is not None,
     )
 
 
@@ -168,24 +185,37 @@ def _gaps(recent: Sequence[Saved]) -> list[float]:
     return [min(gap, others[-1]) for gap in gaps] if is_rest else gaps
 
 
-def _full_seconds(room: Room, production: float, link: float, size: int, *, is_bounded: bool) -> float | None:
+def _kept_share(keep_every_steps: int | None, step: int, every_steps: int | None) -> float:
+    """Of the saves to come: those that keep_every_steps keeps; one in so many, or none."""
+    if keep_every_steps is None or not every_steps:
+        return 0.0
+    period = keep_every_steps // math.gcd(keep_every_steps, every_steps)
+    return 1 / period if step % math.gcd(keep_every_steps, every_steps) == 0 else 0.0
+
+
+def _bounded_seconds(room: Room, production: float, size: int, kept: float) -> float | None:
+    """Until it is full where each save that comes lets one go, once the limit is reached; None: never."""
+    if not kept:
+        return None
+    left = room.free_bytes - room.saves_to_limit * size
+    return (room.saves_to_limit * size + left / kept) / production
+
+
+def _full_seconds(room: Room, production: float, link: float, size: int, kept: float) -> float | None:
     """Until the disk is full; None: it does not fill.
 
-    It fills at the speed of production, less that of the link where committed checkpoints are rotated; where
-    what comes goes by the limit (`is_bounded`), with what the limit keeps.
+    It fills at the speed of production, less what of the link's committed checkpoints is rotated.
     """
-    if is_bounded:
-        return room.free_bytes / production if room.saves_to_limit * size > room.free_bytes else None
     if room.unuploaded == "thin":
-        return _thinned_seconds(room, production, link, size)
-    return room.free_bytes / (production - link)
+        return _thinned_seconds(room, production, link, size, kept)
+    return room.free_bytes / (production - link * (1 - kept))
 
 
-def _thinned_seconds(room: Room, production: float, link: float, size: int) -> float | None:
+def _thinned_seconds(room: Room, production: float, link: float, size: int, kept: float) -> float | None:
     """The same under `thin`: while one checkpoint is sent nothing goes, at its COMMIT what is older does.
 
     So the disk must take all that is saved meanwhile, twice: what came during one upload leaves at the end of
-    the next. From the third upload on each gives back what it takes (docs/adr/0132).
+    the next. From the third upload on each gives back what it takes (docs/adr/0132), less what is kept.
     """
     if link <= 0:
         return room.free_bytes / production
@@ -199,8 +229,8 @@ def _thinned_seconds(room: Room, production: float, link: float, size: int) -> f
             return seconds + free / production
         seconds += takes / production
         # the one that is committed stays, and lets the oldest of the limit go once that is reached
-        free += next(backs) - takes + (size if upload >= room.saves_to_limit else 0)
-    return None
+        free += (next(backs) + (size if upload >= room.saves_to_limit else 0)) * (1 - kept) - takes
+    return seconds + max(free, 0.0) / (production * kept) if kept else None
 
 
 def _rounded(steps: float) -> int:

@@ -116,21 +116,25 @@ def _is_ready(save: SaveView) -> bool:
     return save.universal.state is DerivedState.READY
 
 
-def _dates(view: JobView) -> dict[str, float | None]:
-    """When COMMITs of required remotes were made, the last of each key; None: one carries no time."""
-    found: dict[str, float | None] = {}
-    for remote in view.remotes:
-        for commit in remote.commits if remote.is_required else ():
-            before, at = found.get(commit.key, 0.0), commit.committed_at_seconds
-            found[commit.key] = None if before is None or at is None else max(at, before)
-    return found
+_Dates = dict[tuple[str, str], float | None]
+"""(remote, key of a COMMIT) → when it was made; None: it carries no time."""
 
 
-def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Mapping[str, float | None]) -> Held:
+def _dates(view: JobView) -> _Dates:
+    """Of required remotes: the same key may be another save's on another one."""
+    return {
+        (remote.name, commit.key): commit.committed_at_seconds
+        for remote in view.remotes
+        if remote.is_required
+        for commit in remote.commits
+    }
+
+
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: _Dates) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
-    keys = (save.ship(name, ZERO).commit_key for name in required)
-    times = [dates[key] for key in keys if key is not None and key in dates]
+    keys = ((name, save.ship(name, ZERO).commit_key or "") for name in required)
+    times = [dates[key] for key in keys if key in dates]
     known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
     return Held(
@@ -183,7 +187,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
             _may_be_newest(save, ground.intact),
             "nothing proves that it is not the newest (the next save will)",
         ),
-        (_is_ahead(save, top), "abandoned branch, the new one has not passed it"),
+        (_is_ahead(save, top), _ahead(save, top)),
         (save.save.tag in ground.best, "best_model_checkpoint"),
         (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
     )
@@ -227,6 +231,11 @@ def _may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
     """At or above the newest complete step (H7, H10): never deleted, whatever its branch."""
     return top is not None and save.id != top.id and save.save.step >= top.save.step
+
+
+def _ahead(save: SaveView, top: SaveView | None) -> str:
+    is_beside = top is not None and save.save.branch == top.save.branch
+    return "of the newest's step" if is_beside else "abandoned branch, the new one has not passed it"
 
 
 def commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ckptd.core.best import Best
-from ckptd.core.finite import finite
+from ckptd.core.finite import evaluation_of, finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -70,16 +70,20 @@ def _rows(whole: dict[str, object] | list[object], metric: str) -> Iterator[dict
     else:
         for key, value in whole.items():
             if key.isascii() and key.isdigit() and len(key) < 20:
-                yield {metric: value, **(value if isinstance(value, dict) else {}), "step": int(key)}
+                yield {**(value if isinstance(value, dict) else {metric: value}), "step": int(key)}
 
 
 def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
-    found: dict[int, list[float]] = {}
+    """Of the evaluation where the file holds any: a training loss is neither it nor comparable with it."""
+    named: dict[int, list[float]] = {}
+    evaluated: dict[int, list[float]] = {}
     for row in rows:
-        step, value = _step_of(row), finite(row.get(metric, row.get(f"eval_{metric}")))
-        if step is not None and value is not None:
-            found.setdefault(step, []).append(value)
-    return {step: tuple(values) for step, values in found.items()}
+        step = _step_of(row)
+        for found, name in ((named, metric), (evaluated, evaluation_of(metric))):
+            value = finite(row.get(name))
+            if step is not None and value is not None:
+                found.setdefault(step, []).append(value)
+    return {step: tuple(values) for step, values in (evaluated or named).items()}
 
 
 def _step_of(row: dict[str, object]) -> int | None:

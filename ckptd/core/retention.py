@@ -63,11 +63,18 @@ class RetentionPolicy(Model):
         """Thrown away after the next few."""
         return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
 
-    @property
-    def lets_go(self) -> str:
+    def keeps_step(self, step: int) -> bool:
+        """Whether its step alone keeps a checkpoint for ever."""
+        every = self.keep_every_steps
+        is_multiple = every is not None and step % every == 0 and not self.is_ephemeral(step)
+        return is_multiple or step in self.keep_steps
+
+    def lets_go(self, step: int) -> str:
         """Why something goes that no key keeps."""
+        if self.ephemeral is not None and self.is_ephemeral(step):
+            return f"ephemeral: the newest {self.ephemeral.keep} stay"
         limit = self.save_total_limit
-        return f"save_total_limit {limit}" if limit is not None else "kept by no retention key"
+        return f"save_total_limit {limit}" if limit else "kept by no retention key"
 
     def has_rung(self, form: str) -> bool:
         """Whether something may one day be left in this form alone."""
@@ -109,15 +116,17 @@ def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, 
     if len(whole) < len(everything):
         reasons |= keep_reasons(whole, policy)
     ages = ages_of(everything) if policy.ladder else {}
-    lets_go = policy.lets_go
     found: dict[str, dict[str, Fate]] = {}
     for one in held:
         key = one.item.key
         if reasons[key]:
             found[key] = dict.fromkeys(one.forms, Fate(keeps=reasons[key]))
         else:
+            step = one.item.order.step
+            # what is thrown away after the next few is not kept in a lesser form for years
+            ladder = () if policy.is_ephemeral(step) else policy.ladder
             age = ages.get(key, Age(0, None))
-            found[key] = step_down(policy.ladder, age, one.forms, one.standing, lets_go)
+            found[key] = step_down(ladder, age, one.forms, one.standing, policy.lets_go(step))
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.best import Best
+from ckptd.core.finite import evaluation_of
 from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import Memory
 from ckptd.core.save import SealedFile, SealedSave
@@ -99,14 +100,14 @@ def best_checkpoint_of(facts: Mapping[str, FileFacts]) -> str | None:
 def best_of(tag: str, facts: Mapping[str, FileFacts], metric: str | None = None) -> Best | None:
     """The value of `metric` that trainer_state.json logged at this step; without a name, of the best so far.
 
-    As for Hugging Face's `metric_for_best_model`, "loss" means "eval_loss" where that was logged.
+    As for Hugging Face's `metric_for_best_model`, "loss" means "eval_loss" where that was ever logged.
     """
     state = facts.get(TRAINER_STATE)
     if state is None or state.trainer is None:
         return None
     if metric is not None:
         logged = dict(state.trainer.metrics)
-        value = logged.get(metric, logged.get(f"eval_{metric}"))
+        value = logged.get(evaluation_of(metric), logged.get(metric))
         is_best = state.trainer.best_checkpoint == tag
         return None if value is None else Best(metric=metric, value=value, is_best=is_best)
     if state.trainer.best_metric is None:

@@ -15,6 +15,7 @@ from ckptd.core.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folde
 from ckptd.core.parts import replicas
 from ckptd.core.trainers import LATEST_UNIVERSAL, place_of
 from ckptd.core.view import UNIVERSAL, ZERO
+from ckptd.journal import ObjectRow
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder
 from ckptd.remote import messages as m
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from ckptd.core.listing import ListedFile
     from ckptd.core.save import SealedFile
     from ckptd.core.view import ShipRecord
-    from ckptd.journal import ObjectRow, SaveRow
+    from ckptd.daemon.state import JobState
+    from ckptd.journal import SaveRow
 
 
 def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
@@ -61,6 +63,38 @@ def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipF
         for f in row.save.files
     )
     return shards + _extras(row.save.extras, folder, save_dir_fd)
+
+
+def forget_others(state: JobState, row: SaveRow, action: Ship) -> None:
+    """What other saves of this tag verified in the folder of this order, which may replace it unseen.
+
+    Before anything is sent: of the same size, it would be taken for what was verified. A held save may be
+    sent again after its successor under that tag has begun; and some file systems take two tags for one.
+    """
+    tag = row.save.tag.casefold()
+    for other in state.rows.values():
+        if other.id == row.id or other.save.tag.casefold() != tag:
+            continue
+        if state.ship(other.id, action.remote, action.form).generation == action.generation:
+            state.journal.forget_objects(other.id, action.remote, action.form, are_whole=True)
+
+
+def verified_row(done: m.Shipped) -> ObjectRow:
+    """An object that is whole in the remote, for the journal."""
+    size, crc64 = done.bytes, done.crc64nvme
+    return ObjectRow(key=done.key, bytes=size, flushed_bytes=size, crc64=crc64, proof=done.proof)
+
+
+def half_row(moving: m.Moving) -> ObjectRow:
+    """How far one is durable there."""
+    return ObjectRow(
+        key=moving.key,
+        bytes=moving.total_bytes,
+        flushed_bytes=moving.flushed_bytes,
+        crc64=f"{moving.crc64:016x}",
+        proof=None,
+        token=moving.token,
+    )
 
 
 def _folder_of(row: SaveRow, action: Ship) -> str:

@@ -75,8 +75,8 @@ def see_outlook(job: Job, state: JobState) -> None:
     if job.view is None:
         return
     told, speed = outlook(job, state), link_speed(job, state)
-    # only from a link that was measured: the first upload of a job is no reason for an alarm
-    if speed is not None:
+    # only from a link that was measured, where one counts: a first upload is no reason for an alarm
+    if speed is not None or not job.config.local.policy.deletes:
         _see_full(job, told)
     if told.save_steps_for_link is not None and speed is not None:
         _see_slow(job, told, speed, told.save_steps_for_link)
@@ -95,7 +95,9 @@ def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
     text, how = f"production {production}, link {link}: ", job.config.unuploaded
     full = "" if told.full_in_seconds is None else f", disk full in {show_seconds(told.full_in_seconds)}"
     cure = f"save every {steps:,} steps, or make the link faster"
-    if how == "keep":
+    if not job.config.local.policy.deletes:
+        text += f"uploads fall behind{full}"
+    elif how == "keep":
         text += f"uploads fall behind{full}"
         cure = (
             f'set unuploaded = "thin" or {cure}'
@@ -123,6 +125,8 @@ def _see_full(job: Job, told: Forecast) -> None:
         cure = "set save_total_limit in [local], free space, or save less often"
     elif told.is_limit_too_high:
         cure = "lower save_total_limit in [local], free space, or save less often"
+    elif told.is_kept_by_steps:
+        cure = "raise keep_every_steps in [local], or free space"
     elif how == "keep" and told.is_spared_by_thin:
         cure += '; unuploaded = "thin" lets go what is older than a committed one'
     elif how != "delete":

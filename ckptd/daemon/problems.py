@@ -82,7 +82,6 @@ _SEVERITY: dict[str, Severity] = {
     "link-slow": "note",
     "save-overdue": "note",
     "hold-released": "note",
-    "vanished-kept": "note",
     "journal-set-aside": "note",
     "no-file-events": "note",
     "metrics-unreadable": "note",
@@ -100,6 +99,7 @@ _MAY_HEAL: frozenset[Code] = frozenset(
         "conversion-failed",
         "job-interrupted",
         "waiting-for-remote",
+        "vanished-kept",
     }
 )
 """What a save, a removal, a retry or a start under way ends within a minute, in the most normal training."""

@@ -16,7 +16,6 @@ from ckptd.daemon.holds import take_up_holds
 from ckptd.daemon.retiring import take_up_belt
 from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.errors import CkptdError
-from ckptd.files import TEMPORARY_PREFIX
 from ckptd.local import fs
 from ckptd.observe.logs import doing
 
@@ -83,7 +82,7 @@ def _take_up_belt(state: JobState) -> None:
 def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:
     fs.empty_our_trash(save_dir_fd)
     for name in names:
-        if not name.startswith(("ours.", TEMPORARY_PREFIX)):
+        if not fs.is_ours_in_trash(name):
             tag = name.rsplit(".", 1)[0]
             if fs.return_from_trash(save_dir_fd, name, tag):
                 audit.write(

@@ -18,12 +18,20 @@ from ckptd.core.shared import beat_seconds
 from ckptd.core.view import ZERO, Confirmation, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.backoff import backoff_seconds, changed_seconds
 from ckptd.daemon.late import Supplementing
-from ckptd.daemon.orders import committed_source, files_to_ship, making_of, pointer_to_ship, ship_order
+from ckptd.daemon.orders import (
+    committed_source,
+    files_to_ship,
+    forget_others,
+    half_row,
+    making_of,
+    pointer_to_ship,
+    ship_order,
+    verified_row,
+)
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.state import Converting, JobState, Moving
 from ckptd.daemon.waiting import waiting_on
-from ckptd.journal import ObjectRow
 from ckptd.local import fs
 from ckptd.observe.logs import doing
 from ckptd.place import path_of
@@ -86,6 +94,7 @@ class Shipping:
                 state.journal.set_held(row.id, held=False)
                 state.reload(row.id)
             return
+        forget_others(state, row, action)
         record = old.model_copy(
             update={
                 "state": ShipState.SHIPPING,
@@ -147,14 +156,7 @@ class Shipping:
             return
         if isinstance(answer, m.ObjectDone):
             done = answer.object
-            row = ObjectRow(
-                key=done.key,
-                bytes=done.bytes,
-                flushed_bytes=done.bytes,
-                crc64=done.crc64nvme,
-                proof=done.proof,
-            )
-            self._state.journal.put_object(*key, row)
+            self._state.journal.put_object(*key, verified_row(done))
             moving = self._state.moving.get(key)
             if moving is not None:
                 moving.done_bytes += done.bytes - moving.objects.get(done.key, 0)
@@ -188,17 +190,7 @@ class Shipping:
         durable = (moving.key, moving.flushed_bytes, moving.token)
         if (moving.flushed_bytes or moving.token) and durable != entry.durable:
             entry.durable = durable
-            state.journal.put_object(
-                *key,
-                ObjectRow(
-                    key=moving.key,
-                    bytes=moving.total_bytes,
-                    flushed_bytes=moving.flushed_bytes,
-                    crc64=f"{moving.crc64:016x}",
-                    proof=None,
-                    token=moving.token,
-                ),
-            )
+            state.journal.put_object(*key, half_row(moving))
 
     def _end_ship(self, action: Ship, answer: m.Answer) -> None:
         state, link = self._state, self._links[action.remote]

@@ -10,7 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.core.view import SETTLED, ZERO, ShipState
-from ckptd.daemon.unfinished import is_proven_damaged, way_out
+from ckptd.daemon.orders import hold_name
+from ckptd.daemon.unfinished import is_proven_damaged, removal_of_hold, way_out
 
 if TYPE_CHECKING:
     from ckptd.config_model import RemoteConfig
@@ -55,7 +56,7 @@ def see_uploads(job: Job, state: JobState) -> None:
             is_damaged = record.is_damaged or is_proven_damaged(record)
             if is_damaged and record.state in _TRIED_AGAIN:
                 job.problems.stays("source-damaged", about)
-            elif is_damaged and row.state == "present":
+            elif is_damaged:
                 job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
             elif record.tries >= MANY_TRIES and record.state is ShipState.FAILED:
                 job.problems.see("upload-failed", about, text, record.hint)
@@ -89,6 +90,8 @@ def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRe
 def _cure(job: Job, state: JobState, row: SaveRow, record: ShipRecord) -> str:
     if record.form != ZERO:
         return record.hint
+    if row.state != "present":
+        return f"ckptd never removes its last copy: {removal_of_hold(job, hold_name(row))}"
     command, what = way_out(job, state, row.save.tag)
     return f"{record.hint}; {command} {what}".removeprefix("; ")
 

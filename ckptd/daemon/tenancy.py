@@ -83,7 +83,7 @@ class Tenancy:
         self._is_new = False
         own = {deletion.trash for deletion in state.journal.open_deletions()}
         for name in fs.trash_names(save_dir_fd):
-            if name not in own and not name.startswith(("ours.", files.TEMPORARY_PREFIX)):
+            if name not in own and not fs.is_ours_in_trash(name):
                 _finish(state, save_dir_fd, name, audit)
 
 

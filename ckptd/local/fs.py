@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -34,6 +35,8 @@ STAGING = f"{OURS}/staging"
 ASIDE = f"{OURS}/aside"
 
 
+_OURS_IN_TRASH = re.compile(r"ours\.(?![0-9a-f]{8}$)[^.]+")
+
 _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY)
 """Why a folder is not removed that need not be."""
 
@@ -48,6 +51,11 @@ def ensure_ours(save_dir_fd: int, relative: str) -> int:
 def trash_name(tag: str) -> str:
     """A name in the trash that nothing else has."""
     return f"{tag}.{secrets.token_hex(4)}"
+
+
+def is_ours_in_trash(name: str) -> bool:
+    """What was ours when it came there; a folder of the tag `ours.x` was not (`trash_name`)."""
+    return name.startswith(files.TEMPORARY_PREFIX) or _OURS_IN_TRASH.fullmatch(name) is not None
 
 
 def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_listed: bool) -> None:
@@ -108,7 +116,7 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
             msg = f"{permit.tag} is another folder than the committed one"
             raise SourceChanged(msg)
         check_identities(folder_fd, permit.files, only_listed=True)
-        files.rename_noreplace(save_dir_fd, permit.tag, trash_fd, name_in_trash)
+        files.rename_new(save_dir_fd, permit.tag, trash_fd, name_in_trash)
         try:
             moved = os.stat(name_in_trash, dir_fd=trash_fd, follow_symlinks=False)
             if FolderIdentity(dev=moved.st_dev, ino=moved.st_ino) != permit.folder:
@@ -116,7 +124,7 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
                 raise SourceChanged(msg)
             check_identities(folder_fd, permit.files, only_listed=True)
         except (CkptdError, OSError):
-            files.rename_noreplace(trash_fd, name_in_trash, save_dir_fd, permit.tag)
+            files.rename_new(trash_fd, name_in_trash, save_dir_fd, permit.tag)
             raise
         files.fsync_dir(save_dir_fd)
         files.fsync_dir(trash_fd)
@@ -198,7 +206,7 @@ def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
     """Move a folder back that was renamed aside without a permit's end; False when its place is taken."""
     trash_fd = ensure_ours(save_dir_fd, TRASH)
     try:
-        files.rename_noreplace(trash_fd, name, save_dir_fd, tag)
+        files.rename_new(trash_fd, name, save_dir_fd, tag)
     except (FileExistsError, FileNotFoundError):
         return False
     finally:
@@ -258,7 +266,7 @@ def empty_our_trash(save_dir_fd: int) -> None:
     """Finish what a crash left of `remove_ours`, and what it left of proving our rights."""
     for folder in (TRASH, STAGING):
         for name in names_in(save_dir_fd, folder):
-            if name.startswith(("ours.", files.TEMPORARY_PREFIX)):
+            if is_ours_in_trash(name):
                 with closing(ensure_ours(save_dir_fd, folder)) as place:
                     try:
                         files.remove_file(place, name)

@@ -109,7 +109,7 @@ def give_name(save_dir_fd: int, name: str, new: str) -> bool:
             about = None
         if about is not None:
             files.write_atomic(fd, about_name(new), about)
-        files.rename_noreplace(fd, name, fd, new)
+        files.rename_new(fd, name, fd, new)
         files.fsync_dir(fd)
         if about is not None:
             files.remove_file(fd, about_name(name))

@@ -29,15 +29,15 @@ def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFil
     try:
         with closing(open_tag(save_dir_fd, tag)) as folder:
             _check_listed(folder, tag, files_seen)
-            files.rename_noreplace(save_dir_fd, tag, trash_fd, name)
+            files.rename_new(save_dir_fd, tag, trash_fd, name)
             try:
                 _check_listed(folder, tag, files_seen)
             except (CkptdError, OSError):
-                files.rename_noreplace(trash_fd, name, save_dir_fd, tag)
+                files.rename_new(trash_fd, name, save_dir_fd, tag)
                 raise
         files.fsync_dir(save_dir_fd)
         aside = f"ours.{secrets.token_hex(6)}"
-        files.rename_noreplace(trash_fd, name, trash_fd, aside)
+        files.rename_new(trash_fd, name, trash_fd, aside)
         files.remove_tree(trash_fd, aside)
     except OSError as error:
         raise from_os_error(error, f"removing {tag}") from error

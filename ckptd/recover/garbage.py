@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, judge
+from ckptd.core.sealing import same_files
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.journal import Journal
 from ckptd.local import fs, hold
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.facts import FileFacts
     from ckptd.core.listing import FolderListing
+    from ckptd.core.save import SealedSave
     from ckptd.observe.audit import Audit
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.unfinished import Unfinished
@@ -177,7 +179,7 @@ class Collector:
                 return
             with one_at_a_time(fd):
                 for name in fs.names_in(fd, fs.TRASH):
-                    if name.startswith("ours."):
+                    if fs.is_ours_in_trash(name):
                         self._ours(fd, fs.TRASH, name, "half-removed")
                 for name in fs.names_in(fd, fs.STAGING):
                     if name.startswith(_STAGED):
@@ -215,8 +217,10 @@ class Collector:
                 fs.remove_ours(fd, folder, name)
         self._noted(f"{folder}/{name}", size, why)
 
-    def incomplete(self, job: JobConfig, tag: str, pins: frozenset[str]) -> None:
-        """Remove one incomplete, torn or damaged checkpoint folder.
+    def incomplete(
+        self, job: JobConfig, tag: str, pins: frozenset[str], sealed: Sequence[SealedSave] = ()
+    ) -> None:
+        """Remove one incomplete, torn or damaged checkpoint folder; `sealed`: what the daemon knows there.
 
         Raises:
             NotFoundError: there is none of that name. SourceChanged: somebody writes there.
@@ -229,7 +233,8 @@ class Collector:
             if fd is None or listing is None:
                 raise NotFoundError(f"there is no folder {tag} in {job.save_dir}", hint="see `ckptd status`")
             with one_at_a_time(fd):
-                reason = self._given_up(job, fd, listing, pins)
+                is_sealed = any(same_files(save, listing) for save in sealed)
+                reason = self._given_up(job, fd, listing, pins, is_sealed=is_sealed)
                 size = sum(file.identity.size_bytes for file in listing.files)
                 for file in listing.files:
                     self._say(f"{tag}/{file.path} ({file.identity.size_bytes} bytes)")
@@ -253,8 +258,13 @@ class Collector:
                 hold.release(fd, name)
             self._noted(place, size, f"{_DAMAGED}{damage}")
 
-    def _given_up(self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str]) -> str:
-        """Why the folder is not whole; refuses whatever may still be wanted."""
+    def _given_up(
+        self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str], *, is_sealed: bool
+    ) -> str:
+        """Why the folder is not whole; refuses whatever may still be wanted.
+
+        What was sealed is whole, or this node's part of a save, which looks like one that was cut short.
+        """
         tag = listing.tag
         if tag in pins:
             raise RefusedError(f"{tag} is pinned", hint="`ckptd unpin` first")
@@ -271,12 +281,13 @@ class Collector:
             save_spread_seconds=job.save_spread_seconds,
         )
         verdict = judge(listing, {row.path: row for row in rows}, None, context)
-        if verdict.state in _GIVEN_UP:
+        if verdict.state in _GIVEN_UP and not is_sealed:
             return verdict.reason or verdict.state.value
         damage = damage_in(fd, listing)
         if damage is None:
             why = f" ({verdict.reason})" if verdict.reason else ""
-            msg = f"{tag} is {verdict.state.value}{why}, and no byte is known to be wrong"
+            is_what = "what this node wrote of a save" if is_sealed else f"{verdict.state.value}{why}"
+            msg = f"{tag} is {is_what}, and no byte is known to be wrong"
             raise RefusedError(msg, hint="only an incomplete, torn or damaged checkpoint is removed so")
         return f"{_DAMAGED}{damage}"
 

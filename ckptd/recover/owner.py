@@ -6,17 +6,14 @@ went by the name alone would call that remote a stranger's.
 
 from __future__ import annotations
 
-import os
-import sqlite3
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from ckptd.config import default_config_dir, load_daemon
 from ckptd.errors import CkptdError, RemoteNotOurs
 from ckptd.local.state_dir import state_dir_of
+from ckptd.recover.known import journal_rows
 from ckptd.remote.documents import IDENTITY_KEY
 
 if TYPE_CHECKING:
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.manifest import RemoteIdentity
 
-_WAIT_SECONDS = 2.0
+_IDS = "SELECT key, value FROM meta WHERE key GLOB '*_id:*'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +52,8 @@ class Owner:
 
 def owner_of(job: JobConfig, state_dir: Path | None) -> Owner:
     """The job as the journal in `state_dir` knows it; without one by its name alone."""
-    known = _remembered(state_dir / "journal.db") if state_dir is not None else {}
+    rows = journal_rows(state_dir / "journal.db", _IDS) if state_dir is not None else []
+    known = {str(key): str(value) for key, value in rows}
 
     def by_remote(what: str) -> dict[str, str]:
         return {key.removeprefix(what): value for key, value in known.items() if key.startswith(what)}
@@ -70,15 +68,3 @@ def state_dir_hint(job: JobConfig, environ: Mapping[str, str], config_dir: Path 
         return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ)
     except CkptdError:
         return None
-
-
-def _remembered(path: Path) -> dict[str, str]:
-    """What the journal keeps of remotes: read beside its writer, nothing where it cannot be read."""
-    try:
-        os.stat(path)
-        place = f"file:{quote(str(path))}?mode=ro"
-        with closing(sqlite3.connect(place, uri=True, timeout=_WAIT_SECONDS)) as db:
-            rows = db.execute("SELECT key, value FROM meta WHERE key GLOB '*_id:*'").fetchall()
-    except (OSError, sqlite3.Error):
-        return {}
-    return {str(key): str(value) for key, value in rows}

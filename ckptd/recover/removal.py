@@ -95,7 +95,8 @@ class Removal:
         rows, ships = self._known()
         for name in fs.names_in(fd, fs.HOLD):
             row = rows.get(_id_of(name))
-            yield self._piece(fs.HOLD, name, *self._hold(row, ships))
+            is_its = row is not None and name == f"{row.save.tag}.{row.id}"  # not another journal's
+            yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, ships))
         by_tag = {row.save.tag: row for row in rows.values() if row.derived.state is DerivedState.READY}
         for name in fs.names_in(fd, _MADE):
             yield self._piece(_MADE, name, *self._made(fd, by_tag.get(name), ships))
@@ -104,7 +105,7 @@ class Removal:
         for name in fs.names_in(fd, fs.STAGING):
             yield self._piece(fs.STAGING, name, "goes", "half-done work")
         for name in fs.names_in(fd, fs.TRASH):
-            is_ours = name.startswith(("ours.", files.TEMPORARY_PREFIX))
+            is_ours = fs.is_ours_in_trash(name)
             why = "half-removed" if is_ours else "a folder of the trainer's whose removal was cut short"
             yield self._piece(fs.TRASH, name, "goes" if is_ours else "stays", why)
         for name in fs.names_in(fd, fs.ASIDE):

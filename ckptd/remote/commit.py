@@ -35,7 +35,7 @@ from ckptd.remote.look import ManifestCache, Seen, look
 from ckptd.remote.messages import CommitView, ShipResult
 from ckptd.remote.observe import point, still_ours
 from ckptd.remote.origin import CannotBeMade, changed, sealed
-from ckptd.remote.outcome import as_others_committed, waiting
+from ckptd.remote.outcome import as_others_committed, left_out, waiting
 from ckptd.remote.replicas import leave_to_owner
 from ckptd.remote.shared import lacking, take_share
 from ckptd.remote.store import settled
@@ -202,6 +202,7 @@ class _Shipping:
             commit=commit,
             manifest_key=mine.key,
             manifest_sha256=mine.sha256,
+            unlisted=left_out(self._whole, mine.manifest),
             bytes_sent=carried.bytes_sent if carried else 0,
             bytes_skipped=carried.bytes_skipped if carried else sum(f.bytes for f in self._order.files),
         )

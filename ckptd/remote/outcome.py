@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
+from ckptd.core.view import ZERO
 from ckptd.remote.messages import ShipResult
 from ckptd.remote.replicas import tensors, tensors_of
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.layouts import NamedShard
+    from ckptd.core.manifest import NodeManifest
     from ckptd.remote.messages import CommitView, ShipOrder
     from ckptd.remote.transfer import Carried
 
@@ -52,4 +54,18 @@ def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[
         reason=words if absent else None,
         commit=commit,
         unlisted=tuple(f.path for f in absent if not f.is_extra),
+    )
+
+
+def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
+    """Side files of ours in whose place our own manifest lists another content: an earlier one, or a node's.
+
+    What the object's name held was listed already, and is never replaced; ours is in no COMMIT (adr/0021).
+    """
+    listed = {file.path: (file.bytes, file.fingerprint) for file in ours.files}
+    return tuple(
+        file.path
+        for file in whole.files
+        if (file.role, whole.manifest.form) == (Role.SIDE, ZERO)
+        and listed.get(file.path, (file.bytes, file.fingerprint)) != (file.bytes, file.fingerprint)
     )

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ckptd.remote.access import Access
 
 CONNECT_SECONDS = 20
-READ_SECONDS = 60
+READ_SECONDS = 75
+"""Longer than an upload may stand still (daemon/standstill.py): a retry in here would be told to nobody."""
 ATTEMPTS = 5
 CONNECTIONS = 32
 

@@ -210,21 +210,36 @@ sys.stdout.write(f"{done}\\n"); sys.stdout.flush()
 """
 
 
+@dataclass
+class Flipper:
+    """The process that swaps."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def is_at_it(self) -> bool:
+        """It has not ended yet."""
+        return self.process.poll() is None
+
+    def made(self) -> int:
+        """How many swaps it says that it made, once it has ended; one that fell over is an error."""
+        said = self.process.communicate(timeout=10)[0]
+        assert self.process.returncode == 0, f"the flipper ended with {self.process.returncode}"
+        return int(said)
+
+
 @contextlib.contextmanager
-def flipping(one: Path, other: Path, most: int) -> Iterator[subprocess.Popen[bytes]]:
+def flipping(one: Path, other: Path, most: int) -> Iterator[Flipper]:
     """A process that swaps the two names `most` times as fast as it can."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-S", "-c", FLIP, str(one), str(other), str(most)], stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield Flipper(process)
+        finally:
+            process.kill()
 
 
 def digest_of(root: Path) -> str:

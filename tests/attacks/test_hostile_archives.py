@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +83,7 @@ LIES: dict[str, Callable[[bytearray], None]] = {
     "encrypted": flags_of("data/1", 1),
     "strongly encrypted": flags_of("data/1", 0x41),
     "deflated": method_of("data/1", 8),
-    "a bomb for a pickle": method_of("data.pkl", 8),
+    "a deflated pickle": method_of("data.pkl", 8),
     "an encrypted pickle": flags_of("data.pkl", 1),
     "a pickle inside a storage": offset_of("data.pkl", 900),
     "a quine: a storage that is the archive": offset_of("data/1", 0),
@@ -148,6 +151,96 @@ def test_a_zip_of_very_many_records_is_bounded(tmp_path: Path) -> None:
     (found,) = inspect_files(folder, [OPTIM], timeout_seconds=60)
     assert found.archive is Archive.ZIP
     assert found.facts is not None
+
+
+GIB = 1 << 30
+REFUSE = """
+import resource, sys
+from pathlib import Path
+from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
+from ckptd.errors import CkptdError
+folder, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+(found,) = inspect_files(folder, [name], timeout_seconds=60)
+print(found.facts, found.reason)
+try:
+    convert(folder, out, ConvertOptions())
+except CkptdError as error:
+    print(error.exit_code, error.message)
+who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+print(max(resource.getrusage(each).ru_maxrss for each in who))
+"""
+
+
+def with_record(path: Path, record: str, pattern: bytes, end: bytes = b".") -> None:
+    """A record becomes `pattern` for a gibibyte and `end`, deflated; all that is said of it is true."""
+    with zipfile.ZipFile(path) as old:
+        held = {info.filename: old.read(info) for info in old.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as out:
+        for name, data in held.items():
+            if not name.endswith(f"/{record}"):
+                out.writestr(zipfile.ZipInfo(name), data)
+                continue
+            info = zipfile.ZipInfo(name)
+            info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, GIB + len(end)
+            with out.open(info, "w") as inside:
+                for _ in range(GIB >> 20):
+                    inside.write(pattern * ((1 << 20) // len(pattern)))
+                inside.write(end)
+
+
+def a_pickle(path: Path) -> None:
+    with_record(path, "data.pkl", b"N0", b"N.")
+
+
+def a_storage(path: Path) -> None:
+    with_record(path, "data/1", bytes(1 << 10))
+
+
+def a_pickle_that_says_it_is_small(path: Path) -> None:
+    """Stored and of a hundred bytes, says the directory; its local header tells the truth."""
+    a_pickle(path)
+    data = bytearray(path.read_bytes())
+    method_of("data.pkl", 0)(data)
+    size_of("data.pkl", 100)(data)
+    path.write_bytes(bytes(data))
+
+
+def names_for_one_place(path: Path) -> None:
+    """A thousand and twenty-four records of a mebibyte, which all lie on the same one."""
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as out:
+        prefix = out.namelist()[0].partition("/")[0]
+        out.writestr(zipfile.ZipInfo(f"{prefix}/data/1000"), bytes(1 << 20))
+        last = out.infolist()[-1]
+        for number in range(1001, 2024):
+            again = copy.copy(last)
+            again.filename = f"{prefix}/data/{number}"
+            out.filelist.append(again)
+
+
+BOMBS: dict[Callable[[Path], None], str] = {
+    a_pickle: "compressed record",
+    a_storage: "compressed record",
+    a_pickle_that_says_it_is_small: "no local header where its directory says",
+    names_for_one_place: "overlapping records",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.__name__)
+def test_a_bomb_does_not_go_off(made: Made, tmp_path: Path, bomb: Callable[[Path], None]) -> None:
+    """Two megabytes that would be a gibibyte: refused in a sentence, by processes that stay small."""
+    path = made.folder / OPTIM
+    bomb(path)
+    assert path.stat().st_size < 3 << 20
+    command = [sys.executable, "-c", REFUSE, str(made.folder), OPTIM, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    inspected, converted, kib = done.stdout.splitlines()
+    assert inspected.startswith("None ")
+    assert converted.startswith("65 ")
+    for said in (inspected, converted):
+        assert OPTIM in said
+        assert BOMBS[bomb] in said
+    assert int(kib) < 200 << 10
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tag"]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link"])

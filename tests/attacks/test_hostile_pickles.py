@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,28 @@ from tests.attacks.hostile import OPTIM, pickles, write_hostile
 from tests.unit.synthetic import Shapes, Shard, model_root, write_stage12
 
 NAMES = list(pickles(Path("/nowhere")))
+RUN = [
+    "os.system",
+    "os.system beside data",
+    "subprocess",
+    "eval",
+    "exec",
+    "inst",
+    "obj",
+    "stack global",
+]
+"""Those whose code runs in whoever unpickles them with plain pickle; the others stall, lie or fail there."""
 ONE: list[Shapes] = [{"w": (8,)}]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_canary_shows_code_that_runs(tmp_path: Path, name: str) -> None:
+    """Plain pickle falls for it: that nothing of it is seen elsewhere means something."""
+    canary = tmp_path / "canary"
+    (tmp_path / "hostile").write_bytes(pickles(canary)[name])
+    script = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "hostile")], check=False, timeout=60)
+    assert canary.exists()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -84,6 +84,7 @@ def test_a_killed_holder_a_copied_state_and_a_stale_pid_stand_in_nobodys_way(her
     first = here.start()
     save(here, 1)
     here.wait_committed("global_step1~g1")
+    here.wait("a status", (here.state / "status.json").exists)
     status = json.loads((here.state / "status.json").read_bytes())
     assert status["daemon"]["pid"] == first.pid
     here.kill()
@@ -120,6 +121,7 @@ def test_a_queue_of_one_event_loses_nothing(here: Node) -> None:
             save(here, 1 + 2 * number // EVENTS)
     for step in (1, 2):
         here.wait_committed(f"global_step{step}~g1", 60)
+    assert "queue overflowed" in here.log.read_text(), "no event was lost: nothing was tried"
     note(
         "F22",
         "ten thousand events, a queue of one",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -96,17 +97,20 @@ def test_what_is_nowhere_else_is_named_and_refused(tmp_path: Path) -> None:
         here.once()
         a_hold(here, "global_step2")
         a_hold(here, "global_step1")
+        (mine,) = (here.save_dir / "_ckptd/hold").glob("global_step1.*")
+        shutil.copytree(mine, mine.with_name(f"another{mine.suffix}"))  # of another journal
         done = here.ckptd("remove", here.job_file, "--dry-run")
         assert "refused without --uncommitted: _ckptd/hold/global_step2." in done.stdout
+        assert f"refused without --uncommitted: _ckptd/hold/another{mine.suffix}" in done.stdout
         assert "would remove: _ckptd/hold/global_step1." in done.stdout
         before = everything(here.save_dir).keys()
         done = here.ckptd("remove", here.job_file)
         assert (done.returncode, "global_step2 is not committed" in done.stderr) == (65, True)
         assert everything(here.save_dir).keys() == before
-        mine = trained(here)
+        written = trained(here)
         assert here.ckptd("remove", here.job_file, "--uncommitted").returncode == 0
         assert not (here.save_dir / "_ckptd").exists()
-        assert trained(here) == mine
+        assert trained(here) == written
         source = save_dir_of(RUN) / "global_step2"
         here_now = here.save_dir / "global_step2"
         assert all((here_now / p.name).read_bytes() == p.read_bytes() for p in source.iterdir())

@@ -1,7 +1,8 @@
 """`python -m tests.killpoints [--minutes M] [--only kill,pairs,errors,journal] [POINT]`: the long run.
 
 Forked from one warmed process per core; what was finished is remembered in .build/killpoints with the commit
-that was run, so that a run that was cut goes on. A POINT, as a failure prints it, is run alone.
+that was run, so that a run that was cut goes on. A POINT, as a failure prints it, is run alone. Where clones
+cannot be made, the ways of living that need them are named and left out.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from tests.killpoints.points import (
     run,
     sites_of,
 )
-from tests.killpoints.record import BUILD, Record, digest, ground
+from tests.killpoints.record import BUILD, Record, digest, ground, no_clones
 
 SEED = 7
 PAIRS = 2000
 KINDS = ("kill", "pairs", "errors", "journal")
+CANNOT = 2
+"""Exit status where what was asked for cannot be run, as for an argument that there is not."""
 Task = Callable[[], Outcome]
 
 
@@ -54,18 +57,22 @@ class Work:
 
 
 def main() -> int:
-    """Run; exit 1 when a promise was broken."""
+    """Run; exit 1 when a promise was broken, 2 when what was asked for cannot be run here."""
     args = _arguments()
     trainer.saves()
     defect = DEFECTS[args.defect] if args.defect else None
     if defect is not None:
         args.only = defect.kind
-    named = [s for s in SCENARIOS if args.scenario in (None, s.name)]
-    if args.point:
-        named = [s for s in SCENARIOS if s.name == args.point[0]]
+    asked = args.point[0] if args.point else args.scenario
+    named = [s for s in SCENARIOS if asked in (None, s.name)]
     with ground(is_full=any(s.needs_clones for s in named)) as (base, clones):
         bases = {s.name: clones if s.needs_clones else base for s in SCENARIOS}
         ready = {name: place for name, place in bases.items() if place is not None}
+        left_out = [s.name for s in named if s.name not in ready]
+        if left_out:
+            print(f"not run: {', '.join(left_out)} ({no_clones()})", flush=True)
+            if asked is not None:
+                return CANNOT
         if args.point:
             text = " ".join(args.point)
             is_journal = text.startswith("journal")
@@ -85,12 +92,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="for each kind its share")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default=",".join(KINDS))
-    parser.add_argument("--scenario", help="of this name alone")
+    parser.add_argument("--scenario", choices=list(BY_NAME), help="of this name alone")
     parser.add_argument("--sample", type=int, help="so many points of each kind; nothing is remembered")
     parser.add_argument("--sites", help="errors: EIO at each site with one of these texts in it, by commas")
     parser.add_argument("--anew", nargs="*", default=(), help="ways of living to begin anew, or all")
     parser.add_argument("--defect", choices=DEFECTS, help="with this defect put in; it must be found")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.point = " ".join(args.point).split()
+    if args.point and args.point[0] not in (*BY_NAME, "journal"):
+        parser.error(f"there is no way of living called {args.point[0]!r}")
+    return args
 
 
 def _point(bases: dict[str, Path], point: Point) -> Outcome:

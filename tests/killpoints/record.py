@@ -83,6 +83,13 @@ def ground(*, is_full: bool) -> Iterator[tuple[Path, Path | None]]:
         shutil.rmtree(base, ignore_errors=True)
 
 
+def no_clones() -> str:
+    """Why `ground` has none, though asked for."""
+    if os.geteuid() != 0:
+        return "an XFS for its clones is mounted by root alone"
+    return "an XFS could not be mounted" if shutil.which("mkfs.xfs") else "no mkfs.xfs to make clones in"
+
+
 def _first(row: dict[str, Any]) -> str:
     return str(row["point"]).partition(" ")[0]
 

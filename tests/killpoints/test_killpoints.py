@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,31 @@ def test_a_sample_of_points(kind: str, scenario: str, number: int) -> None:
     assert figure["violations"] == 0, printed
     assert figure["runs"] >= number
     assert figure["crashes"] + figure["hits"] >= (1 if kind == "journal" else number // 2)
+
+
+def test_what_needs_clones_is_named_where_there_are_none(tmp_path: Path) -> None:
+    """A run of everything goes on without; one that asks for it has not run."""
+    (tmp_path / "git").symlink_to(shutil.which("git") or "/nowhere")
+    poor = os.environ | {"PATH": str(tmp_path)}  # no mkfs.xfs, root or not
+
+    def asked(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.killpoints", "--sample", "1", *words]
+        return subprocess.run(
+            command, cwd=ROOT, env=poor, capture_output=True, text=True, check=False, timeout=250
+        )
+
+    line = "not run: clones, clones-constant-eager ("
+    for words in (("--scenario", "clones"), ("clones", "1/before:1")):
+        done = asked(*words)
+        assert done.returncode == 2, done.stderr[-3000:]
+        assert done.stdout.startswith("not run: clones (")
+    for words in (("--scenario", "neverland"), ("neverland", "1/before:1")):
+        done = asked(*words)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr[-3000:]
+        assert "neverland" in done.stderr.splitlines()[-1]
+    done = asked("--only", "journal")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(line)
 
 
 READ = {

@@ -30,7 +30,7 @@ def facts_of(tmp_path: Path, **state: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("metric", "value"), [("eval_loss", 1.5), ("loss", 2.0), ("accuracy", None), ("eval_note", None)]
+    ("metric", "value"), [("eval_loss", 1.5), ("loss", 1.5), ("accuracy", None), ("eval_note", None)]
 )
 def test_the_metric_is_what_was_logged_at_this_step(tmp_path: Path, metric: str, value: float | None) -> None:
     """Finite numbers alone, the last of each name; other steps say nothing of this checkpoint."""
@@ -47,6 +47,17 @@ def test_a_short_name_finds_the_evaluation(tmp_path: Path) -> None:
     best = best_of("checkpoint-5", facts, "accuracy")
     assert best is not None
     assert (best.value, best.is_best) == (0.25, False)
+
+
+@pytest.mark.parametrize(("is_evaluated", "value"), [(True, None), (False, 2.0)])
+def test_a_training_loss_is_not_compared_with_an_evaluation(
+    tmp_path: Path, is_evaluated: bool, value: float | None
+) -> None:
+    """A step that was saved and not evaluated has no value, unless nothing is ever evaluated."""
+    history = [{"step": 5, "eval_loss": 2.5}] if is_evaluated else []
+    facts = facts_of(tmp_path, log_history=[*history, {"step": 10, "loss": 2.0}])
+    best = best_of("checkpoint-10", facts, "loss")
+    assert (best and best.value) == value
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, 10**400, "1"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core.forecast import Forecast, Room, Saved, forecast, room_of
+from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import ZERO
 from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
+from tests.unit.core_views import job_view, resized, save_view, sealed
 
 GB = 10**9
 
@@ -66,7 +69,7 @@ def test_a_link_that_keeps_up_never_fills_the_disk() -> None:
 
 @pytest.mark.parametrize("link", [None, 50 * 10**6])
 def test_without_rotation_or_remote_production_alone_counts(link: float | None) -> None:
-    """Nothing is deleted without a key; a remote that is away takes nothing."""
+    """Nothing is deleted without a key; a remote that is away takes nothing. Slow is still slow."""
     saves = run(6)
     is_rotated = link is None
     told = forecast(
@@ -76,7 +79,72 @@ def test_without_rotation_or_remote_production_alone_counts(link: float | None) 
     )
     assert told.full_in_saves == 2
     assert told.full_in_seconds == pytest.approx(1500.0)
-    assert told.save_steps_for_link is None
+    assert told.save_steps_for_link == (None if link is None else 1000)
+
+
+def filled_by_kept(fit: int, *, limit: int, here: int, every: int, period: int) -> int:
+    """Saves until one does not fit on a disk for `fit` more; each multiple of `every` stays for ever."""
+    steps = [period * n for n in range(1, here + 1)]
+    room, count = fit + here, 0
+    while len(steps) < room:
+        steps.append(steps[-1] + period)
+        count += 1
+        old = [step for step in steps[:-limit] if step % every]
+        steps = [step for step in steps if step not in old]
+    return count
+
+
+@pytest.mark.parametrize("how", ["keep", "delete"])
+@pytest.mark.parametrize(("every", "limit", "fit"), [(500, 3, 5), (1000, 3, 9), (2000, 6, 8), (5000, 2, 3)])
+def test_what_keep_every_steps_keeps_fills_a_disk(how: Any, every: int, limit: int, fit: int) -> None:
+    """However fast the link is."""
+    saves = run(6)
+    room = Room(
+        free_bytes=fit * 60 * GB,
+        link_bytes_per_second=GB,
+        is_rotated=True,
+        unuploaded=how,
+        saves_to_limit=max(0, limit - 2),
+        keep_every_steps=every,
+    )
+    told = forecast(saves, room, now_seconds=3600.0)
+    assert told.is_kept_by_steps
+    assert not told.is_limit_too_high
+    assert told.full_in_saves is not None
+    simulated = filled_by_kept(fit, limit=limit, here=2, every=every, period=500)
+    assert abs(told.full_in_saves - simulated) <= every // 500
+    assert forecast(saves, replace(room, keep_every_steps=None), now_seconds=3600.0).full_in_saves is None
+
+
+def test_a_slow_link_carries_less_away_where_some_stay() -> None:
+    """100 MB/s come, 50 MB/s are sent, and half of that stays: 75 MB/s fill the disk."""
+    room = Room(free_bytes=450 * GB, link_bytes_per_second=50e6, is_rotated=True, keep_every_steps=1000)
+    told = forecast(run(6), room, now_seconds=3600.0)
+    assert told.full_in_seconds == pytest.approx(6000.0)
+    assert not told.is_kept_by_steps
+
+
+@pytest.mark.parametrize(("last", "every"), [(3000, 700), (3001, 1000)])
+def test_steps_that_meet_no_multiple_are_not_kept(last: int, every: int) -> None:
+    """Of saves every 500 steps from 1 on none is a multiple of 1000; every seventh is one of 700."""
+    saves = [replace(save, step=save.step - 3000 + last) for save in run(6)]
+    room = Room(free_bytes=600 * GB, link_bytes_per_second=GB, is_rotated=True, keep_every_steps=every)
+    full = forecast(saves, room, now_seconds=3600.0).full_in_saves
+    assert full == (70 if every == 700 else None)
+
+
+def test_what_steps_keep_is_no_room() -> None:
+    """Of six committed ones the limit lets three go, and keep_every_steps keeps one of these."""
+    here = [save_view(n, resized(sealed(500 * n), 60 * GB), committed=True) for n in range(1, 7)]
+    loose = [
+        room_of(
+            job_view(here, local_retention=RetentionPolicy(save_total_limit=3, keep_every_steps=every)),
+            None,
+            None,
+        ).waiting.loose_bytes
+        for every in (None, 1000, 500)
+    ]
+    assert loose == [180 * GB, 120 * GB, 0]
 
 
 def test_a_slow_link_gets_the_interval_that_it_could_carry() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.ladder import GONE, Rung, fullness
-from ckptd.core.retention import Held, Item, RetentionPolicy, fates
+from ckptd.core.retention import Ephemeral, Held, Item, RetentionPolicy, fates
 from ckptd.core.save import Order
 
 if TYPE_CHECKING:
@@ -153,6 +153,18 @@ def left(held: list[Held], policy: RetentionPolicy) -> dict[str, list[str]]:
         key: sorted(form for form, fate in forms.items() if fate.keeps)
         for key, forms in fates(held, policy).items()
     }
+
+
+def test_what_is_ephemeral_goes_by_its_own_limit() -> None:
+    """Thrown away after the next few: no rung keeps a lesser form of it for years."""
+    throw = Ephemeral(every_steps=4, keep=2)
+    policy = RetentionPolicy(save_total_limit=1, ephemeral=throw, ladder=(UNIVERSAL, WEIGHTS))
+    found = left(line(12), policy)
+    assert {key for key, forms in found.items() if forms} == {"4", "8", "10", "11", "12"}
+    gone = fates(line(12), policy)["9"]
+    assert {fate.goes for fate in gone.values()} == {"ephemeral: the newest 2 stay"}
+    kept_step = left(line(12), policy.model_copy(update={"keep_steps": (9,)}))
+    assert kept_step["9"] == sorted(FORMS)
 
 
 def test_from_whole_to_gone() -> None:

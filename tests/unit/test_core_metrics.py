@@ -48,9 +48,23 @@ def test_every_shape_says_the_same(data: bytes) -> None:
     assert parse_metrics(data, "eval_loss") == {100: (2.5,), 200: (1.5,)}
 
 
-def test_a_short_name_finds_the_evaluation() -> None:
-    """As metric_for_best_model does."""
-    assert parse_metrics(lines([{"step": 5, "eval_accuracy": 0.25}]), "accuracy") == {5: (0.25,)}
+@pytest.mark.parametrize(
+    "data",
+    [
+        lines(ROWS),
+        lines([{"step": 100, "loss": 3.0, "eval_loss": 2.5}, {"step": 200, "eval_loss": 1.5}]),
+        json.dumps({"100": {"eval_loss": 2.5, "loss": 3.0}, "200": {"eval_loss": 1.5}}).encode(),
+        lines([*ROWS, {"step": 300, "loss": 0.1}]),
+    ],
+)
+def test_a_short_name_means_the_evaluation_where_there_is_one(data: bytes) -> None:
+    """As metric_for_best_model does; what the training lost at another step is not compared with it."""
+    assert parse_metrics(data, "loss") == {100: (2.5,), 200: (1.5,)}
+
+
+def test_a_short_name_is_itself_where_nothing_was_evaluated() -> None:
+    assert parse_metrics(lines([{"step": 5, "loss": 0.25}]), "loss") == {5: (0.25,)}
+    assert parse_metrics(b'{"5": {"loss": 0.25}, "6": 0.5}', "loss") == {5: (0.25,), 6: (0.5,)}
 
 
 def test_what_is_no_metrics_file() -> None:

@@ -138,6 +138,23 @@ def test_ephemeral_ones_have_a_limit_of_their_own() -> None:
     assert kept(items, RetentionPolicy(ephemeral=none, keep_steps=(300,))) == {"1.3", "1.12"}
 
 
+def test_what_goes_says_which_limit_was_its_own() -> None:
+    policy = RetentionPolicy(ephemeral=Ephemeral(every_steps=500, keep=2), save_total_limit=1)
+    assert policy.lets_go(600) == "ephemeral: the newest 2 stay"
+    assert policy.lets_go(1000) == "save_total_limit 1"
+    assert RetentionPolicy(keep_every_steps=500).lets_go(600) == "kept by no retention key"
+
+
+@pytest.mark.parametrize("step", range(0, 2100, 100))
+def test_what_a_step_alone_keeps(step: int) -> None:
+    """As the keys do it: a multiple of both where the others are ephemeral."""
+    for throw in (None, Ephemeral(every_steps=500, keep=0)):
+        policy = RetentionPolicy(keep_every_steps=200, keep_steps=(300,), ephemeral=throw)
+        item = Item(key="it", order=Order(1, step, 1))
+        newer = Item(key="newer", order=Order(1, 9999, 2))
+        assert ("it" in kept([item, newer], policy)) is policy.keeps_step(step)
+
+
 @pytest.mark.parametrize(
     ("policy", "reasons"),
     [

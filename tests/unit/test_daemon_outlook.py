@@ -27,6 +27,7 @@ def scene(
     is_away: bool = False,
     unuploaded: str = "keep",
     limit: int | None = 6,
+    every_steps: int | None = None,
     waiting: int = 0,
 ) -> Any:
     """A job that saves 60 GB and 500 steps every ten minutes, and its state.
@@ -45,7 +46,7 @@ def scene(
         for n in range(6)
     ]
     remotes = [SimpleNamespace(name="nas", required=True), SimpleNamespace(name="s3", required=False)]
-    policy = RetentionPolicy(save_total_limit=limit)
+    policy = RetentionPolicy(save_total_limit=limit, keep_every_steps=every_steps)
     here = [save_view(n, resized(sealed(9000 - 500 * n), 60 * GB), committed=n >= waiting) for n in range(6)]
     disk = Disk(free_bytes=free_gb * GB, reserve_bytes=66 * GB, can_clone=False)
     view = job_view(here, local_retention=policy, unuploaded=unuploaded, disk=disk)
@@ -78,6 +79,29 @@ def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> N
     assert found == {
         "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 19h50m; "
         'set unuploaded = "thin" or save every 1,700 steps, or make the link faster'
+    }
+
+
+def test_a_slow_link_is_said_where_the_trainer_rotates() -> None:
+    """No retention key here: nothing that ckptd could let go sooner, and still not every save arrives."""
+    found = alarms(*scene(speeds={"nas": 30e6}, limit=None))
+    assert found == {
+        "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 13h53m; "
+        "save every 1,700 steps, or make the link faster"
+    }
+
+
+def test_a_disk_that_nothing_leaves_waits_for_no_link() -> None:
+    """Without a retention key no speed matters; with one a first upload is no reason for an alarm."""
+    assert set(alarms(*scene(free_gb=100, speeds={}, limit=None))) == {"disk-full-soon"}
+    assert alarms(*scene(free_gb=100, speeds={})) == {}
+
+
+def test_what_keep_every_steps_keeps_is_named() -> None:
+    found = alarms(*scene(free_gb=100, speeds={"nas": 1e9}, every_steps=500))
+    assert found == {
+        "disk-full-soon": "disk full in 1 saves / 16m40s at this pace; "
+        "raise keep_every_steps in [local], or free space"
     }
 
 

@@ -229,6 +229,18 @@ def test_what_was_put_back_is_looked_at_anew(house: House) -> None:
     assert house.told() == {}
 
 
+def test_a_damaged_hold_whose_folder_is_gone_is_told_of(house: House) -> None:
+    """It is the last copy, so only a person can give it up: there is a command for it."""
+    house.ship(1, ShipState.REFUSED, **WRONG)
+    house.state.journal.set_held(house.ids[0], held=True)
+    house.ends(1, "superseded")
+    told = house.told()["source-damaged"]
+    assert told.endswith("ckptd never removes its last copy: rm -r /n/run/_ckptd/hold/s1b1.1")
+    house.state.journal.set_held(house.ids[0], held=False)
+    house.state.reload(house.ids[0])
+    assert house.told() == {}
+
+
 def test_a_form_of_a_damaged_copy_is_told_of_until_it_is_made(house: House) -> None:
     wrong: dict[str, Any] = {
         "reason": "the object differs",

@@ -189,6 +189,9 @@ def test_a_job_by_name_in_another_place(scene: RepairScene, capsys: pytest.Captu
         assert run_here(capsys, *command).returncode == 66
         done = run_here(capsys, *command, "--config-dir", place)
         assert done.returncode == 0, done.stderr
+    done = run_here(capsys, "unpin", "run", TAG + "0", "--config-dir", place)
+    assert done.returncode == 66, "a pin that stays would pass for taken back"
+    assert f"no checkpoint {TAG}0, neither in" in done.stderr
     row = {"name": "run", "save_dir": str(scene.save_dir), "state": "ok", "problems": [], "checkpoints": []}
     status = {
         "generated_at": "2026-01-01T00:00:00+00:00",

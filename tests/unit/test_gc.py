@@ -12,8 +12,10 @@ import pytest
 from ckptd.config import JobConfig
 from ckptd.core.manifest import Decision, NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
+from ckptd.journal import Journal
 from ckptd.observe.audit import Audit
 from ckptd.recover.garbage import Collector
+from ckptd.recover.known import sealed_here
 from ckptd.recover.sight import RemoteSight, look_at_remote
 from ckptd.recover.unfinished import Unfinished
 from ckptd.recover.verified import Slice, exit_code
@@ -442,3 +444,25 @@ def test_every_manifest_is_read_once(tmp_path: Path) -> None:
         key: count for key, count in store.gets.items() if "/nodes/global_step" in key and "step1~" in key
     }
     assert set(read.values()) == {1}
+
+
+def test_a_nodes_part_of_a_save_is_not_incomplete(scene: RepairScene) -> None:
+    """The daemon sealed it: other nodes have the rest. Once it is not what was sealed, it may go."""
+    job = scene.job_with(scene.nas)
+    tag = "global_step15"
+    scene.save(15)
+    (scene.save_dir / tag / scene.shard(1).name).unlink()
+    os.utime(scene.save_dir / tag, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    sealed = [Node(scene.save_dir, tag=tag).sealed(step=15)]
+    with pytest.raises(RefusedError, match="is what this node wrote of a save"):
+        collector(scene).incomplete(job, tag, frozenset(), sealed)
+    state_dir = scene.root / "node"
+    state_dir.mkdir()
+    assert sealed_here(state_dir, tag) == []
+    journal = Journal(state_dir / "journal.db")
+    journal.add_save(sealed[0], found_first=False, adopted=True, seen_at=0.0)
+    assert sealed_here(state_dir, tag) == sealed
+    assert sealed_here(state_dir, "another") == []
+    journal.close()
+    collector(scene).incomplete(job, tag, frozenset())
+    assert not (scene.save_dir / tag).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from ckptd.core.save import SealedFile, SealedSave
 from ckptd.daemon.pruning import Pruner
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.state import JobState
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, SourceChanged
 from ckptd.journal import DeletionIntent, Journal
 from ckptd.local import fs
 from ckptd.local.scan import scan, scan_folder
@@ -70,6 +72,47 @@ def test_removes_exactly_what_is_listed(save_dir: Path) -> None:
     prune(save_dir, permit_for(save_dir))
     assert not (save_dir / TAG).exists()
     assert list((save_dir / fs.TRASH).iterdir()) == []
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_where_no_rename_refuses_to_replace(
+    save_dir: Path, monkeypatch: pytest.MonkeyPatch, is_swapped: bool
+) -> None:
+    """NFS and Lustre answer EINVAL (fs/nfs/dir.c): retention works there, and so does the way back."""
+
+    def cannot(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(files, "rename_noreplace", cannot)
+    permit = permit_for(save_dir)
+    if not is_swapped:
+        prune(save_dir, permit)
+        assert not (save_dir / TAG).exists()
+        return
+    before, looked = fs.check_identities, []
+
+    def second_look_differs(*args: Any, **kwargs: Any) -> None:
+        looked.append(1)
+        if len(looked) == 2:
+            raise SourceChanged("written meanwhile")
+        before(*args, **kwargs)
+
+    monkeypatch.setattr(fs, "check_identities", second_look_differs)
+    with pytest.raises(SourceChanged):
+        prune(save_dir, permit)
+    assert sorted(p.name for p in (save_dir / TAG).iterdir()) == ["a.pt", "b.pt", "configs"]
+
+
+@pytest.mark.parametrize("tag", ["ours", "ours.v2", "ours.0123456789ab"])
+def test_a_tag_that_is_called_as_our_own_leftovers_is_not_emptied(tmp_path: Path, tag: str) -> None:
+    """Half-pruned, and the journal lost: it is a trainer's folder, and is moved back."""
+    name = fs.trash_name(tag)
+    with files.opened_dir(tmp_path) as fd:
+        os.close(fs.ensure_ours(fd, fs.TRASH))
+        for folder in (name, "ours.0123456789ab", f"{files.TEMPORARY_PREFIX}x"):
+            (tmp_path / fs.TRASH / folder).mkdir()
+        fs.empty_our_trash(fd)
+        assert fs.trash_names(fd) == [name]
 
 
 def _rewrite(save_dir: Path) -> None:

@@ -134,6 +134,44 @@ class TakesLateRequests(MemoryStore):
         return made
 
 
+class NoCommit(MemoryStore):
+    """The connection breaks whenever a COMMIT is to be made."""
+
+    is_broken = True
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self.is_broken and "/commits/" in key:
+            msg = "the network went"
+            raise RemoteError(msg)
+        return super().put_if_absent(key, data)
+
+
+def test_a_side_file_that_changed_between_manifest_and_commit_is_not_called_committed(node: Node) -> None:
+    """The COMMIT lists the earlier one, which is never replaced: what lies here now is in none, and stays."""
+    node.write({"trainer_notes.json": b"one", "same.json": b"same"})
+    store = NoCommit()
+    ground = node.attached(store)
+    with pytest.raises(RemoteError):
+        node.ship(ground, node.order(node.sealed()))
+    store.is_broken = False
+    node.write({"trainer_notes.json": b"two, longer"})
+    result = node.ship(ground, node.order(node.sealed(save_seq=1)))
+    assert (result.outcome, result.unlisted) == ("committed", ("trainer_notes.json",))
+
+
+def test_a_node_whose_side_file_is_not_the_one_that_is_listed_says_so(tmp_path: Path, nas: Path) -> None:
+    """Each has its own under one name; the first that came is in the COMMIT."""
+    results = []
+    for rank, name in enumerate(("n0", "n1")):
+        one = Node(tmp_path / name, name=name)
+        one.write({OPTIM.format(d=rank): archive(b"%d" % rank * 500), MODEL: archive(b"m" * 500)})
+        one.write({"note.txt": f"of {name}".encode(), "same.txt": b"of both"})
+        store = DirectoryStore(str(nas), owner=f"id-{name}", window_bytes=1 << 20)
+        results.append(one.ship(one.attached(store), one.order(one.sealed())))
+    assert [result.outcome for result in results] == ["waiting", "committed"]
+    assert results[1].unlisted == ("note.txt",)
+
+
 def test_a_manifest_of_a_dead_daemon_that_comes_late_is_not_committed(node: Node) -> None:
     """P4: it has the higher revision, and what it lists lies there no more."""
     store = TakesLateRequests()

@@ -1,0 +1,46 @@
+"""What the daemon's journal knows, for commands that run beside it: read only, and nothing if that fails."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from ckptd.core.save import SealedSave
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WAIT_SECONDS = 2.0
+"""For a writer that is just at it."""
+
+Row = tuple[object, ...]
+
+
+def journal_rows(path: Path, query: str, *values: str) -> list[Row]:
+    """Rows of the journal at `path` beside its writer."""
+    try:
+        os.stat(path)
+        place = f"file:{quote(str(path))}?mode=ro"
+        with closing(sqlite3.connect(place, uri=True, timeout=WAIT_SECONDS)) as db:
+            return list(db.execute(query, values).fetchall())
+    except (OSError, sqlite3.Error):
+        return []
+
+
+def sealed_here(state_dir: Path | None, tag: str) -> list[SealedSave]:
+    """Saves under that tag that the daemon sealed and that lie in save_dir."""
+    if state_dir is None:
+        return []
+    query = "SELECT sealed FROM saves WHERE state = 'present' AND tag = ?"
+    found = []
+    for (sealed,) in journal_rows(state_dir / "journal.db", query, tag):
+        try:
+            found.append(SealedSave.model_validate_json(str(sealed)))
+        except ValidationError:
+            continue
+    return found

@@ -1,0 +1,129 @@
+"""Two saves of one tag on the way to one folder of a remote: one replaces what the other verified (P2, P4).
+
+The deciding thread's orders, carried out by the code of the remote's child on a real directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from ckptd import files
+from ckptd.core.actions import Ship
+from ckptd.core.view import ZERO, ShipState
+from ckptd.daemon.orders import hold_name
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.shipping import Shipping
+from ckptd.daemon.state import JobState
+from ckptd.errors import CkptdError, RemoteError
+from ckptd.journal import Journal
+from ckptd.remote import messages as m
+from ckptd.remote.checksums import crc64, to_hex
+from ckptd.remote.commit import ship
+from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.pacing import Pacer
+from ckptd.remote.reader import live_commits, manifests_of, read_remote
+from ckptd.remote.transfer import Control
+from tests.stores.scene import JOB_ID, Node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ckptd.remote.commit import Ground
+
+
+class Resent:
+    """A node that holds every save of its one tag, and a link that can be cut after some objects."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.node = Node(tmp_path / "save", tag="last")
+        self.nas = tmp_path / "nas"
+        self.nas.mkdir()
+        self.ground: Ground = self.node.attached(
+            DirectoryStore(str(self.nas), owner="id-n0", window_bytes=1 << 20)
+        )
+        self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+        self.orders: list[tuple[m.ShipOrder, Any]] = []
+        settings = self.node.settings(self.nas, job_id=JOB_ID)
+        link = SimpleNamespace(settings=settings, order=self._order, observe=lambda: None, well=lambda: None)
+        link.makes_way, link.move_failed, link.tag_views = False, lambda *_, **__: None, {}
+        values = {"save_dir": self.node.save_dir, "shared_fs": False, "shared_takeover_seconds": 180.0}
+        config = cast("Any", SimpleNamespace(**values, save_spread_seconds=60.0, remotes=(), file=None))
+        links = cast("Any", {"nas": link})
+        self.shipping = Shipping(config, "", self.state, links, cast("Any", None), lambda: None)
+
+    def _order(self, order: m.ShipOrder, heard: Any) -> int:
+        self.orders.append((order, heard))
+        return len(self.orders)
+
+    def save(self, mark: bytes, step: int) -> int:
+        """A save of that tag, held as clones are; its row."""
+        shutil.rmtree(self.node.save_dir / self.node.tag, ignore_errors=True)
+        self.node.write_all(mark)
+        sealed = self.node.sealed(step=step, save_seq=step)
+        save_id = self.state.journal.add_save(sealed, found_first=False, adopted=True, seen_at=0.0)
+        self.state.journal.set_held(save_id, held=True)
+        self.state.load()
+        place = self.node.save_dir / "_ckptd" / "hold" / hold_name(self.state.rows[save_id])
+        shutil.copytree(self.node.save_dir / self.node.tag, place)
+        return save_id
+
+    def ship(self, save_id: int, *, cut_after: int = 99) -> ShipState:
+        """One attempt; the link is cut after so many objects."""
+        with files.opened_dir(self.node.save_dir) as fd:
+            self.shipping.ship(Ship(save_id=save_id, remote="nas", form=ZERO, generation=1, attempt=0), fd, 0)
+        order, heard = self.orders.pop()
+        done = 0
+
+        def noted(what: m.Shipped) -> None:
+            nonlocal done
+            done += 1
+            heard(m.ObjectDone(object=what))
+
+        def check() -> None:
+            if done >= cut_after:
+                raise RemoteError("the network went")
+
+        control = Control(pacer=Pacer(), check=check, on_moving=lambda *_: None, on_done=noted)
+        try:
+            heard(ship(self.ground, order, control))
+        except CkptdError as error:
+            heard(m.Failed(error=type(error).__name__, message=error.message))
+        return self.state.ship(save_id, "nas", ZERO).state
+
+    def committed_wrongly(self) -> list[str]:
+        """Objects that are not what the COMMIT says of them."""
+        (view,) = live_commits(read_remote(self.ground.store))
+        return [
+            file.key
+            for manifest in manifests_of(self.ground.store, view.commit)
+            for file in manifest.files
+            if to_hex(crc64((self.nas / file.key).read_bytes())) != file.checksums.crc64nvme
+        ]
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Resent]:
+    life = Resent(tmp_path)
+    yield life
+    life.state.journal.close()
+
+
+@pytest.mark.parametrize("cuts", [(2, 2), (1, 3), (3, 1)])
+@pytest.mark.parametrize("ends", ["the first", "the second"])
+def test_what_was_verified_of_one_is_not_believed_after_the_other(
+    life: Resent, cuts: tuple[int, int], ends: str
+) -> None:
+    """The second replaced objects of the first, of the same size; then one of them goes on."""
+    first = life.save(b"1", 5)
+    assert life.ship(first, cut_after=cuts[0]) is ShipState.FAILED
+    second = life.save(b"2", 6)
+    assert life.ship(second, cut_after=cuts[1]) is ShipState.FAILED
+    if ends == "the second":
+        assert life.ship(first, cut_after=1) is ShipState.FAILED
+    assert life.ship(first if ends == "the first" else second) is ShipState.COMMITTED
+    assert not life.committed_wrongly()
