@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,3 +152,30 @@ def test_a_pin_that_was_taken_back_keeps_nothing() -> None:
 )
 def test_what_keys_keep_as_a_person_counts(*, keys: Keys, step: int, newer: int, stays: bool) -> None:
     assert (keys.why_kept(step, newer) is not None) == stays
+
+
+@pytest.mark.parametrize("folder", ["trash", "staging", "hold"])
+def test_what_is_left_lying_is_seen(folder: str) -> None:
+    """Half-done work, and a hold that nobody wants, at rest."""
+    with living(Play(script=_pinned_here, local=1, words="", stay={4})) as world:
+        save(world, 1)
+        world.judge_rest()
+        place = f"/sim/nvme/run/_ckptd/{folder}"
+        for path in (place, f"{place}/global_step9.9"):
+            with suppress(FileExistsError):
+                world.kernel.mkdir(path)
+        with pytest.raises(Broken, match=f"P7.*{folder} holds .*global_step9"):
+            world.judge_rest()
+
+
+def test_a_journal_that_knows_something_else_is_seen() -> None:
+    """What the daemon has in mind is what the next one will read."""
+    with living(Play(script=_pinned_here, local=1, words="", stay={4})) as world:
+        save(world, 1)
+        world.judge_rest()
+        assert world.job is not None and world.job.state is not None
+        (records,) = world.job.state.ships.values()
+        (key,) = records
+        records[key] = records[key].model_copy(update={"generation": 7})
+        with pytest.raises(Broken, match=r"P7.*the journal knows other uploads"):
+            world.judge_rest()

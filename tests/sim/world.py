@@ -22,9 +22,11 @@ from ckptd.core.waiting import tried_again
 from ckptd.daemon.checks import exit_code, is_idle
 from ckptd.daemon.decisions import write_decision
 from ckptd.daemon.job import Job
+from ckptd.daemon.orders import hold_name
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError
+from ckptd.local.hold import about_name
 from ckptd.remote import observe
 from ckptd.remote.open import open_store
 from tests.sim.decisions import rules_of
@@ -37,7 +39,9 @@ from tests.sim.trainer import METRICS, SAVE_DIR, Save, Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.core.view import ShipRecord
     from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.state import JobState
     from ckptd.local.watch import OnHint
     from tests.sim.disk import Disk
 
@@ -628,6 +632,38 @@ class World:
         if extra := self._above_limit(here):
             limit = self.judge.rules.local.most
             say("P5", f"{limit} may stay, {', '.join(extra)} do as well: {self._words()}")
+        self._judge_leftovers()
+        self._judge_memory()
+
+    def _judge_leftovers(self) -> None:
+        """Nothing half-done lies about, and only what is still wanted is held."""
+        state = self.job.state if self.job is not None else None
+        for name in ("trash", "staging"):
+            if left := self._ours(name):
+                self.judge.say("P7", f"_ckptd/{name} holds {left} at rest")
+        wanted = {hold_name(row) for row in state.rows.values() if row.held} if state is not None else set()
+        strays = set(state.stray_holds) if state is not None else set()
+        held = {name.removesuffix(about_name("")) for name in self._ours("hold")}
+        if held - wanted - strays:
+            self.judge.say("P7", f"_ckptd/hold holds {sorted(held - wanted)}, wanted are {sorted(wanted)}")
+
+    def _judge_memory(self) -> None:
+        """The journal, read again, says what the daemon has in mind."""
+        state = self.job.state if self.job is not None else None
+        if state is None:
+            return
+        rows, ships = dict(state.rows), _without_waits(state)
+        state.load()
+        if rows != state.rows:
+            self.judge.say("P7", f"the journal knows other saves: {rows} and {state.rows}")
+        if ships != (again := _without_waits(state)):
+            self.judge.say("P7", f"the journal knows other uploads: {ships} and {again}")
+
+    def _ours(self, name: str) -> list[str]:
+        try:
+            return sorted(self.kernel.listdir(f"{SAVE_DIR}/_ckptd/{name}"))
+        except OSError:
+            return []
 
     def is_in_doubt(self) -> bool:
         """The clock was set back, and more stay than may: their times contradict until the next save."""
@@ -677,3 +713,12 @@ class World:
         problems = [f"{p.code}: {p.text}" for p in job.problems.all()]
         plan = [type(x).__name__ for x in job.state.plan.actions] if job.state.plan else None
         return f"verdicts {verdicts}, problems {problems}, plan {plan}"
+
+
+def _without_waits(state: JobState) -> dict[tuple[int, str, str], ShipRecord]:
+    """Records of uploads; when one is tried again is monotonic, and in memory alone."""
+    return {
+        (save_id, *key): record.model_copy(update={"retry_at_seconds": 0.0})
+        for save_id, records in state.ships.items()
+        for key, record in records.items()
+    }
