@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import typer
@@ -66,7 +67,7 @@ def register(app: typer.Typer) -> None:
         code = 0
         try:
             if incomplete and config is not None:
-                _incomplete(collector, config, incomplete, where, state_dir)
+                _incomplete(collector, config, incomplete, where, (state_dir, job, directory))
             else:
                 if config is None and _conversion(collector, where):
                     code = 0
@@ -125,11 +126,24 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
 
 
 def _incomplete(
-    collector: Collector, config: JobConfig, tag: str, where: Where, state_dir: Path | None
+    collector: Collector,
+    config: JobConfig,
+    tag: str,
+    where: Where,
+    asked: tuple[Path | None, str, Path | None],
 ) -> None:
+    """`asked`: state directory as it is here, and what names the job: a service's lies elsewhere."""
+    from ckptd.cli.status_places import state_places
+    from ckptd.errors import CkptdError
     from ckptd.recover.known import sealed_here
 
-    collector.incomplete(config, tag, _pins(where, state_dir), sealed_here(state_dir, tag))
+    state_dir, job, directory = asked
+    places = {state_dir: None}
+    for name in (job, config.name):
+        with contextlib.suppress(CkptdError):
+            places |= dict.fromkeys(state_places(name, directory))
+    sealed = [save for place in places for save in sealed_here(place, tag)]
+    collector.incomplete(config, tag, _pins(where, state_dir), sealed)
 
 
 def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:

@@ -43,7 +43,10 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
     )
     begun = [s for s in ready if _is_begun(view, s, remote, form)]
     first = {s.id for s in begun}
-    wanted = ready if remote.retention.has_rung(form) else ready[:1]
+    policy = remote.retention
+    # what is ephemeral goes whole, so that no lesser form of it is ever what is left
+    older = [s for s in ready[1:] if policy.has_rung(form) and not policy.is_ephemeral(s.order.step)]
+    wanted = [*ready[:1], *older]
     return begun + [s for s in wanted if s.id not in first]
 
 

@@ -181,7 +181,8 @@ def _already(
         absent = [
             file
             for file in save.files
-            if _row(file) not in rows and (file.path, file.tensor_fingerprint or "") not in taken
+            if _row(file) not in rows
+            and (file.role in _BESIDE or (file.path, file.tensor_fingerprint or "") not in taken)
         ]
         shards = [file for file in save.files if file.role not in _BESIDE]
         if shards and not any(file.role not in _BESIDE for file in absent):

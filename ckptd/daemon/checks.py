@@ -57,13 +57,9 @@ def notice_gone(job: Job, state: JobState) -> None:
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
         fate = state.plan.local_fates.get(row.id) if state.plan else None
-        kept = fate.keeps if fate else ()
-        log.info(
-            "%s was removed by somebody else; here it was kept: %s",
-            tag,
-            ", ".join(kept) or "no more",
-            extra=doing("vanish", tag),
-        )
+        kept = ", ".join(fate.keeps if fate else ()) or "no more"
+        text = "%s was removed by somebody else; here it was kept: %s"
+        log.info(text, tag, kept, extra=doing("vanish", tag))
         if is_lost:
             job.problems.put(
                 "vanished-uncommitted",
@@ -74,7 +70,10 @@ def notice_gone(job: Job, state: JobState) -> None:
         elif (why := _why_wanted(job, state, row)) is not None:
             text = f"{tag} was removed here by somebody else: {why}; the remote holds it"
             back = command_for(job.config, "restore", tag, "--to", "DIR")
-            job.problems.put("vanished-kept", tag, text, back)
+            # a trainer that keeps one removes the newest safe one at each save: no alarm if a newer is here
+            newest = max(r.save.order for r in state.rows.values() if r.state == "present")
+            is_noted = tag not in job.knowledge.pins and newest > row.save.order
+            job.problems.put("vanished-kept", tag, text, back, severity="note" if is_noted else None)
         state.reload(row.id)
 
 

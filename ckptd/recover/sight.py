@@ -70,7 +70,12 @@ class RemoteSight:
         """
         found: dict[str, ManifestFile] = {}
         try:
-            found = {file.path: file for manifest in self.supplements(commit) for file in manifest.files}
+            found = {
+                file.path: file
+                for manifest in self.supplements(commit)
+                for file in manifest.files
+                if not _is_anothers(file.path, manifest.node_id, manifests)
+            }
             paths = {file.path: file for manifest in manifests for file in manifest.files} | found
             problem = path_problem(paths.values())
         except DamagedError as error:
@@ -87,6 +92,15 @@ class RemoteSight:
         """
         mine = (v for v in self.observation.supplements if stem_of(v.commit) == stem_of(commit))
         return tuple(manifest for view in mine for manifest in self.manifests(view.commit))
+
+
+def _is_anothers(path: str, node_id: str, manifests: Sequence[NodeManifest]) -> bool:
+    """Nodes may have files of one name and unlike content: the one in the COMMIT counts, not the last."""
+    mine = [f for m in manifests if m.node_id == node_id for f in m.files if f.path == path]
+    if mine:
+        return all(file.replica_of is not None for file in mine)
+    is_listed = any(file.path == path for manifest in manifests for file in manifest.files)
+    return is_listed and len({manifest.node_id for manifest in manifests}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.layouts import NamedShard
     from ckptd.core.manifest import NodeManifest
-    from ckptd.remote.messages import CommitView, ShipOrder
+    from ckptd.remote.messages import CommitView, ShipFile, ShipOrder
     from ckptd.remote.transfer import Carried
 
 MOST_NAMED = 4096
@@ -43,8 +43,15 @@ def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[
 
     `whole`: the order with all its files; `members`: the manifests that the COMMIT rests on.
     """
-    held = tensors_of(members)
-    absent = [f for f in whole.files if tensors(f) not in held]
+    known = tuple(members)
+    held = tensors_of(known)
+    rows = {(file.path, file.bytes, file.fingerprint) for one in known for file in one.manifest.files}
+    absent = [
+        f
+        for f in whole.files
+        # of what has no tensors, or is nobody's shard, the content counts
+        if ((f.path, f.bytes, f.fingerprint) not in rows if _is_side(f) else tensors(f) not in held)
+    ]
     if whole.takeover_seconds is not None:  # what lies beside a shared folder is sent by one host
         absent = [f for f in absent if not f.is_extra]
     words = f"committed by other nodes without {', '.join(f.path for f in absent[:3])}"
@@ -55,6 +62,10 @@ def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[
         commit=commit,
         unlisted=tuple(f.path for f in absent if not f.is_extra),
     )
+
+
+def _is_side(file: ShipFile) -> bool:
+    return file.role is Role.SIDE and file.identity is not None
 
 
 def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:

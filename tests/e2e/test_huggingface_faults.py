@@ -31,7 +31,8 @@ def test_held_until_committed_while_the_trainer_deletes(xfs: Path, tmp_path: Pat
             assert_as_written(here, notes, tag)
         hold = here.save_dir / "_ckptd" / "hold"
         here.wait("the holds to go", lambda: not any(hold.iterdir()), 20)
-        here.wait("no problem", lambda: here.status()["state"] == "ok" and not here.problems(), 20)
+        here.wait("the job to be well", lambda: here.status()["state"] == "ok", 20)
+        assert here.problems() <= {"link-slow"}
         assert {line["tag"] for line in here.audit("release-hold")} == set(tags)
 
 

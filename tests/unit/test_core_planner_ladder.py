@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptd.core.actions import DropDerived, Prune, Retire, Ship
+from ckptd.core.deriving import to_derive
 from ckptd.core.ladder import Rung
-from ckptd.core.retention import RetentionPolicy
+from ckptd.core.retention import Ephemeral, RetentionPolicy
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView, RemoteView, ShipState
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 from tests.unit.test_core_planner import of
@@ -153,3 +154,16 @@ def test_what_a_remote_has_half_is_sent_whole() -> None:
         done = half.model_copy(update={"state": ShipState.COMMITTED})
         whole = replace(begun, ships={**old.ships, (NAS, UNIVERSAL): done})
         assert [a.save_id for a in of(replace(view, saves=(whole, saves[1])), DropDerived)] == [1]
+
+
+def test_forms_of_what_is_ephemeral_are_made_of_the_newest_alone() -> None:
+    """A rung leaves nothing of the others, so a form of them would be made and sent for nothing."""
+    rungs = (Rung(form="universal", after_newer=1),)
+    keys = {"save_total_limit": 1, "ladder": rungs}
+    saves = [save_view(n, sealed(n * 100)) for n in (1, 2, 3, 4)]
+    for ephemeral, wanted in ((None, [4, 3, 2, 1]), (Ephemeral(every_steps=200, keep=1), [4, 2])):
+        view = job_view(saves)
+        policy = RetentionPolicy.model_validate(keys | {"ephemeral": ephemeral})
+        remote = replace(view.remotes[0], retention=policy)
+        found = to_derive(replace(view, remotes=(remote,)), remote, UNIVERSAL)
+        assert [save.id for save in found] == wanted

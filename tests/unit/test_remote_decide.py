@@ -161,6 +161,20 @@ class TestGeneration:
         assert isinstance(answer, Already)
         assert answer.unlisted == ("zero_to_fp32.py",)
 
+    def test_a_side_file_without_tensors_is_told_by_its_content(self, save: SealedSave) -> None:
+        """Archives of no storage have one tensor fingerprint, whatever their pickles say."""
+        side = next(f for f in manifest_of(save).files if f.role is Role.SIDE)
+        update = {"fingerprint": "another", "tensor_fingerprint": "none", "replica_of": "n0"}
+        files = [f.model_copy(update=update) if f == side else f for f in manifest_of(save).files]
+        mine = seen(manifest_of(save, files=tuple(files)), committed=True)
+        twin = [
+            f.model_copy(update={"tensor_fingerprint": "none"}) if f.path == side.path else f
+            for f in save.files
+        ]
+        answer = choose(save.model_copy(update={"files": tuple(twin)}), [mine], [commit(1)])
+        assert isinstance(answer, Already)
+        assert answer.unlisted == (side.path,)
+
     def test_committed_with_other_bytes_opens_the_next(self, save: SealedSave) -> None:
         assert choose(save, [seen(other(save, files=()), committed=True)], [commit(1)]) == Use(generation=2)
 

@@ -20,6 +20,7 @@ from ckptd.recover.sight import look_at_remote
 from ckptd.recover.sources import where_of
 from ckptd.recover.verify import Verifier
 from ckptd.remote import collect, observe
+from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.messages import Retire, ShipFile, ShipOrder, ShipResult
 from ckptd.remote.retire import retire
 from ckptd.remote.supplement import supplement
@@ -132,6 +133,35 @@ def test_two_nodes_put_their_own_beside_one_commit(tmp_path: Path) -> None:
     said = {data for key, data in store.objects.items() if key.endswith("README.md")}
     assert said == {b"a", b"b"}
     assert X1.replace("x1", "x2") in store.objects
+
+
+def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path: Path) -> None:
+    """Each has a note of its own: the COMMIT lists the first one's, which counts; the other comes late."""
+    (tmp_path / "nas").mkdir()
+    nodes = [Node(tmp_path / name, name) for name in ("a", "b")]
+    grounds, results = [], []
+    for rank, node in enumerate(nodes):
+        node.write({MODEL: archive(b"m" * 999), OPTIM.format(d=rank): archive(bytes([rank + 48]) * 999)})
+        node.write({"note.txt": f"of {node.name}".encode()})
+        store = DirectoryStore(str(tmp_path / "nas"), owner=f"id-{node.name}", window_bytes=1 << 20)
+        grounds.append(node.attached(store))
+        results.append(node.ship(grounds[rank], node.order(node.sealed())))
+    commit = results[1].commit
+    assert commit is not None
+    assert results[1].unlisted == ("note.txt",)
+
+    def comes_late(rank: int, data: bytes) -> list[str]:
+        row = late(nodes[rank], "note.txt", data)
+        done = supplement(grounds[rank], order_of(nodes[rank], commit.sha256, row), nodes[rank].control())
+        assert done.outcome == "committed"
+        sight = look_at_remote("nas", str(tmp_path / "nas"), None)
+        files, note = sight.late(commit.commit, sight.manifests(commit.commit))
+        assert note is None
+        return [file.fingerprint for file in files]
+
+    assert comes_late(1, b"of b") == []
+    assert comes_late(0, b"of a, again") == [sha256_of(b"of a, again")]
+    assert comes_late(1, b"of b, again") == [sha256_of(b"of a, again")]
 
 
 def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) -> None:
