@@ -155,7 +155,8 @@ def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forec
     )
     late = now_seconds - recent[-1].at_seconds - every
     is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
-    is_slow = 0 < speed < production
+    # where nothing of ours is rotated it presses nobody: two saves, perhaps close to each other, are too few
+    is_slow = 0 < speed < production and (room.is_rotated or len(recent) >= LEAST)
     return Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,

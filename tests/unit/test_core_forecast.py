@@ -72,14 +72,13 @@ def test_without_rotation_or_remote_production_alone_counts(link: float | None) 
     """Nothing is deleted without a key; a remote that is away takes nothing. Slow is still slow."""
     saves = run(6)
     is_rotated = link is None
-    told = forecast(
-        saves,
-        Room(free_bytes=150 * GB, link_bytes_per_second=link, is_rotated=is_rotated),
-        now_seconds=3600.0,
-    )
+    room_here = Room(free_bytes=150 * GB, link_bytes_per_second=link, is_rotated=is_rotated)
+    told = forecast(saves, room_here, now_seconds=3600.0)
     assert told.full_in_saves == 2
     assert told.full_in_seconds == pytest.approx(1500.0)
     assert told.save_steps_for_link == (None if link is None else 1000)
+    two = forecast(saves[:2], replace(room_here, is_rotated=False), now_seconds=1200.0)
+    assert two.save_steps_for_link is None
 
 
 def filled_by_kept(fit: int, *, limit: int, here: int, every: int, period: int) -> int:
