@@ -184,6 +184,8 @@ def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
     for remote in view.remotes:
         if UNIVERSAL not in remote.forms or not remote.retention.has_rung(UNIVERSAL):
             continue
+        if remote.retention.is_ephemeral(save.save.step):
+            continue
         zero = save.ship(remote.name, ZERO).state
         may_come = save.is_intact and zero not in (ShipState.RETIRED, ShipState.REFUSED)
         if (zero is ShipState.COMMITTED or may_come) and save.ship(

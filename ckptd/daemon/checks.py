@@ -21,6 +21,7 @@ from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
 from ckptd.core.planner import to_ship
 from ckptd.core.safety import newest_safe
+from ckptd.core.save import Order
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
@@ -32,7 +33,6 @@ from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.core.rows import SaveRow
-    from ckptd.core.save import Order
     from ckptd.core.view import JobView, RemoteCommit
     from ckptd.daemon.job import Job
     from ckptd.daemon.late import Late
@@ -70,10 +70,7 @@ def notice_gone(job: Job, state: JobState) -> None:
         elif (why := _why_wanted(job, state, row)) is not None:
             text = f"{tag} was removed here by somebody else: {why}; the remote holds it"
             back = command_for(job.config, "restore", tag, "--to", "DIR")
-            # a trainer that keeps one removes the newest safe one at each save: no alarm if a newer is here
-            newest = max(r.save.order for r in state.rows.values() if r.state == "present")
-            is_noted = tag not in job.knowledge.pins and newest > row.save.order
-            job.problems.put("vanished-kept", tag, text, back, severity="note" if is_noted else None)
+            job.problems.put("vanished-kept", tag, text, back)
         state.reload(row.id)
 
 
@@ -94,6 +91,7 @@ def _why_wanted(job: Job, state: JobState, row: SaveRow) -> str | None:
 def _forget_vanished(job: Job, state: JobState) -> None:
     """A newer one is safe: what vanished is no loss any more, unless somebody wanted just that one kept."""
     safe = newest_safe(job.view) if job.view is not None else None
+    here = max((r.save.order for r in state.rows.values() if r.state == "present"), default=Order(0, 0, 0))
     for problem in job.problems.all():
         if problem.code not in _VANISHED or problem.about in job.knowledge.pins:
             continue
@@ -101,6 +99,10 @@ def _forget_vanished(job: Job, state: JobState) -> None:
         is_back = problem.code == "vanished-kept" and state.row_of_tag(problem.about) is not None
         if is_back or (safe is not None and _is_newer(safe, orders, problem.since)):
             job.problems.clear(problem.code, problem.about)
+        elif problem.code == "vanished-kept" and orders and here > max(orders):
+            # a trainer that keeps one removes the newest safe one at each save: no alarm beside a newer
+            text, step = problem.text, problem.next_step
+            job.problems.put(problem.code, problem.about, text, step, severity="note")
 
 
 def _is_newer(safe: RemoteCommit, orders: list[Order], vanished_at: float) -> bool:

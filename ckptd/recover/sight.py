@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
 from ckptd.core.manifest import side_key, stem
 from ckptd.core.save import Order
+from ckptd.core.shared import shares_folder
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
 from ckptd.local.scan import has_open_writer, scan
@@ -70,11 +71,14 @@ class RemoteSight:
         """
         found: dict[str, ManifestFile] = {}
         try:
+            supplements = self.supplements(commit)
+            # hosts that divide one folder send its late files for each other
+            is_shared = bool(supplements) and any(self.store.list(shares_folder(*stem_of(commit))))
             found = {
                 file.path: file
-                for manifest in self.supplements(commit)
+                for manifest in supplements
                 for file in manifest.files
-                if not _is_anothers(file.path, manifest.node_id, manifests)
+                if is_shared or not _is_anothers(file.path, manifest, manifests)
             }
             paths = {file.path: file for manifest in manifests for file in manifest.files} | found
             problem = path_problem(paths.values())
@@ -94,9 +98,10 @@ class RemoteSight:
         return tuple(manifest for view in mine for manifest in self.manifests(view.commit))
 
 
-def _is_anothers(path: str, node_id: str, manifests: Sequence[NodeManifest]) -> bool:
+def _is_anothers(path: str, late: NodeManifest, manifests: Sequence[NodeManifest]) -> bool:
     """Nodes may have files of one name and unlike content: the one in the COMMIT counts, not the last."""
-    mine = [f for m in manifests if m.node_id == node_id for f in m.files if f.path == path]
+    own = [m for m in manifests if late.node_id == m.node_id or late.node == m.node]
+    mine = [file for manifest in own for file in manifest.files if file.path == path]
     if mine:
         return all(file.replica_of is not None for file in mine)
     is_listed = any(file.path == path for manifest in manifests for file in manifest.files)

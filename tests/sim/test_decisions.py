@@ -179,3 +179,22 @@ def test_a_journal_that_knows_something_else_is_seen() -> None:
         records[key] = records[key].model_copy(update={"generation": 7})
         with pytest.raises(Broken, match=r"P7.*the journal knows other uploads"):
             world.judge_rest()
+
+
+def test_a_trainer_that_keeps_one_calls_nobody_while_a_newer_save_is_here() -> None:
+    """The newest safe one goes before the newer is sealed: an alarm at first, a note once that is known."""
+    with living(Play(script=_pinned_here, words="", stay=set())) as world:
+        save(world, 1)
+        world.kernel.now_seconds += 90
+        world.trainer.begin(2, random.Random(2))
+        world.trainer.end()
+        world.trainer.rotate(1)
+        assert world.job is not None
+        seen = set()
+        for _ in range(300):  # half a second each; nothing is uploaded meanwhile
+            world.kernel.now_seconds += 0.5
+            world.turn()
+            for task in list(world.tasks):
+                world._run(task)
+            seen |= {p.severity for p in world.job.problems.all() if p.code == "vanished-kept"}
+        assert seen == {"note"}

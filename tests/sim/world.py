@@ -572,7 +572,8 @@ class World:
         job = self.job
         state, view = (job.state, job.view) if job is not None else (None, None)
         fates = state.plan.local_fates if state is not None and state.plan is not None else {}
-        if not self.is_at_rest() or (view is not None and tried_again(view, fates)):
+        waits = state is not None and state.late_unsent  # files that came late are tried again as well
+        if not self.is_at_rest() or waits or (view is not None and tried_again(view, fates)):
             self._rests_since = None
         elif self._rests_since is None:
             self._rests_since = self.kernel.now_seconds

@@ -167,3 +167,15 @@ def test_forms_of_what_is_ephemeral_are_made_of_the_newest_alone() -> None:
         remote = replace(view.remotes[0], retention=policy)
         found = to_derive(replace(view, remotes=(remote,)), remote, UNIVERSAL)
         assert [save.id for save in found] == wanted
+
+
+def test_a_form_of_what_is_ephemeral_is_not_kept_here_for_a_remote() -> None:
+    """None is sent of it, so it would wait here for ever."""
+    update = {"save_total_limit": 2, "ladder": (Rung(form="universal", after_newer=1),)}
+    newest = save_view(2, sealed(200), universal=READY)
+    ships = {**newest.ships, (NAS, UNIVERSAL): committed_record(newest.save, NAS, UNIVERSAL)}
+    view = job_view([save_view(1, sealed(100), universal=READY), replace(newest, ships=ships)])
+    for ephemeral, dropped in ((None, []), (Ephemeral(every_steps=1000, keep=3), [1])):
+        policy = RetentionPolicy.model_validate(update | {"ephemeral": ephemeral})
+        remotes = (replace(view.remotes[0], retention=policy),)
+        assert [a.save_id for a in of(replace(view, remotes=remotes), DropDerived)] == dropped

@@ -13,6 +13,7 @@ import pytest
 from ckptd import files
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import sha256_of
+from ckptd.core.shared import shares_folder
 from ckptd.errors import SourceChanged
 from ckptd.recover.listing import list_remote
 from ckptd.recover.mended import HERE
@@ -162,6 +163,11 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
     assert comes_late(1, b"of b") == []
     assert comes_late(0, b"of a, again") == [sha256_of(b"of a, again")]
     assert comes_late(1, b"of b, again") == [sha256_of(b"of a, again")]
+    # hosts that divide one folder send its late files for each other
+    shares = tmp_path / "nas" / shares_folder(commit.commit.tag, 1, "zero")
+    shares.mkdir(parents=True)
+    (shares / "1.json").write_bytes(b"{}")
+    assert comes_late(1, b"of both") == [sha256_of(b"of both")]
 
 
 def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) -> None:
