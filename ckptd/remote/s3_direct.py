@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ckptd.remote.s3_body import Body
 
 CONNECT_SECONDS = 20
-READ_SECONDS = 60
+READ_SECONDS = 75
+"""As s3_client.py has it: longer than an upload may stand still."""
 _REST_SECONDS = 30.0
 _MOST_IDLE = 32
 _SUM = "x-amz-checksum-crc64nvme"
