@@ -8,13 +8,12 @@ by who dies.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 from ckptd.remote import client
+from ckptd.spawn import spawn
 from tests.killpoints.seams import Fate, Seams
 from tests.killpoints.standins import put
 
@@ -27,8 +26,7 @@ def main() -> None:
     who, run, side, at, root = sys.argv[1:6]
     fate = Fate(int(at), side)
     if who == "remote":
-        stand_in = types.SimpleNamespace(**{**vars(subprocess), "Popen": _starter(run, side, at, root)})
-        put(client, "subprocess", stand_in)
+        put(client, "spawn", _starter(run, side, at, root))
     else:
         _install(fate, Path(root), f"calls-{who.removesuffix('-child')}-{run}")
     if who == "remote-child":
@@ -61,14 +59,14 @@ def _install(fate: Fate, root: Path, calls: str) -> None:
 
 def _starter(run: str, side: str, at: str, root: str) -> Any:
     """The first child of the remote is the victim; those after it are whole."""
-    real, started = subprocess.Popen, [False]
+    real, started = spawn, [False]
 
     def start(command: list[str], *args: Any, **more: Any) -> Any:
         if "ckptd.remote.child" in command and not started[0]:
             started[0] = True
-            window = command[command.index("ckptd.remote.child") + 1]
+            given = command[command.index("ckptd.remote.child") + 1 :]
             command = [sys.executable, "-m", "tests.killpoints.victim"]
-            command += ["remote-child", run, side, at, root, window]
+            command += ["remote-child", run, side, at, root, *given]
         return real(command, *args, **more)
 
     return start
