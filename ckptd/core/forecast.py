@@ -147,9 +147,7 @@ def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forec
     kept = _kept_share(room.keep_every_steps, recent[-1].step, every_steps)
     is_too_much = is_bounded and room.saves_to_limit * size > room.free_bytes
     full_seconds = (
-        room.free_bytes / production
-        if is_too_much
-        else _bounded_seconds(room, production, size, kept)
+        _bounded_seconds(room, production, size, kept)
         if is_bounded
         else _full_seconds(room, production, link, size, kept)
     )
@@ -190,16 +188,16 @@ def _kept_share(keep_every_steps: int | None, step: int, every_steps: int | None
     """Of the saves to come: those that keep_every_steps keeps; one in so many, or none."""
     if keep_every_steps is None or not every_steps:
         return 0.0
-    period = keep_every_steps // math.gcd(keep_every_steps, every_steps)
-    return 1 / period if step % math.gcd(keep_every_steps, every_steps) == 0 else 0.0
+    common = math.gcd(keep_every_steps, every_steps)
+    return common / keep_every_steps if step % common == 0 else 0.0
 
 
 def _bounded_seconds(room: Room, production: float, size: int, kept: float) -> float | None:
     """Until it is full where each save that comes lets one go, once the limit is reached; None: never."""
-    if not kept:
-        return None
     left = room.free_bytes - room.saves_to_limit * size
-    return (room.saves_to_limit * size + left / kept) / production
+    if left < 0:
+        return room.free_bytes / production
+    return (room.saves_to_limit * size + left / kept) / production if kept else None
 
 
 def _full_seconds(room: Room, production: float, link: float, size: int, kept: float) -> float | None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.killpoints import points
+from tests.killpoints import points, real
 from tests.killpoints.defects import DEFECTS
+from tests.killpoints.life import Place
 from tests.killpoints.points import Point, errors, errors_in, every, pairs, sites_of
 
 pytestmark = pytest.mark.faults
@@ -148,3 +149,12 @@ def test_a_defect_that_is_put_in_is_found(name: str) -> None:
     figure, printed = run("--scenario", "directory-zero", "--defect", name)
     assert figure["violations"] >= 1
     assert DEFECTS[name].shows in printed
+
+
+def test_processes_of_the_real_daemon_die_where_they_are_told(tmp_path: Path) -> None:
+    """One life of `python -m tests.killpoints.real`, so that it cannot rot: both kinds of victim die."""
+    place = Place(tmp_path, real.SCENARIO)
+    place.make()
+    outcome = real.live(place, (real.Victim("daemon", 1, "before", 20), real.Victim("remote", 2, "after", 5)))
+    assert outcome.died == ("daemon", "remote")
+    assert outcome.wrong == ()
