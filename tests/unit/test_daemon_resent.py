@@ -6,6 +6,7 @@ The deciding thread's orders, carried out by the code of the remote's child on a
 from __future__ import annotations
 
 import shutil
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     from ckptd.remote.commit import Ground
 
 
+class _OneByOne(DirectoryStore):
+    """One object after the other, so that every attempt has come as far as it says."""
+
+    lanes = 1
+
+
 class Resent:
     """A node that holds every save of its one tag, and a link that can be cut after some objects."""
 
@@ -44,7 +51,7 @@ class Resent:
         self.nas = tmp_path / "nas"
         self.nas.mkdir()
         self.ground: Ground = self.node.attached(
-            DirectoryStore(str(self.nas), owner="id-n0", window_bytes=1 << 20)
+            _OneByOne(str(self.nas), owner="id-n0", window_bytes=1 << 20)
         )
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
         self.orders: list[tuple[m.ShipOrder, Any]] = []
@@ -73,20 +80,22 @@ class Resent:
         return save_id
 
     def ship(self, save_id: int, *, cut_after: int = 99) -> ShipState:
-        """One attempt; the link is cut after so many objects."""
+        """One attempt; the link is cut after so many objects, whatever is under way beside them."""
         with files.opened_dir(self.node.save_dir) as fd:
             self.shipping.ship(Ship(save_id=save_id, remote="nas", form=ZERO, generation=1, attempt=0), fd, 0)
         order, heard = self.orders.pop()
-        done = 0
-
-        def noted(what: m.Shipped) -> None:
-            nonlocal done
-            done += 1
-            heard(m.ObjectDone(object=what))
+        done, lock = 0, threading.Lock()
 
         def check() -> None:
             if done >= cut_after:
                 raise RemoteError("the network went")
+
+        def noted(what: m.Shipped) -> None:
+            nonlocal done
+            with lock:  # lanes come here at once; one of them may have looked before the cut
+                check()
+                done += 1
+                heard(m.ObjectDone(object=what))
 
         control = Control(pacer=Pacer(), check=check, on_moving=lambda *_: None, on_done=noted)
         try:
