@@ -99,6 +99,17 @@ def save(accelerator: Accelerator, job: dict[str, Any], step: int) -> None:
         note_files(folder, Path(job["notes"]), f"{folder.name}@{step}")
     accelerator.wait_for_everyone()
     time.sleep(job["pause_seconds"])
+    if job["waits_for"] is not None:
+        wait_committed(Path(job["waits_for"]), step)
+
+
+def wait_committed(commits: Path, step: int) -> None:
+    """Until the remote holds that step's; the test says what is wrong if it never does."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        if any(json.loads(path.read_bytes())["step"] == step for path in commits.glob("*~zero.json")):
+            return
+        time.sleep(0.05)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ root and the memory controller mounted at /sys/fs/cgroup/memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import time
@@ -52,8 +53,22 @@ def group(limit_bytes: int) -> Iterator[Path]:
         (made / "memory.swappiness").write_text("0")
         yield made
     finally:
-        (made / "memory.force_empty").write_text("0")
-        made.rmdir()
+        _remove(made)
+
+
+def _remove(group: Path) -> None:
+    """Busy while a grandchild that was killed is on its way out."""
+    end = time.monotonic() + 200
+    while True:
+        try:
+            (group / "memory.force_empty").write_text("0")
+            group.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def run_confined(command: Sequence[str], limit_bytes: int, *, cwd: Path, timeout: float = 500.0) -> Confined:

@@ -74,6 +74,8 @@ class AccelerateRun(_Run):
 
     steps: int = 6
     name: str | None = "state"
+    waits_for: Path | None = None
+    """COMMITs of a directory remote: after each save, until its own is there, however busy the machine."""
 
     @property
     def script(self) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
-LAST_WORD_SECONDS = 5.0
+LAST_WORD_SECONDS = 10.0
 """How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
 
 

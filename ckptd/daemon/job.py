@@ -32,6 +32,7 @@ from ckptd.daemon.setup import (
     is_still,
     let_go,
     make_state,
+    must_wait,
     node_id_of,
     on_attached,
     open_job,
@@ -223,8 +224,7 @@ class Job:
                 return
             self.open()
             self.turns += 1
-        fd = self._fd
-        if fd is None:
+        if (fd := self._fd) is None:
             self.needs_turn = False
             return
         is_hinted = self._ear.seconds_to_look(now_seconds) <= 0
@@ -252,7 +252,7 @@ class Job:
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
             self.way.tell(self, is_saving=False)
-            if not listing.folders and self.state_dir.is_relative_to(self.config.save_dir):
+            if not listing.folders and must_wait(self.state_dir, self.config.save_dir):
                 self.patience.works()
                 return
             recover(self._activate(save_dir_fd), save_dir_fd, self.audit)

@@ -37,6 +37,18 @@ log = logging.getLogger("ckptd")
 _NODE_ID_LIMIT_BYTES = 256
 
 
+def must_wait(state_dir: Path, save_dir: Path) -> bool:
+    """Whether a job begins with its first checkpoint only: nothing of ours lies in save_dir until then (P11).
+
+    One whose save_dir was emptied goes on: what it has in the remotes and misses here is to be said.
+    """
+    if not state_dir.is_relative_to(save_dir):
+        return False
+    with contextlib.suppress(OSError), opened_ours(state_dir) as fd:
+        return files.stat_beneath(fd, "journal.db") is None
+    return True
+
+
 def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
     """Create the state directory; where ours lies is known only when the first checkpoint is there."""
     inside = f"{OURS}/state"

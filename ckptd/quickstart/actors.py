@@ -83,7 +83,7 @@ class Daemon:
         children = _children(self._process.pid)
         self._process.kill()
         self._process.wait()
-        psutil.wait_procs(children, timeout=5)
+        psutil.wait_procs(children, timeout=60)
         left = [child for child in children if child.is_running() and child.status() != "zombie"]
         if left:
             self._scene.note("children-outlived", names=[" ".join(_command(child)) for child in left])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 SECONDS = 200
 JOB = 'shared_takeover = "15s"'
-SLOW = 'bandwidth = "300KB/s"'
+SLOW = 'bandwidth = "120KB/s"'
 FORMS = 'forms = ["zero", "universal"]'
 
 

@@ -56,11 +56,12 @@ def trees() -> None:
 
 
 def test_constant_name_saved_in_place(tmp_path: Path) -> None:
-    """Each save that is left alone for a moment is a generation of its own, known by (name, step)."""
+    """Each save that is left alone until its COMMIT is a generation of its own, known by (name, step)."""
     notes = tmp_path / "notes"
     with node(tmp_path, local="", remote=UNIVERSAL_TOO) as here:
         here.start()
-        training = start(AccelerateRun(pause_seconds=3.0), here.save_dir, tmp_path, notes=notes)
+        run = AccelerateRun(waits_for=here.nas / "_ckptd" / "commits")
+        training = start(run, here.save_dir, tmp_path, notes=notes)
         for generation, step in ((1, 2), (2, 4), (3, 6)):
             here.wait_committed(f"state~g{generation}", 60)
             assert here.commits()[f"state~g{generation}"]["step"] == step
@@ -69,7 +70,7 @@ def test_constant_name_saved_in_place(tmp_path: Path) -> None:
         for folder, step in (("state", 2), ("state.g2", 4), ("state.g3", 6)):
             assert remote_hashes(here.nas / folder) == noted_hashes(notes, f"state@{step}"), folder
         here.wait("no problem", lambda: here.status()["state"] == "ok" and not here.problems(), 20)
-        assert here.status()["safe"]["step"] == 6
+        here.wait("safe", lambda: here.status()["safe"]["step"] == 6)
         assert here.checkpoint("state")["step"] == 6
         listed = json.loads(here.ckptd("list", here.job_file, "--json").stdout)["remotes"][0]["checkpoints"]
         assert [(c["tag"], c["generation"], c["step"]) for c in listed] == [

@@ -24,7 +24,7 @@ from tests.e2e.harness import (
 from tests.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
-PACED = 'bandwidth = "1MB/s"'
+PACED = 'bandwidth = "200kB/s"'
 
 
 real_saves = made_before(RUN, OTHER_RUN)
@@ -79,6 +79,7 @@ def test_killed_during_an_upload(tmp_path: Path, after_bytes: int) -> None:
         assert not here.commits()
         whole = {p: p.stat().st_mtime_ns for p in here.nas.rglob("*states.pt") if p.stat().st_size}
 
+        here.write_job(remote="")
         here.start()
         here.wait_committed("global_step1~g1")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import node
+from tests.e2e.harness import PACE, node
 from tests.e2e.test_huggingface import assert_as_written
 from tests.hf import HfRun, start
 
@@ -19,13 +19,15 @@ def test_held_until_committed_while_the_trainer_deletes(xfs: Path, tmp_path: Pat
     notes = tmp_path / "notes"
     tags = [f"checkpoint-{step}" for step in (2, 4, 6)]
     run = HfRun(steps=6, limit=1, waits_for_hold=True)
-    with node(xfs, local="forms = []", remote='forms = ["zero"]\nbandwidth = "100kB/s"') as here:
+    with node(xfs, local="forms = []", remote='forms = ["zero"]\nbandwidth = "20kB/s"') as here:
         here.start()
         training = start(run, here.save_dir, tmp_path, notes=notes)
         here.wait("a hold", lambda: any((here.save_dir / "_ckptd" / "hold").glob("checkpoint-2.*")), 120)
         training.finish()
         assert here.local_tags() == {"checkpoint-6"}
-        assert len(here.commits()) < 3, "the trainer outran the upload"
+        assert len(here.commits()) < 3, "the upload outran the trainer"
+        here.write_job(local="forms = []", remote='forms = ["zero"]')
+        assert here.ckptd("reload", here.job_file).returncode == 0
         for tag in tags:
             here.wait_committed(f"{tag}~g1", 60)
             assert_as_written(here, notes, tag)
@@ -80,4 +82,4 @@ def test_the_best_is_never_let_go(tmp_path: Path) -> None:
         best = here.commits()["checkpoint-2~g1"]["best"]
         assert best["is_best"], best
         assert {line["tag"] for line in here.audit()} == {"checkpoint-4"}
-        assert not here.problems()
+        assert not here.problems() - PACE

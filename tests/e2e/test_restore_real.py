@@ -23,7 +23,6 @@ RECIPE = Recipe(stage=2, world_size=2)
 TAG = "global_step2"
 
 
-@pytest.mark.timeout(290)
 def test_deepspeed_goes_on_from_a_restore(tmp_path: Path) -> None:
     """Same ranks: exactly the losses of the uninterrupted run. Another number: within 1e-3."""
     prepare([RECIPE])
@@ -71,7 +70,7 @@ if os.environ.get("CKPTD_FULL"):  # two starts of torch
         assert losses == {step: expected[step] for step in losses}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.faults
 def test_killed_for_real_and_called_again(tmp_path: Path) -> None:
     """SIGKILL at six moments of a real process; whatever is named is whole, and the next call finishes."""
@@ -82,29 +81,34 @@ def test_killed_for_real_and_called_again(tmp_path: Path) -> None:
     assert ckptd("run", save_dir, nas, "--once", "--same-filesystem").returncode == 0
     command = [sys.executable, "-m", "ckptd", "restore", str(nas), "--to", str(to)]
     good = {p.name: p.read_bytes() for p in (save_dir / TAG).iterdir()}
-    killed = 0
-    for number in range(6):
+    killed = late = 0
+    while killed < 6:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         staging = to / "_ckptd" / "staging"
         end = time.monotonic() + 200
         while process.poll() is None and time.monotonic() < end and not staging.exists():
             time.sleep(0.001)
-        time.sleep(number * 0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
+        time.sleep(killed * 0.005)
+        process.kill()
+        if process.wait() != -signal.SIGKILL:  # it was done before this busy machine let us go on
+            assert process.returncode == 0
+            late += 1
+            assert late < 50
+            shutil.rmtree(to)
+            continue
+        killed += 1
         if (to / TAG).exists():
             assert {p.name: p.read_bytes() for p in (to / TAG).iterdir()} == good
         else:
             assert not (to / "latest").exists()
-        if number % 3 == 2:
+        if killed % 3 == 0:
             done = ckptd("restore", nas, "--to", to)
             assert done.returncode == 0, done.stderr
             assert {p.name: p.read_bytes() for p in (to / TAG).iterdir()} == good
             shutil.rmtree(to)
-    assert killed >= 3
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.stores
 def test_from_s3(tmp_path: Path) -> None:
     prepare([RECIPE])

@@ -26,7 +26,6 @@ def ckptd(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(290)
 def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     prepare([RECIPE])
     save_dir, nas = tmp_path / "nvme" / "run", tmp_path / "nas" / "run"

@@ -207,7 +207,7 @@ def test_the_trainer_deletes_while_it_is_shipped(tmp_path: Path) -> None:
 
 def test_the_trainer_saves_again_while_it_is_shipped(tmp_path: Path) -> None:
     """P4: the attempt over two saves is dropped; what is committed holds one save only."""
-    with node(tmp_path, remote='bandwidth = "600kB/s"') as here:
+    with node(tmp_path, remote='bandwidth = "150kB/s"') as here:
         here.start()
         here.save(1)
         here.wait("shipping", lambda: here.checkpoint("global_step1")["state"] == "uploading")

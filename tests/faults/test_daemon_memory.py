@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from pathlib import Path
 
@@ -24,12 +25,21 @@ real_saves = made_before(RUN)
 
 
 def remotes_children(pid: int) -> int:
-    """How many the daemon has now."""
+    """How many the daemon has now, without those that it has killed and that are on their way out."""
     lines = []
     for child in children_of(pid):
         with contextlib.suppress(OSError):
-            lines.append(Path(f"/proc/{child}/cmdline").read_bytes())
+            if not is_dying(child):
+                lines.append(Path(f"/proc/{child}/cmdline").read_bytes())
     return sum(b"ckptd.remote.child" in line for line in lines)
+
+
+def is_dying(pid: int) -> bool:
+    """SIGKILL waits for it, or it has begun to exit (proc(5): SigPnd, ShdPnd; PF_EXITING of `flags`)."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+    flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+    return bool(pending & 1 << (signal.SIGKILL - 1) or flags & 0x4)
 
 
 def is_converted(house: House, name: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, made_before, node, same_bytes
+from tests.faults.test_daemon_ground import mount
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -38,7 +39,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_unmounted_under_way(tmp_path: Path, mounted: Path) -> None:
     """An unmounted NAS is "not mounted", its empty mount point stays empty, and it heals by itself."""
-    with node(tmp_path, local="save_total_limit = 1") as here:
+    with node(tmp_path, local="save_total_limit = 1", remote='forms = ["zero"]') as here:
         here.start()
         here.save(1)
         here.wait_committed("global_step1~g1")
@@ -93,10 +94,10 @@ def test_a_read_only_remote(tmp_path: Path, mounted: Path) -> None:
         here.save(1)
         here.wait_committed("global_step1~g1")
         here.wait("idle", lambda: "global_step1~g1" in here.commits("universal"))
-        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+        mount("-o", "remount,ro", mounted)
         here.save(2)
         here.wait("said", lambda: "remote-denied" in here.problems(), 40)
-        subprocess.run(["mount", "-o", "remount,rw", str(mounted)], check=True)
+        mount("-o", "remount,rw", mounted)
         here.wait_committed("global_step2~g1", 90)
 
 

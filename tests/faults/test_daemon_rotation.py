@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +46,7 @@ def test_half_removed_after_its_commit(tmp_path: Path) -> None:
 
 def test_lost_until_a_newer_one_is_safe(tmp_path: Path) -> None:
     """An alarm while nothing newer is safe; for a pinned one it stays."""
-    with node(tmp_path, local="forms = []", remote='forms = ["zero"]\nbandwidth = "250kB/s"') as here:
+    with node(tmp_path, local="forms = []", remote='forms = ["zero"]\nbandwidth = "60kB/s"') as here:
         here.start()
         here.save(1)
         here.wait("uploading", lambda: here.checkpoint("global_step1")["state"] == "uploading")
@@ -59,6 +61,30 @@ def test_lost_until_a_newer_one_is_safe(tmp_path: Path) -> None:
         here.wait_committed("global_step3~g1", 60)
         here.wait("one to go", lambda: lost(here) == {"global_step2"}, 20)
         assert here.status()["state"] == "attention"
+
+
+def test_a_save_dir_that_was_emptied_is_told_of(tmp_path: Path) -> None:
+    """By a job that starts anew over it, and by a daemon that does: they wait for no first checkpoint."""
+    with node(tmp_path, local="forms = []", remote='forms = ["zero"]') as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        shutil.rmtree(here.save_dir / "global_step1")
+        here.wait("vanished", lambda: here.checkpoint("global_step1")["state"] == "vanished")
+        here.write_job(local="forms = []", remote='forms = ["zero"]\nbandwidth = "1MB/s"')
+        done = here.ckptd("reload", here.job_file)
+        assert done.returncode == 0, done.stderr
+        here.kill()
+        pid = here.start().pid
+
+        def told() -> dict[str, Any]:
+            document: dict[str, Any] = json.loads(here.ckptd("status", here.job_file, "--json").stdout)
+            return document
+
+        here.wait("the new one", lambda: told()["daemon"]["pid"] == pid)
+        here.wait("what is safe", lambda: (told()["jobs"][0]["safe"] or {}).get("step") == 1)
+        here.save(2)
+        here.wait_committed("global_step2~g1")
 
 
 def gone_but_safe(here: Node) -> set[str]:

@@ -25,6 +25,7 @@ from ckptd.convert import children, supervise
 from ckptd.convert.inspection import inspect_files
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import BehindError, CkptdError, StorageError
+from ckptd.spawn import spawn
 from tests import cgroup
 from tests.killpoints import judge, trainer
 from tests.killpoints.life import Place, Scenario
@@ -60,26 +61,22 @@ def _starved(module: str, limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
     (group / "memory.swappiness").write_text("0")
-    real = children.start
+    start = children.start
+    # the child goes in by itself: were this process in there for a moment, the kernel might take it instead
+    enter = ["/bin/sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
 
-    def start(name: str, **more: Any) -> Any:
-        if name != module:
-            return real(name, **more)
-        tasks = Path("/proc/self/cgroup")
-        assert tasks.exists()
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        try:
-            return real(name, **more)
-        finally:
-            (cgroup.CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
+    def started(name: str, **more: Any) -> Any:
+        with monkeypatch.context() as patch:
+            if name == module:
+                patch.setattr(children, "spawn", lambda command, **rest: spawn([*enter, *command], **rest))
+            return start(name, **more)
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(children, "start", start)
+            patch.setattr(children, "start", started)
             yield
     finally:
-        (cgroup.CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+        _end_group(group)
 
 
 @needs_cgroup

@@ -176,7 +176,7 @@ def test_what_kills_a_maker_says_nothing_of_the_remote(rig: Rig) -> None:
 
 @pytest.mark.faults
 def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: Rig) -> None:
-    data = slow.big(8)
+    data = slow.big(32)
     first = slow.client.submit(slow.order())
     slow.ear.until(lambda: any(m.done_bytes > 4 << 20 for m in slow.ear.moved(first)))
     pid = slow.client.pid
@@ -192,6 +192,7 @@ def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: 
     assert not (slow.nas / slow.node.tag / BIG).exists()
 
     partly = PartlyShipped(key=last.key, flushed_bytes=last.flushed_bytes, crc64=last.crc64)
+    slow.client.pace(1, None)
     answer = slow.ask(slow.order(partly=(partly,)))
     assert isinstance(answer, ShipResult)
     assert answer.outcome == "committed"
@@ -212,7 +213,7 @@ def test_a_confirm_does_not_wait_for_an_upload(slow: Rig) -> None:
     assert committed.commit is not None
     slow.node.tag = "global_step6"
     slow.node.write_all()
-    slow.big(16)
+    slow.big(64)
     shipping = slow.client.submit(slow.order())
     slow.ear.until(lambda: bool(slow.ear.moved(shipping)))
     answer = slow.ask(Confirm(commits=((committed.commit.key, committed.commit.sha256),)))
@@ -295,7 +296,7 @@ def test_attaching_again_keeps_the_pace(rig: Rig) -> None:
 
 @pytest.mark.faults
 def test_a_paused_transfer_gives_signs_of_life_and_a_hung_one_does_not(slow: Rig) -> None:
-    slow.big(8)
+    slow.big(64)
     shipping = slow.client.submit(slow.order())
     slow.ear.until(lambda: bool(slow.ear.moved(shipping)))
     slow.client.pace(0, None)

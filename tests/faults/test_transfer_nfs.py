@@ -222,7 +222,7 @@ def test_a_mount_that_hangs_hurts_only_its_own_child(
     point, process = mounted
     monkeypatch.setattr(standstill, "IDLE_SECONDS", 1.5)
     monkeypatch.setattr(links, "STALLED_SECONDS", 2.5)
-    far = Rig(tmp_path, point / "run", bytes_per_second=4 << 20)
+    far = Rig(tmp_path, point / "run", bytes_per_second=1 << 20)
     try:
         folder = far.save(1, 5)
         far.until("some bytes", lambda: any(point.rglob(".ckptd-part-*")) and far.link.is_shipping)

@@ -31,6 +31,8 @@ Kind = Literal[
     "cut", "stall", "deaf", "busy", "lose-answer", "flip-up", "flip-down", "forget", "drip", "answer"
 ]
 
+_COUNTING = threading.Lock()
+
 
 @dataclass
 class Fault:
@@ -53,10 +55,11 @@ class Fault:
 
     def takes(self, line: str) -> bool:
         """Whether this request is meant; counts it."""
-        if self.hits >= self.times or re.search(self.where, line) is None:
-            return False
-        self.hits += 1
-        return True
+        with _COUNTING:  # requests that come at once
+            if self.hits >= self.times or re.search(self.where, line) is None:
+                return False
+            self.hits += 1
+            return True
 
 
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>.</Message></Error>"

@@ -195,8 +195,8 @@ def test_a_server_that_hangs_is_an_error_in_time(
     # connecting, exchanging keys, logging in, opening a channel: each has its limit
     assert 4 * sftp_session.CONNECT_SECONDS < 60
     assert sftp_session.ANSWER_SECONDS < 60
-    monkeypatch.setattr(sftp_session, "ANSWER_SECONDS", 1)
-    monkeypatch.setattr(sftp_session, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(sftp_session, "ANSWER_SECONDS", 5)
+    monkeypatch.setattr(sftp_session, "CONNECT_SECONDS", 5)
     store = store_at(own, monkeypatch)
     if is_connected:
         store.put("a", b"1")
@@ -212,7 +212,7 @@ def test_a_server_that_hangs_is_an_error_in_time(
 def test_a_server_that_hangs_in_the_middle_is_an_error_in_time(
     own: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sftp_session, "ANSWER_SECONDS", 4)
+    monkeypatch.setattr(sftp_session, "ANSWER_SECONDS", 10)
     store = store_at(own, monkeypatch)
     crc = send(store, "t/y", DATA)
     seen: list[Progress] = []

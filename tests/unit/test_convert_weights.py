@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -282,10 +283,12 @@ def test_memory_does_not_follow_the_size(large: Path, tmp_path: Path, dtype: Dty
 def _kill_executor_after(pattern: str, count: int, partial: Path, over: threading.Event) -> None:
     while not over.wait(0.001):
         if len(list(partial.glob(pattern))) >= count:
-            for pid in _children_of(os.getpid()):
+            pids = _children_of(os.getpid())  # none yet while it is planned again
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            return
+            if pids:
+                return
 
 
 @pytest.mark.faults
@@ -294,15 +297,21 @@ def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(large: Path, tm
     convert(large, tmp_path / "whole", options)
     place = tmp_path / ".w.ckptd-partial"
     kills = 0
-    for pattern, count in (("tmp/*", 1), ("out/*.safetensors", 1), ("out/*.safetensors", 3)):
+    for pattern, count in (("tmp/*", 1), ("out/*.safetensors", 1), ("out/*.safetensors", 3)) * 3:
         over = threading.Event()
         killer = threading.Thread(target=_kill_executor_after, args=(pattern, count, place, over))
         killer.start()
         try:
             convert(large, tmp_path / "w", options)
-            break
         except BehindError:
             kills += 1
+            if kills == 3:
+                break
+        else:
+            if kills >= 2:
+                break
+            kills = 0  # on a busy machine the killer came too late
+            shutil.rmtree(tmp_path / "w")
         finally:
             over.set()
             killer.join()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+from watchdog.events import FileClosedEvent, FileSystemEvent
 
 from ckptd.local.watch import Watcher
 
@@ -23,11 +25,21 @@ class Ear:
         self.hints = 0
         self.is_writing = False
         self.watcher = Watcher(str(save_dir), self.hint)
+        self.closed: set[str] = set()
+        handler = self.watcher._handler
+        tell = handler.on_any_event
+
+        def told(event: FileSystemEvent) -> None:
+            tell(event)
+            if isinstance(event, FileClosedEvent):  # the last one of a file that was written
+                self.closed.add(os.fsdecode(event.src_path))
+
+        handler.on_any_event = told  # type: ignore[method-assign]
         self.watcher.start()
 
     def hint(self, *, is_writing: bool = False) -> None:
-        self.hints += 1
         self.is_writing |= is_writing
+        self.hints += 1
 
     def hears(self, seconds: float = 200.0) -> bool:
         end = time.monotonic() + seconds
@@ -42,8 +54,20 @@ class Ear:
             time.sleep(0.02)
 
     def forget(self) -> None:
-        """What was said so far and is still on its way (watchdog holds deletions back for half a second)."""
+        """What was said so far and is still on its way: a watch tells in order, so of a mark last.
+
+        watchdog holds deletions back for half a second.
+        """
         time.sleep(0.8)
+        marks = []
+        for folder in (self.save_dir, *(self.save_dir / name for name in self.watcher._watches)):
+            if folder.is_dir():
+                marks.append(folder / f"mark{time.monotonic_ns()}")
+                marks[-1].write_bytes(b"")
+        end = time.monotonic() + 200
+        while not {str(mark) for mark in marks} <= self.closed:
+            assert time.monotonic() < end
+            time.sleep(0.02)
         self.hints = 0
         self.is_writing = False
 

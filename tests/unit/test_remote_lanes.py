@@ -18,7 +18,7 @@ from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.flights import SMALL_BYTES
 from ckptd.remote.observe import observe
 from ckptd.remote.pacing import Cancelled
-from ckptd.remote.ranges import Turns
+from ckptd.remote.ranges import Lanes, Turns
 from ckptd.remote.reader import live_commits, manifests_of
 from ckptd.remote.takeover import take_over
 from tests.stores.conformance import source_of
@@ -162,19 +162,34 @@ def test_who_has_the_least_number_comes_first() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 7, COUNT - 1])
-def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(node: Node, at: int) -> None:
+def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(
+    node: Node, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    bad, made = f"side{at:02}.json", list[Lanes]()
+
+    class Kept(Lanes):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
     def broken(key: str) -> None:
-        if key.endswith(f"side{at:02}.json"):
+        """Who begins after the one that fails goes on only once its failure is known."""
+        if key.endswith(bad):
             msg = "the disk over there fails"
             raise StorageError(msg)
+        if any(begun.endswith(bad) for begun in list(store.begun)):
+            end = time.monotonic() + 200
+            while not any(lanes._failure for lanes in made) and time.monotonic() < end:
+                time.sleep(0.001)
 
+    monkeypatch.setattr("ckptd.remote.transfer.Lanes", Kept)
     store = Watched(before=broken)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(StorageError, match="over there fails"):
         shipped_by(node, store)
     assert store.running == 0
-    assert threading.active_count() == before
-    index = next(n for n, key in enumerate(store.begun) if key.endswith(f"side{at:02}.json"))
+    assert set(threading.enumerate()) <= before
+    index = next(n for n, key in enumerate(store.begun) if key.endswith(bad))
     assert len(store.begun) - index <= LANES + 1
     assert not store.partial
     assert not [key for key in store.objects if "/commits/" in key]
