@@ -1,7 +1,7 @@
 """Which checkpoint to resume from: the newest in (branch, step) that is complete here or committed (P9, H54).
 
-Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; for others the daemon's last
-status is a hint. Clocks are never asked.
+Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; of others `standing.py` says
+where they stand. Clocks are never asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ckptd.core.coverage import order_of
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import ManifestFile
-from ckptd.core.order import next_order
 from ckptd.core.save import Order
 from ckptd.core.trainers import Trainer, layout_of
 from ckptd.errors import (
@@ -27,9 +26,10 @@ from ckptd.recover.copies import DESCRIPTION as DESCRIPTION
 from ckptd.recover.copies import UNIVERSAL as UNIVERSAL
 from ckptd.recover.copies import ZERO as ZERO
 from ckptd.recover.copies import is_held, is_made_from, of_node, stands_alone
+from ckptd.recover.standing import Memory, standing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from ckptd.core.layouts import Grid
     from ckptd.core.manifest import NodeManifest
@@ -160,7 +160,7 @@ class Choice:
 def choose(
     local: Sequence[LocalSight],
     remotes: Sequence[RemoteSight],
-    hints: Mapping[str, Order],
+    memory: Memory,
     nodes: Nodes,
     *,
     damaged: frozenset[tuple[str, str]] = frozenset(),
@@ -181,10 +181,13 @@ def choose(
     if nodes.count == 1:
         rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
         for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
-            order = _order_of_local(sight, known, remotes, hints)
-            known.append(order)
-            assert sight.verdict.grid is not None
-            committed.append(Candidate(tag=sight.tag, order=order, grid=sight.verdict.grid, local=sight))
+            stands = standing_of(sight.tag, sight.verdict.step or 0, known, remotes, memory)
+            known.append(stands.order)
+            if stands.doubt is not None and sight.tag != tag:
+                choice.notes.append(stands.doubt)
+            grid = sight.verdict.grid
+            assert grid is not None
+            committed.append(Candidate(tag=sight.tag, order=stands.order, grid=grid, local=sight))
     choice.candidates = sorted(committed, key=lambda c: (c.order, c.is_committed), reverse=True)
     return choice
 
@@ -326,22 +329,3 @@ def _is_here(here: LocalSight, candidate: Candidate) -> bool:
 
 def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:
     return (order_of(view.commit) for remote in remotes for view in remote.commits)
-
-
-def _order_of_local(
-    sight: LocalSight, known: Sequence[Order], remotes: Sequence[RemoteSight], hints: Mapping[str, Order]
-) -> Order:
-    """Order of a complete folder that no COMMIT holds.
-
-    A tag that has a COMMIT with other content was saved again, later: it stands behind everything known.
-    Else the daemon's word, else its step in the newest branch: a rewind is never guessed.
-    """
-    step = sight.verdict.step or 0
-    highest = max(known, default=None)
-    same_tag = [order_of(v.commit) for r in remotes for v in r.commits if v.commit.tag == sight.tag]
-    hint = hints.get(sight.tag)
-    if hint is not None and hint.step == step and hint > max(same_tag, default=Order(0, 0, 0)):
-        return hint
-    if same_tag:
-        return next_order(step, highest)
-    return Order(highest.branch if highest else 1, step, 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptd import files
+from ckptd.config_places import this_node
 from ckptd.config_relations import check_job_paths
 from ckptd.core.listing import SaveDirListing
 from ckptd.core.trainers import Trainer
@@ -35,7 +36,7 @@ from ckptd.recover.lock import one_at_a_time
 from ckptd.recover.one_save import OneSave
 from ckptd.recover.owner import owner_of
 from ckptd.recover.plan import ResumePlan, make_plan
-from ckptd.recover.sight import LocalSight, forms_alone, look_locally, orders_in_status
+from ckptd.recover.sight import LocalSight, forms_alone, look_locally, memory_of
 from ckptd.recover.sources import Sources, named
 from ckptd.recover.steps import Convert, MoveAside, Step
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.save import Order
+    from ckptd.recover.standing import Memory
 
 NEXT_SAVE_FACTOR = 1.1
 
@@ -77,7 +78,7 @@ class _Seen:
     listing: SaveDirListing
     local: tuple[LocalSight, ...]
     derived: dict[str, dict[str, str] | None]
-    hints: dict[str, Order]
+    memory: Memory
     loadable: dict[str, dict[str, str] | None] = field(default_factory=dict)
     put_in: dict[str, dict[str, str] | None] = field(default_factory=dict)
 
@@ -171,10 +172,10 @@ class Resume:
         return True
 
     def _see(self, fd: int | None) -> _Seen:
-        state_dir = self._options.state_dir
-        hints = orders_in_status(state_dir, self._job.save_dir) if state_dir is not None else {}
+        node = self._job.node_name or this_node(os.environ)
+        memory = memory_of(self._job, self._options.state_dir, node)
         if fd is None:
-            return _Seen(listing=SaveDirListing(device=0, folders=()), local=(), derived={}, hints=hints)
+            return _Seen(listing=SaveDirListing(device=0, folders=()), local=(), derived={}, memory=memory)
         listing, local = look_locally(self._job.save_dir, fd, self._job, self._sources.remotes)
         busy = next((sight for sight in local if sight.is_open), None)
         if busy is not None:
@@ -187,7 +188,7 @@ class Resume:
             listing=listing,
             local=local,
             derived=derived_universals(fd),
-            hints=hints,
+            memory=memory,
             loadable=derived_accelerate(fd),
             put_in=put_in_universals(fd, listing),
         )
@@ -201,7 +202,7 @@ class Resume:
             choice = choose(
                 seen.local,
                 self._sources.remotes,
-                seen.hints,
+                seen.memory,
                 self._options.nodes,
                 damaged=frozenset(self._sources.damaged),
                 tag=self._options.tag,
@@ -279,8 +280,8 @@ class Resume:
         """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
         if self._sources.remotes or not self._job.remotes or self._options.tag is not None:
             return
-        hint = seen.hints.get(candidate.tag)
-        newest = max(seen.hints.values(), default=None)
+        hints = seen.memory.orders
+        hint, newest = hints.get(candidate.tag), max(hints.values(), default=None)
         if self._options.nodes.count > 1 or hint is None or newest is None or candidate.order < newest:
             raise self._sources.absent[0]
         self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
@@ -18,6 +18,7 @@ from ckptd.core.shared import shares_folder
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
 from ckptd.local.scan import has_open_writer, scan
+from ckptd.recover.standing import Memory
 from ckptd.recover.trust import distrust, path_problem
 from ckptd.remote.access import Access
 from ckptd.remote.documents import IDENTITY_KEY, stem_of
@@ -237,19 +238,27 @@ def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageE
         return inspect_files(folder, paths), error
 
 
-def orders_in_status(state_dir: Path, save_dir: Path) -> dict[str, Order]:
-    """Tag → order as the daemon last wrote it to status.json: a hint about rewinds, never needed."""
+def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
+    """What this node knows of its saves: its name and the daemon's last status, never needed."""
+    known = Memory(node=node, is_shared=job.shared_fs)
+    if state_dir is None:
+        return known
     try:
         status = json.loads((state_dir / "status.json").read_bytes())
         rows = [
             row
-            for job in status["jobs"]
-            if job["save_dir"] == str(save_dir)
-            for row in job["checkpoints"]
-            if isinstance(row.get("branch"), int) and row["local"]["present"] and row["step"] is not None
+            for one in status["jobs"]
+            if one["save_dir"] == str(job.save_dir)
+            for row in one["checkpoints"]
         ]
-        return {
-            str(row["tag"]): Order(row["branch"], row["step"], int(row.get("save_seq") or 0)) for row in rows
+        here = (row for row in rows if isinstance(row.get("branch"), int) and row["local"]["present"])
+        orders = {
+            str(row["tag"]): Order(row["branch"], row["step"], int(row.get("save_seq") or 0))
+            for row in here
+            if row["step"] is not None
         }
+        forms = [form for row in rows for by in row.get("remotes", {}).values() for form in by.values()]
+        commits = frozenset(str(form["commit_sha256"]) for form in forms if form.get("commit_sha256"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
-        return {}
+        return known
+    return replace(known, orders=orders, commits=commits)

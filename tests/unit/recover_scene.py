@@ -282,12 +282,13 @@ class Scene:
         nodes: Nodes | None = None,
         state_dir: Path | None = None,
         remote: bool = True,
+        tag: str | None = None,
         **options: Any,
     ) -> Resumed:
         """`ckptd resume`."""
         self.said.clear()
         chosen = ResumeOptions(
-            world_size=world_size, dry_run=dry_run, nodes=nodes or Nodes(), state_dir=state_dir
+            world_size=world_size, dry_run=dry_run, nodes=nodes or Nodes(), state_dir=state_dir, tag=tag
         )
         return Resume(self.job(remote=remote, **options), chosen, self.said.append).run()
 

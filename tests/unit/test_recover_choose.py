@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.recover.choose import NEWEST_READ, Choice, Nodes, Wanted, choose, committed_saves
 from ckptd.recover.sight import RemoteSight
+from ckptd.recover.standing import Memory
 from ckptd.remote.reader import live_commits, read_remote
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
@@ -50,7 +51,7 @@ def damage(store: CountingStore, step: int) -> None:
 
 
 def test_the_newest_are_read_not_all(store: CountingStore) -> None:
-    choice = choose([], [sight(store)], {}, Nodes())
+    choice = choose([], [sight(store)], Memory(), Nodes())
     assert [c.tag for c in choice.candidates] == [f"global_step{COUNT - i}" for i in range(NEWEST_READ)]
     assert store.count() == NEWEST_READ
 
@@ -58,7 +59,7 @@ def test_the_newest_are_read_not_all(store: CountingStore) -> None:
 def test_older_ones_are_read_where_newer_ones_are_damaged(store: CountingStore) -> None:
     for step in range(3, COUNT + 1):
         damage(store, step)
-    choice = choose([], [sight(store)], {}, Nodes())
+    choice = choose([], [sight(store)], Memory(), Nodes())
     assert [c.tag for c in choice.candidates] == ["global_step2", "global_step1"]
     assert len(choice.notes) == COUNT - 2
 

@@ -10,6 +10,7 @@ import pytest
 
 from ckptd.core.layouts import Grid
 from ckptd.core.listing import OURS
+from ckptd.core.save import Order
 from ckptd.errors import (
     ConfigError,
     DamagedError,
@@ -175,7 +176,70 @@ def test_a_tag_that_was_saved_again_is_the_newest(scene: Scene) -> None:
         scene.save(step)
         scene.commit(f"global_step{step}", step)
     scene.save(60, salt="again")
-    assert scene.resume().path.name == "global_step60"
+    assert scene.resume(node_name=scene.node).path.name == "global_step60"
+
+
+def test_a_tag_that_another_node_committed_is_no_rewind(scene: Scene) -> None:
+    """The job went on elsewhere, under the same names: what was left here unsent is not the newest (P9)."""
+    scene.save(40)
+    scene.commit("global_step40", 40)
+    scene.save(50, salt="here")
+    left = scene.shards("global_step50")
+    other = Scene(scene.root / "other", node="n1")
+    (other.root / "nas").rmdir()
+    (other.root / "nas").symlink_to(scene.root / "nas")
+    for step in (50, 90):
+        other.save(step, salt="there")
+        other.commit(f"global_step{step}", step)
+    rows = [{"tag": "global_step50", "branch": 1, "step": 50, "local": {"present": True}}]
+    status = {"jobs": [{"save_dir": str(scene.save_dir), "checkpoints": rows}]}
+    (scene.root / "status.json").write_text(json.dumps(status))
+    for state_dir in (scene.root, None):
+        done = scene.resume(state_dir=state_dir, node_name=scene.node, dry_run=True)
+        assert done.path.name == "global_step90"
+        said = "global_step50 here is newer than global_step90 (step 90) of n1: that one comes first (`--tag "
+        assert any(said in line for line in scene.said), scene.said
+    assert scene.resume(node_name=scene.node).path.name == "global_step90"
+    assert scene.shards("global_step50") == left
+    named = scene.resume(node_name=scene.node, tag="global_step50")
+    assert (named.path.name, named.plan.fetches) == ("global_step50", ())
+    assert scene.shards("global_step50") == left
+
+
+def test_a_tag_for_all_saves_that_another_node_took_on_is_no_rewind(scene: Scene) -> None:
+    scene.save(50, "last", salt="here")
+    left = scene.shards("last")
+    other = Scene(scene.root / "other", node="n1")
+    (other.root / "nas").rmdir()
+    (other.root / "nas").symlink_to(scene.root / "nas")
+    other.save(90, "last", salt="there")
+    other.commit("last", 90)
+    done = scene.resume(node_name=scene.node)
+    assert done.plan.candidate.order.step == 90
+    assert scene.shards("last") == other.shards("last")
+    aside = scene.save_dir / OURS / "aside" / scene.aside()[0]
+    assert {p.name: p.read_bytes() for p in aside.iterdir()} == left
+    scene.save(100, "last", salt="on")  # further than all that is known: no rewind is in question
+    assert scene.resume(node_name=scene.node).plan.candidate.order == Order(1, 100, 2)
+
+
+@pytest.mark.parametrize("above", ["known", "of another node"])
+def test_the_daemons_status_tells_that_a_tag_was_saved_again(scene: Scene, above: str) -> None:
+    """Under another host's name, as a pod has: this save_dir held what was committed, and holds other now."""
+    rows = []
+    for step in (60, 100):
+        scene.save(step)
+        commit = scene.commit(f"global_step{step}", step).commit
+        assert commit is not None
+        form = {"zero": {"commit_sha256": commit.sha256}}
+        place = {"local": {"present": True}, "remotes": {"nas": form}}
+        rows.append({"tag": f"global_step{step}", "branch": 1, "step": step, **place})
+    scene.save(60, salt="again")
+    kept = rows if above == "known" else rows[:1]
+    status = {"jobs": [{"save_dir": str(scene.save_dir), "checkpoints": kept}]}
+    (scene.root / "status.json").write_text(json.dumps(status))
+    done = scene.resume(state_dir=scene.root, node_name="pod-2")
+    assert done.path.name == ("global_step60" if above == "known" else "global_step100")
 
 
 @pytest.mark.parametrize("what", ["changed", "gone"])

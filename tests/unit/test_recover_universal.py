@@ -146,8 +146,9 @@ def test_model_parallel_degrees_are_the_scripts_choice(scene: Scene) -> None:
     with files.opened_dir(scene.save_dir) as fd:
         listing, local = look_locally(scene.save_dir, fd, scene.job(remote=False), [])
     from ckptd.recover.choose import Nodes
+    from ckptd.recover.standing import Memory
 
-    best = choose(local, [], {}, Nodes()).candidates[0]
+    best = choose(local, [], Memory(), Nodes()).candidates[0]
     wide = replace(best, grid=best.grid.model_copy(update={"mm_count": 2}))
     assert make_plan(wide, local, listing, {}, 3).form == "universal"
     assert make_plan(wide, local, listing, {}, 4).form == "zero"

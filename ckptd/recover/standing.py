@@ -1,0 +1,80 @@
+"""Where a complete folder here that no COMMIT holds stands among all saves (docs/adr/0030).
+
+Pure. A rewind is never guessed. A tag whose COMMIT has other content was saved again here, later, only if
+that COMMIT and all above it are this node's own: the job may have gone on elsewhere under the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.core.coverage import order_of
+from ckptd.core.order import next_order, rebuilt_order
+from ckptd.core.save import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptd.recover.sight import RemoteSight
+    from ckptd.remote.messages import CommitView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What this node knows of its saves, none of it needed: the daemon's last status, and its own name."""
+
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """Tag → the order that the daemon gave to the folder here."""
+    commits: frozenset[str] = frozenset()
+    """Digests of COMMITs that the daemon knew as those of saves here."""
+    node: str = ""
+    is_shared: bool = False
+    """All nodes have this one save_dir: whatever was committed came from it."""
+
+    def is_own(self, view: CommitView) -> bool:
+        """Whether a COMMIT is of a save that lay here."""
+        return self.is_shared or view.commit.committed_by == self.node or view.sha256 in self.commits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The order of a folder; `doubt`: why one that may be the newest does not count as it."""
+
+    order: Order
+    doubt: str | None = None
+
+
+def standing_of(
+    tag: str, step: int, known: Sequence[Order], remotes: Sequence[RemoteSight], memory: Memory
+) -> Standing:
+    """Of a complete folder here at `step`; `known`: every order known by now.
+
+    The daemon's word where it is of this content; behind everything known, where the tag was saved again here
+    or no rewind is in question; else below what was committed later, be it elsewhere.
+    """
+    highest = max(known, default=None)
+    views = [view for remote in remotes for view in remote.commits]
+    same_tag = [view for view in views if view.commit.tag == tag]
+    newest = max((order_of(view.commit) for view in same_tag), default=Order(0, 0, 0))
+    hint = memory.orders.get(tag)
+    if hint is not None and hint.step == step and hint > newest:
+        return Standing(order=hint)
+    if not same_tag or highest is None:
+        return Standing(order=Order(highest.branch if highest else 1, step, 0))
+    later = [view for view in views if order_of(view.commit) >= newest]
+    if step >= highest.step or all(memory.is_own(view) for view in later):
+        return Standing(order=next_order(step, highest))
+    return _doubtful(tag, step, highest, later)
+
+
+def _doubtful(tag: str, step: int, highest: Order, later: Sequence[CommitView]) -> Standing:
+    """`later`: the newest COMMIT of the tag, and all above it."""
+    top = max(later, key=lambda view: order_of(view.commit)).commit
+    said = f"nothing proves that {tag} here is newer than {top.tag} (step {top.step}) of {top.committed_by}"
+    same = [order_of(v.commit) for v in later if v.commit.tag == tag and v.commit.step == step]
+    if not same:
+        return Standing(order=rebuilt_order(step, highest), doubt=f"{said}: that one comes first")
+    # before its own COMMIT, so that whoever asks for the tag gets what lies here
+    order = Order(max(same).branch, step, max(same).save_seq + 1)
+    return Standing(order=order, doubt=f"{said}: that one comes first (`--tag {tag}` takes what is here)")
