@@ -84,7 +84,7 @@ MAY_REMOVE = {
     "local/hold.py": "its own half clones, and names of holds",
     "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
     "recover/mend.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
-    "recover/removal.py": "empty folders of ours; journal and status of a job that a person took back",
+    "recover/removal.py": "empty folders of ours; journal, status and word of a job that a person took back",
     "cluster/folder.py": "what is not planned, in its own partial folder",
     "cluster/conversion.py": "another plan's files in its own partial folder",
     "recover/lock.py": "its own empty folders, where there is nothing to resume from",

@@ -78,6 +78,7 @@ def keep_local(view: JobView) -> LocalFates:
             top=newest(view, is_model_only=is_model_only),
             newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
+            resumed=_resumed(view),
             best=frozenset({best_here(view), *(best_there(r) for r in view.remotes if r.is_required)}),
             unread=_unread(view, present),
             intact=tuple(sorted((s for s in present if s.is_intact), key=lambda s: s.order, reverse=True)),
@@ -165,6 +166,8 @@ class _Ground:
     top: SaveView | None
     newest_committed: Order | None
     latest: str | None
+    resumed: str | None
+    """The tag that the trainer goes on from, until something that it saved since is committed."""
     best: frozenset[str | None]
     unread: frozenset[int]
     intact: tuple[SaveView, ...]
@@ -188,10 +191,19 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
             "nothing proves that it is not the newest (the next save will)",
         ),
         (_is_ahead(save, top), _ahead(save, top)),
+        (save.save.tag == ground.resumed, "resumed from, and nothing saved since is committed"),
         (save.save.tag in ground.best, "best_model_checkpoint"),
         (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
     )
     return tuple(text for holds, text in why if holds)
+
+
+def _resumed(view: JobView) -> str | None:
+    word = view.resumed
+    if word is None:
+        return None
+    later = (s for s in view.saves if s.is_intact and not s.is_model_only and word.is_later(s.save))
+    return None if any(is_committed(view, save) for save in later) else word.tag
 
 
 def _unlisted(save: SaveView) -> str:

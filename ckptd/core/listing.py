@@ -96,6 +96,8 @@ class SaveDirListing:
     extras: tuple[ListedFile, ...] = ()
     latest: str | None = None
     latest_universal: str | None = None
+    resumed: str | None = None
+    """What `resume` wrote of the checkpoint that it gave to the trainer (resumed.py)."""
     foreign: tuple[str, ...] = ()
     """Names that are no checkpoint and no file of ours: left alone."""
     nameless: tuple[str, ...] = ()

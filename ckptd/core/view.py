@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.draining import Drain
     from ckptd.core.permit import CommitRef, Unuploaded
+    from ckptd.core.resumed import Resumed
 
 ZERO = "zero"
 UNIVERSAL = "universal"
@@ -323,6 +324,8 @@ class JobView:
     """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
     tenure: Tenure | None = None
     """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
+    resumed: Resumed | None = None
+    """What `resume` gave to the trainer last, whatever came of it since."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""
     newest_found: Mapping[bool, Order] = field(init=False, compare=False)

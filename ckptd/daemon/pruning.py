@@ -231,10 +231,15 @@ def _check_no_save_began(save_dir_fd: int, planned: SaveDirListing, tag: str, tr
     """Look again at what stays instead: nothing goes while a save is in flight, be it of the newest itself.
 
     Raises:
-        SourceChanged: shards were written since the removal was planned; nothing was removed.
+        SourceChanged: shards were written, or a run was resumed, since the removal was planned; nothing was
+            removed.
     """
     before = {folder.tag: folder.shards for folder in planned.folders}
-    for folder in scan(save_dir_fd, trainer, planned).folders:
+    now = scan(save_dir_fd, trainer, planned)
+    if now.resumed != planned.resumed:
+        msg = f"`ckptd resume` gave the trainer a checkpoint since {tag} was to be removed"
+        raise SourceChanged(msg, hint="the next turn looks again")
+    for folder in now.folders:
         if folder.tag != tag and folder.shards != before.get(folder.tag):
             msg = f"{folder.tag} is being saved since that was planned"
             raise SourceChanged(msg, hint="it goes once that save is complete")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.lateness import lacking, late_now
 from ckptd.core.manifest_names import node_in
 from ckptd.core.planner import plan
+from ckptd.core.resumed import read_word
 from ckptd.core.sealing import sealed_extra
 from ckptd.core.view import (
     ZERO,
@@ -99,6 +100,7 @@ def build_view(
         is_higher_better=config.is_higher_better,
         latest=state.listing.latest,
         latest_universal=state.listing.latest_universal,
+        resumed=read_word(state.listing.resumed),
         is_save_in_flight=bool(state.in_flight),
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,

@@ -15,6 +15,7 @@ from ckptd import files
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
 from ckptd.core.names import name_problem, shown
+from ckptd.core.resumed import RESUMED_PATH
 from ckptd.core.trainers import WRITES_AS, layout_of
 from ckptd.errors import CkptdError
 
@@ -26,6 +27,8 @@ EXTRA_LIMIT_BYTES = 16 << 20
 LOST_AND_FOUND = "lost+found"
 """Root's, in every ext4 that is mounted at save_dir."""
 _POINTER_LIMIT_BYTES = 4096
+_WORD_LIMIT_BYTES = 4 << 20
+"""It names every folder of save_dir."""
 
 
 def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None = None) -> SaveDirListing:
@@ -73,6 +76,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         extras=tuple(extras),
         latest=read_pointer(save_dir_fd, "latest"),
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
+        resumed=read_pointer(save_dir_fd, RESUMED_PATH, limit_bytes=_WORD_LIMIT_BYTES),
         foreign=tuple(foreign),
         nameless=tuple(nameless),
         bare=tuple(bare),
@@ -167,10 +171,10 @@ def _listed(path: str, status: os.stat_result) -> ListedFile:
     return ListedFile(path=path, identity=files.identity_of(status), mode=stat.S_IMODE(status.st_mode))
 
 
-def read_pointer(save_dir_fd: int, name: str) -> str | None:
+def read_pointer(save_dir_fd: int, name: str, *, limit_bytes: int = _POINTER_LIMIT_BYTES) -> str | None:
     """Content of `latest` or `latest_universal`, stripped; None when absent, empty or unreadable."""
     try:
-        data = files.read_beneath(save_dir_fd, name, limit_bytes=_POINTER_LIMIT_BYTES)
+        data = files.read_beneath(save_dir_fd, name, limit_bytes=limit_bytes)
     except (OSError, CkptdError):
         return None
     return data.decode(errors="replace").strip() or None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptd import files
 from ckptd.config_places import command_for
 from ckptd.core.listing import OURS
+from ckptd.core.resumed import RESUMED
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.errors import LockHeld, RefusedError
 from ckptd.journal import Journal
@@ -112,6 +113,8 @@ class Removal:
             removes = command_for(self._job, "gc", "--aside")
             why = f"it was in the way of a resume or repair: {removes} removes it"
             yield self._piece(fs.ASIDE, name, "stays", why)
+        if RESUMED in fs.names_in(fd, OURS):
+            yield Piece(folder=OURS, name=RESUMED, bytes=0, fate="goes", why="what was resumed from last")
         if self._pointer(fd).startswith(f"{OURS}/"):
             yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
 
@@ -197,6 +200,12 @@ class Removal:
                 for piece in going:
                     if piece.folder.startswith(f"{OURS}/"):
                         self._remove_ours(fd, piece)
+                    elif piece.folder == OURS:
+                        with (
+                            fs.closing(fs.ensure_ours(fd, OURS)) as ours,
+                            contextlib.suppress(IsADirectoryError),
+                        ):
+                            files.remove_file(ours, piece.name)
                 if any(piece.name == POINTER for piece in going):
                     fs.point_latest_universal(fd, None)
         self._remove_state([piece for piece in going if piece.folder == str(self._state_dir)])

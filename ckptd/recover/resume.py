@@ -39,6 +39,7 @@ from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.sight import LocalSight, forms_alone, look_locally, memory_of
 from ckptd.recover.sources import Sources, named
 from ckptd.recover.steps import Convert, MoveAside, Step
+from ckptd.recover.word import leave_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -245,6 +246,7 @@ class Resume:
             self._say(f"{'would ' if self._options.dry_run else ''}{step}")
         if not self._options.dry_run:
             assert fd is not None
+            leave_word(fd, plan.candidate, seen.listing, self._say)
             sizes = [sight.listing.total_bytes for sight in seen.local]
             sizes += [copy.bytes for c in choice.candidates[:NEWEST_READ] for copy in c.copies[:1]]
             execution = Execution(
@@ -258,6 +260,9 @@ class Resume:
                 execution.run(plan.steps)
             except CkptdError as error:
                 self._give_up_on(plan, execution.current, error)
+                return None
+            if plan.candidate.local is not None and files.stat_beneath(fd, plan.candidate.tag) is None:
+                self._say(f"{plan.candidate.tag} was removed meanwhile")  # before that word was there
                 return None
         root = plan.candidate.layout[1][0]
         here = self._job.save_dir / plan.candidate.tag / root
