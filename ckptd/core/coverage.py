@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Grid, NamedShard, Role, absent_ranks, missing_shards
 from ckptd.core.manifest import Commit, ManifestFile, ManifestRef, NodeManifest
+from ckptd.core.manifest_names import name_in
 from ckptd.core.save import Order, agree, differs, mark_of_manifest
 
 if TYPE_CHECKING:
@@ -189,6 +190,17 @@ def _lowest_rank(manifest: NodeManifest) -> int:
 def order_of(commit: Commit) -> Order:
     """(branch, step, save_seq) of a COMMIT (P9)."""
     return Order(commit.branch, commit.step, commit.save_seq)
+
+
+def is_after(written_ns: int, commit: Commit, save_spread_seconds: float) -> bool:
+    """Whether that time is later than the save of a COMMIT, however far clocks that agree may differ.
+
+    Its manifests' names tell its save window; older ones do not, and what was committed was saved by then.
+    """
+    names = [name for ref in commit.manifests if (name := name_in(ref.key)) is not None]
+    until = max((name.last_seconds for name in names), default=None)
+    until_seconds = commit.committed_at_seconds if until is None else until + 1  # names have whole seconds
+    return until_seconds is not None and written_ns > (until_seconds + save_spread_seconds) * 1e9
 
 
 def choose_pointers(commits: Iterable[Commit]) -> Pointers:

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.core.coverage import order_of
+from ckptd.core.coverage import is_after, order_of
 from ckptd.core.generation import (
     Already,
     GenerationChoice,
@@ -158,6 +158,13 @@ class Knowledge(Recogniser):
         orders = [order_of(view.commit) for one in seen for view in one.commits]
         orders += [Order(stone.branch, stone.step, stone.save_seq) for one in seen for stone in one.retired]
         return max(orders, default=None)
+
+    def may_precede(self, written_ns: int, order: Order) -> bool:
+        """By save windows, which names of manifests tell; nodes' clocks agree to `save_spread`."""
+        seen = [link.observation for link in self._links.values() if link.observation]
+        commits = [v.commit for one in seen for v in one.commits if order_of(v.commit) == order]
+        spread_seconds = self._save_spread_seconds
+        return any(not is_after(written_ns, commit, spread_seconds) for commit in commits)
 
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""

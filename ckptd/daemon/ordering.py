@@ -2,15 +2,17 @@
 
 Saves that appear while the daemon looks are seen one after the other. Those that it finds at once, after a
 restart, are ordered by step and the trainer's `latest`; where their times contradict, neither is let go as
-the older one before the next save (docs/adr/0102).
+the older one before the next save (docs/adr/0102). What lay here while another node went on is no rewind
+(docs/adr/0152).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING
 
-from ckptd.core.order import Found, is_proven, next_order, rebuilt_order, sealing_order
+from ckptd.core.order import Found, is_proven, next_order, passed_order, rebuilt_order, sealing_order
 from ckptd.core.save import Order
 from ckptd.journal_tables import FOUND
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from ckptd.daemon.recogniser import Recogniser
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
+
+log = logging.getLogger("ckptd.intake")
 
 Mark = tuple[tuple[object, ...], ...]
 
@@ -41,6 +45,8 @@ class Ordering:
         self._is_sealed = is_sealed
         self._recogniser = recogniser
         self._seen: dict[str, tuple[Mark, float]] = {}
+        self._first_seconds: float | None = None
+        """When this process looked first: what changed since has a later time in `_seen`."""
         self._at_begin: dict[str, int] | None = None
         """Tag → when its shards were written last, of what lay here when the journal was begun."""
 
@@ -48,6 +54,8 @@ class Ordering:
         """Note what changed; a file beside the shards, or their rights, say nothing about order."""
         if self._at_begin is None:
             self._at_begin = _found_by(self._state.journal, listing)
+        if self._first_seconds is None:
+            self._first_seconds = now_seconds
         seen = {}
         for folder in listing.folders:
             mark = tuple(
@@ -72,13 +80,30 @@ class Ordering:
         order = self._recogniser.known_order(folder.tag, fingerprints)
         if order is not None:
             return order
-        known = [row.save.order for row in self._state.rows.values()]
+        own = max((row.save.order for row in self._state.rows.values()), default=None)
         remote = self._recogniser.highest()
-        highest = max([*known, *([remote] if remote else [])], default=None)
+        if remote is not None and self._went_on_elsewhere(folder, own, remote):
+            order = passed_order(step, own, remote)
+            if order.branch < next_order(step, remote).branch:
+                log.info("%s was here before step %d of another node: no rewind", folder.tag, remote.step)
+            return order
+        highest = max([one for one in (own, remote) if one is not None], default=None)
         # saved anew since then, it is what the trainer does now: perhaps a rewind
         was_found = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
         is_old = was_found or self._was_passed(folder, step, highest)
         return rebuilt_order(step, highest) if is_old else next_order(step, highest)
+
+    def _went_on_elsewhere(self, folder: FolderListing, own: Order | None, remote: Order) -> bool:
+        """Another node committed the newest, and this one, written while nobody looked, is not later.
+
+        A clock can only narrow this: what this process saw change is what the trainer does here, now.
+        """
+        is_elsewhere = own is None or remote > own
+        has_changed = self._seen[folder.tag][1] != self._first_seconds
+        if not is_elsewhere or has_changed:
+            return False
+        since_ns = min((f.identity.mtime_ns for f in folder.shards), default=0)
+        return self._recogniser.may_precede(since_ns, remote)
 
     def _was_passed(self, folder: FolderListing, step: int, highest: Order | None) -> bool:
         """The newest was sealed while this older one lay there and could not be yet: no run was rewound."""

@@ -23,6 +23,10 @@ class Recogniser:
         """The highest order of any COMMIT."""
         raise NotImplementedError
 
+    def may_precede(self, written_ns: int, order: Order) -> bool:
+        """Whether what was written then may be older than the save that has a COMMIT of that order."""
+        raise NotImplementedError
+
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start; None: it is not settled yet whether this is one."""
         raise NotImplementedError

@@ -6,8 +6,17 @@ import json
 
 import pytest
 
+from ckptd.core.coverage import KnownManifest, build_commit, is_after
 from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import Checksums, ManifestFile, NodeManifest, SaveWindow, Writer, to_bytes
+from ckptd.core.manifest import (
+    Checksums,
+    ManifestFile,
+    NodeManifest,
+    SaveWindow,
+    Writer,
+    manifest_key,
+    to_bytes,
+)
 
 
 def entry(path: str) -> ManifestFile:
@@ -27,7 +36,14 @@ def entry(path: str) -> ManifestFile:
 @pytest.mark.parametrize("paths", [[], ["a"], ["z", "a", 'odd"files":[]"ü\n', "b\\"]])
 @pytest.mark.parametrize("tag", ["global_step1", '"files":[]', '\\"files":[]'])
 def test_a_manifest_is_written_row_by_row_as_it_would_be_whole(tag: str, paths: list[str]) -> None:
-    manifest = NodeManifest(
+    manifest = made(tag, paths)
+    whole = json.dumps(manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+    assert to_bytes(manifest) == whole
+    assert NodeManifest.model_validate_json(whole) == manifest
+
+
+def made(tag: str, paths: list[str], window: tuple[int, int] = (0, 1)) -> NodeManifest:
+    return NodeManifest(
         job_id="j",
         tag=tag,
         generation=1,
@@ -40,11 +56,24 @@ def test_a_manifest_is_written_row_by_row_as_it_would_be_whole(tag: str, paths: 
         branch=1,
         step=1,
         save_seq=0,
-        save_window=SaveWindow(first=0, last=1),
+        save_window=SaveWindow(first=window[0], last=window[1]),
         writer=Writer(),
         grid=Grid(dp=2, mm_count=1, zero_stage=2),
         files=tuple(entry(path) for path in paths),
     )
-    whole = json.dumps(manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
-    assert to_bytes(manifest) == whole
-    assert NodeManifest.model_validate_json(whole) == manifest
+
+
+@pytest.mark.parametrize(("is_named", "until"), [(True, 1000), (False, 5000)])
+def test_what_was_written_after_a_committed_save(is_named: bool, until: int) -> None:
+    """By the save windows in names of manifests; what has none there was saved before it was committed."""
+    known = []
+    for window in ((900, 950), (940, 999)):
+        manifest = made("t", ["a"], (window[0] * 10**9, window[1] * 10**9))
+        key = manifest_key(manifest, "0" * 64) if is_named else "_ckptd/nodes/t~g1~zero/n~000000000000.json"
+        known.append(KnownManifest(manifest=manifest, key=key, sha256="0" * 64))
+    at = "1970-01-01T01:23:20+00:00"
+    commit = build_commit(known, committed_by="n", committed_at=at, config_digest="c")
+    assert not is_after((until + 60) * 10**9, commit, 60.0)
+    assert is_after((until + 60) * 10**9 + 10**6, commit, 60.0)
+    nowhen = commit.model_copy(update={"committed_at": "then"})
+    assert is_after(10**15, nowhen, 60.0) is is_named, "in doubt it is not newer"

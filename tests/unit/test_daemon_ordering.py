@@ -18,6 +18,7 @@ from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.seen import adopt_commits
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
+from ckptd.journal_tables import FOUND
 from ckptd.remote.messages import CommitView, Observation
 from tests.unit.core_views import sealed
 
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@dataclass
 class Remembered(Recogniser):
     """A remote that knows no save of these, and a higher order."""
+
+    precedes: bool = False
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
         return None
 
     def highest(self) -> Order | None:
         return Order(2, 20, 1)
+
+    def may_precede(self, written_ns: int, order: Order) -> bool:
+        return self.precedes
 
 
 def folder(step: int, written_ns: int) -> FolderListing:
@@ -60,6 +67,37 @@ def test_what_was_found_is_old_for_every_process(tmp_path: Path) -> None:
     assert ordered(path, folder(5, 1), step=5) == Order(2, 5, 0)
     assert ordered(path, folder(5, 1), folder(7, 2), step=7) == Order(3, 7, 1)
     assert ordered(path, folder(5, 3), step=5) == Order(3, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "step", "precedes", "first_seen_ns", "wanted"),
+    [
+        (Order(1, 4, 1), 5, True, 1, Order(1, 5, 2)),
+        (Order(2, 8, 1), 5, True, 1, Order(2, 5, 0)),  # sent back here, and then the other node went on
+        (Order(1, 22, 1), 25, True, 1, Order(1, 25, 2)),  # that one was sent back
+        (None, 5, True, 1, Order(2, 5, 0)),
+        (Order(1, 4, 1), 5, False, 1, Order(3, 5, 1)),  # all clocks say that it is later
+        (Order(1, 4, 1), 5, True, 2, Order(3, 5, 1)),  # seen to change: it is saved here, now
+        (Order(2, 20, 1), 5, True, 1, Order(3, 5, 1)),  # made here
+        (Order(2, 4, 1), 25, True, 1, Order(2, 25, 2)),
+    ],
+)
+def test_what_lay_here_while_another_node_went_on_is_no_rewind(
+    tmp_path: Path, own: Order | None, step: int, precedes: bool, first_seen_ns: int, wanted: Order
+) -> None:
+    """It has the order that it would have had in time, as long as no more than that is known of it."""
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    if own is not None:
+        mine = sealed(own.step, own.branch, own.save_seq)
+        state.journal.add_save(mine, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    state.journal.set_meta(FOUND, "{}")
+    ordering = Ordering(state, Remembered(precedes), lambda _: False)
+    ordering.look(SaveDirListing(device=1, folders=(folder(step, first_seen_ns),)), 0.0)
+    one = folder(step, 1)
+    ordering.look(SaveDirListing(device=1, folders=(one,)), 5.0)
+    assert ordering.order_of(one, step, (), is_new_tag=True) == wanted
+    state.journal.close()
 
 
 @dataclass(frozen=True)
