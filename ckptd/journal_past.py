@@ -34,6 +34,8 @@ SAVES = (
     "FROM saves"
 )
 WIDEST = "widest_save_seconds"
+ANY_TAG = ""
+"""Asks `past_order` for the same files under whatever name: a copy of what ended long ago."""
 
 
 def identity_key(identity: FileIdentity) -> str:
@@ -94,8 +96,9 @@ def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_secon
     """Remove rows of saves, and what hangs on them; their orders stay. In the caller's transaction."""
     for save_id, save in saves:
         order = json.dumps([save.branch, save.step, save.save_seq])
-        past = _past_key(save.tag, save.fingerprints)
-        db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (past, order))
+        for tag in (save.tag, ANY_TAG):
+            past = _past_key(tag, save.fingerprints)
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (past, order))
         db.execute("DELETE FROM saves WHERE id=?", (save_id,))
         db.execute("DELETE FROM ships WHERE save_id=?", (save_id,))
         db.execute("DELETE FROM objects WHERE save_id=? AND form NOT LIKE '%~'", (save_id,))

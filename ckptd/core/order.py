@@ -56,6 +56,21 @@ def passed_order(step: int, own: Order | None, highest: Order) -> Order:
     return in_time if in_time < highest else rebuilt_order(step, highest)
 
 
+def copied_order(step: int, original: Order, highest: Order) -> Order | None:
+    """The order of a save with just the shards of `original`, which has another name, if it is older.
+
+    What is known already shows no rewind, and no going on with a branch that was left. None: it is as new as
+    any, perhaps the same state saved under two names.
+
+    >>> copied_order(5, Order(1, 5, 1), Order(1, 9, 3)), copied_order(5, Order(1, 5, 1), Order(2, 3, 1))
+    (Order(branch=1, step=5, save_seq=0), Order(branch=1, step=5, save_seq=0))
+    >>> copied_order(9, Order(1, 9, 1), Order(1, 9, 1)) is None
+    True
+    """
+    is_left = original.branch < highest.branch and step == original.step
+    return Order(original.branch, step, 0) if step < highest.step or is_left else None
+
+
 def sealing_order(
     steps: Mapping[str, int], latest: str | None, seen_seconds: Mapping[str, float] | None = None
 ) -> list[str]:

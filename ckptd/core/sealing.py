@@ -13,7 +13,7 @@ from ckptd.core.save import SealedFile, SealedSave
 from ckptd.core.trainers import TRAINER_STATE, is_in_roots
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptd.core.facts import FileFacts
     from ckptd.core.listing import FolderListing, ListedFile
@@ -30,10 +30,15 @@ def same_files(save: SealedSave, folder: FolderListing) -> bool:
 
 def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
     """(path, fingerprint) of what the engine wrote: no notes, files of the trainer or forms beside it."""
+    return shards_among(save.files, save.roots)
+
+
+def shards_among(files: Iterable[SealedFile], roots: tuple[str, ...]) -> frozenset[tuple[str, str]]:
+    """The same of files that are not a save's yet."""
     return frozenset(
         (f.path, f.fingerprint)
-        for f in save.files
-        if f.role not in (Role.SIDE, Role.EXTRA) and is_in_roots(f.path, save.roots)
+        for f in files
+        if f.role not in (Role.SIDE, Role.EXTRA) and is_in_roots(f.path, roots)
     )
 
 

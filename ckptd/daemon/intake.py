@@ -261,9 +261,8 @@ class Intake:
     ) -> None:
         state = self._state
         sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path], folder) for f in folder.own)
-        fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
         is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
-        order = self._ordering.order_of(folder, step, fingerprints, is_new_tag=is_new_tag)
+        order = self._ordering.order_of(folder, step, sealed, is_new_tag=is_new_tag)
         extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
         save = SealedSave(
             tag=folder.tag,

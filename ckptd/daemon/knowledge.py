@@ -21,6 +21,7 @@ from ckptd.core.generation import (
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
+from ckptd.core.sealing import shards_of
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.decisions import Decisions, read_decisions, write_decision
@@ -36,10 +37,11 @@ from ckptd.daemon.seen import (
 )
 from ckptd.daemon.sharing import look_for_sharer
 from ckptd.daemon.waiting import hear_of_parts
+from ckptd.journal_past import ANY_TAG
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from ckptd.core.save import SealedSave
@@ -141,16 +143,22 @@ class Knowledge(Recogniser):
         if (here := self._state.past_order(tag, fingerprints)) is not None:
             return here
         wanted = set(fingerprints)
+        listed = (row for link in self._links.values() for row in _listed(link, tag))
+        return next((order for shards, order in listed if shards and shards <= wanted), None)
+
+    def original(
+        self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
+    ) -> Order | None:
+        """Of a row here, one that was let go, or a committed manifest that was read: nothing is asked."""
+        if not shards:
+            return None
+        rows = (row.save for row in self._state.rows.values() if row.save.tag != tag)
+        orders = [save.order for save in rows if shards_of(save) == shards]
         for link in self._links.values():
-            manifests, _ = link.seen(tag)
-            for seen in manifests:
-                mine = [f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None]
-                roots = layout_of(tag, (f.path for f in mine))[1]
-                shards = {(f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots)}
-                if seen.committed and seen.form == ZERO and shards and shards <= wanted:
-                    found = seen.manifest
-                    return Order(found.branch, found.step, found.save_seq)
-        return None
+            others = (one for one in link.tag_views if one != tag)
+            orders += [order for one in others for held, order in _listed(link, one) if held == shards]
+        past = self._state.journal.past_order(ANY_TAG, fingerprints)
+        return max([*orders, *([past] if past is not None else [])], default=None)
 
     def highest(self) -> Order | None:
         """The highest order of any COMMIT or tombstone."""
@@ -293,3 +301,15 @@ class Knowledge(Recogniser):
             named=named_in(view),
             unreadable=unreadable,
         )
+
+
+def _listed(link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
+    """Shards and order of each committed manifest of a tag that was read."""
+    for seen in link.seen(tag)[0]:
+        if not seen.committed or seen.form != ZERO:
+            continue
+        found = seen.manifest
+        mine = [f for f in found.files if f.role not in _BESIDE and f.replica_of is None]
+        roots = layout_of(tag, (f.path for f in mine))[1]
+        shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
+        yield shards, Order(found.branch, found.step, found.save_seq)

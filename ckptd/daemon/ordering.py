@@ -2,8 +2,8 @@
 
 Saves that appear while the daemon looks are seen one after the other. Those that it finds at once, after a
 restart, are ordered by step and the trainer's `latest`; where their times contradict, neither is let go as
-the older one before the next save (docs/adr/0102). What lay here while another node went on is no rewind
-(docs/adr/0152).
+the older one before the next save (docs/adr/0102). What lay here while another node went on is no rewind,
+nor is a copy of an older checkpoint (docs/adr/0152).
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from ckptd.core.order import Found, is_proven, next_order, passed_order, rebuilt_order, sealing_order
+from ckptd.core.order import (
+    Found,
+    copied_order,
+    is_proven,
+    next_order,
+    passed_order,
+    rebuilt_order,
+    sealing_order,
+)
 from ckptd.core.save import Order
+from ckptd.core.sealing import shards_among
 from ckptd.journal_tables import FOUND
 
 if TYPE_CHECKING:
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import FolderListing, SaveDirListing
+    from ckptd.core.save import SealedFile
     from ckptd.daemon.recogniser import Recogniser
     from ckptd.daemon.state import JobState
     from ckptd.journal import Journal
@@ -47,6 +57,8 @@ class Ordering:
         self._seen: dict[str, tuple[Mark, float]] = {}
         self._first_seconds: float | None = None
         """When this process looked first: what changed since has a later time in `_seen`."""
+        self._guessed: set[str] = set()
+        """Tags of what was taken for older than its step says: until the next save it stays (adr/0152)."""
         self._at_begin: dict[str, int] | None = None
         """Tag → when its shards were written last, of what lay here when the journal was begun."""
 
@@ -74,20 +86,34 @@ class Ordering:
         return sorted(ready, key=lambda row: rank[row[0].tag])
 
     def order_of(
-        self, folder: FolderListing, step: int, fingerprints: tuple[tuple[str, str], ...], *, is_new_tag: bool
+        self, folder: FolderListing, step: int, files: tuple[SealedFile, ...], *, is_new_tag: bool
     ) -> Order:
         """The order of a save that is sealed now."""
+        self._guessed.discard(folder.tag)
+        fingerprints = tuple(sorted((f.path, f.fingerprint) for f in files))
         order = self._recogniser.known_order(folder.tag, fingerprints)
         if order is not None:
             return order
         own = max((row.save.order for row in self._state.rows.values()), default=None)
         remote = self._recogniser.highest()
-        if remote is not None and self._went_on_elsewhere(folder, own, remote):
-            order = passed_order(step, own, remote)
-            if order.branch < next_order(step, remote).branch:
-                log.info("%s was here before step %d of another node: no rewind", folder.tag, remote.step)
-            return order
         highest = max([one for one in (own, remote) if one is not None], default=None)
+        if highest is not None:
+            original = None
+            if step < highest.step or highest.branch > 1:  # else it changes nothing, and rows may be many
+                shards = shards_among(files, folder.roots)
+                original = self._recogniser.original(folder.tag, fingerprints, shards)
+            order = copied_order(step, original, highest) if original is not None else None
+            if order is not None:
+                text = "%s is a copy of an older checkpoint (step %d), no rewind; `ckptd pin` keeps it"
+                log.info(text, folder.tag, order.step)
+            elif remote is not None and self._went_on_elsewhere(folder, own, remote):
+                order = passed_order(step, own, remote)
+                if order.branch < next_order(step, remote).branch:
+                    text = "%s was here before step %d of another node, no rewind"
+                    log.info(text, folder.tag, remote.step)
+            if order is not None:
+                self._guessed.add(folder.tag)
+                return order
         # saved anew since then, it is what the trainer does now: perhaps a rewind
         was_found = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
         is_old = was_found or self._was_passed(folder, step, highest)
@@ -123,10 +149,15 @@ class Ordering:
         return tuple(f.tag for f in folders if f.tag != tag and f.shards and not self._is_sealed(f))
 
     def rivals(self, folder: FolderListing, order: Order) -> tuple[int, ...]:
-        """Saves sealed while this one lay there unsealed, where what is known of both contradicts."""
+        """Saves sealed while this one lay there unsealed, where what is known of both contradicts.
+
+        All that are here, where its order is a guess: another guess is no next save.
+        """
         listing = self._state.listing
         here = {f.tag: f for f in listing.folders} if listing is not None else {}
         mine = self._found(folder, order)
+        if folder.tag in self._guessed:
+            return tuple(row.id for row in self._state.rows.values() if row.state == "present")
         found = []
         for row in self._state.rows.values():
             other = here.get(row.save.tag)

@@ -19,6 +19,12 @@ class Recogniser:
         """The order that a COMMIT recorded for exactly this content."""
         raise NotImplementedError
 
+    def original(
+        self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
+    ) -> Order | None:
+        """The highest order of a save that has just these shards under another name."""
+        raise NotImplementedError
+
     def highest(self) -> Order | None:
         """The highest order of any COMMIT."""
         raise NotImplementedError

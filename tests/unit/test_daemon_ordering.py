@@ -9,9 +9,10 @@ import pytest
 
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
-from ckptd.core.manifest import Commit
+from ckptd.core.manifest import Commit, ManifestRef
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.ordering import Ordering
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recogniser import Recogniser
@@ -31,15 +32,36 @@ class Remembered(Recogniser):
     """A remote that knows no save of these, and a higher order."""
 
     precedes: bool = False
+    copied: Order | None = None
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
         return None
+
+    def original(
+        self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
+    ) -> Order | None:
+        return self.copied
 
     def highest(self) -> Order | None:
         return Order(2, 20, 1)
 
     def may_precede(self, written_ns: int, order: Order) -> bool:
         return self.precedes
+
+
+@dataclass(frozen=True)
+class Link:
+    """What adopting and sealing ask of one."""
+
+    name: str
+    observation: Observation | None
+
+    @property
+    def tag_views(self) -> dict[str, Any]:
+        return {}
+
+    def seen(self, tag: str) -> tuple[list[Any], list[Any]]:
+        return [], []
 
 
 def folder(step: int, written_ns: int) -> FolderListing:
@@ -100,12 +122,58 @@ def test_what_lay_here_while_another_node_went_on_is_no_rewind(
     state.journal.close()
 
 
-@dataclass(frozen=True)
-class Link:
-    """What adopting asks of one."""
+@pytest.mark.parametrize(("apart_seconds", "wanted"), [(-60, (1, 5, 2)), (60, (1, 5, 2)), (62, (3, 5, 1))])
+def test_a_run_that_was_sent_back_here_is_told_by_its_times(
+    tmp_path: Path, apart_seconds: int, wanted: tuple[int, int, int]
+) -> None:
+    """Later than the other node's save by more than their clocks may differ: `save_spread`, 60 s."""
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state.journal.add_save(sealed(4, 1, 1), found_first=False, adopted=True, seen_at=0.0)
+    state.journal.set_meta(FOUND, "{}")
+    state.load()
+    key = "_ckptd/nodes/s20~g1~zero/b~d0.n1of1.m00000000.t990_1000~000000000000.json"
+    reference = ManifestRef(key=key, sha256="0" * 64)
+    commit = Commit.model_construct(branch=2, step=20, save_seq=1, manifests=(reference,))
+    view = CommitView.model_construct(key="k", sha256="d", commit=commit, disputed=False)
+    link = Link("nas", Observation.model_construct(commits=(view,)))
+    links = cast("Any", {"nas": link})
+    knowledge = Knowledge(state, tmp_path, links, "a", frozenset(), 60.0, {}, lambda: None)
+    ordering = Ordering(state, knowledge, lambda _: False)
+    one = folder(5, (1000 + apart_seconds) * 10**9)
+    ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
+    assert ordering.order_of(one, 5, (), is_new_tag=True) == wanted
+    state.journal.close()
 
-    name: str
-    observation: Observation | None
+
+@pytest.mark.parametrize(
+    ("copied", "step", "wanted"),
+    [
+        (Order(1, 5, 1), 5, Order(1, 5, 0)),
+        (Order(2, 20, 1), 2, Order(2, 2, 0)),  # its shards have no step, and its new name another number
+        (Order(1, 30, 1), 30, Order(1, 30, 0)),  # of the branch that was left
+        (Order(2, 20, 1), 20, Order(2, 20, 2)),  # one state under two names, as trainers save it
+        (Order(2, 20, 1), 30, Order(2, 30, 2)),  # nothing was learned since
+        (None, 5, Order(3, 5, 1)),
+    ],
+)
+def test_a_copy_of_an_older_save_is_no_rewind(
+    tmp_path: Path, copied: Order | None, step: int, wanted: Order
+) -> None:
+    """It stays until the next save, like all of which the order is a guess."""
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    for known in (Order(1, 1, 1), Order(2, 20, 1)):
+        mine = sealed(known.step, known.branch, known.save_seq)
+        state.journal.add_save(mine, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    one = folder(step, 1)
+    ordering = Ordering(state, Remembered(copied=copied), lambda _: False)
+    ordering.look(SaveDirListing(device=1, folders=()), 0.0)
+    ordering.look(SaveDirListing(device=1, folders=(one,)), 5.0)
+    order = ordering.order_of(one, step, (), is_new_tag=True)
+    assert order == wanted
+    is_guess = copied is not None and order < Order(2, 20, 1)
+    assert ordering.rivals(one, order) == (tuple(state.rows) if is_guess else ())
+    state.journal.close()
 
 
 def observed(order: Order, record: ShipRecord) -> Observation:

@@ -23,6 +23,7 @@ from ckptd.daemon.shipping import Shipping
 from ckptd.daemon.state import JobState
 from ckptd.errors import LockHeld, NoSpaceError, NotPermitted, RefusedError, SourceChanged
 from ckptd.journal import DeletionIntent, Journal, SaveRow
+from ckptd.journal_past import ANY_TAG
 from ckptd.observe.audit import Audit
 from tests.unit.core_views import job_view, save_view, sealed
 from tests.unit.recover_scene import Scene, known_save
@@ -212,6 +213,7 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     gone = sealed(20)
     assert journal.past_order(gone.tag, gone.fingerprints) == gone.order
     assert journal.past_order(gone.tag, ()) is None
+    assert journal.past_order(ANY_TAG, gone.fingerprints) == gone.order, "a copy of it is told as one"
     assert journal.facts(old.path, old.identity) is None
     assert [row.trash for row in journal.open_deletions()] == ["trash"]
     journal.close()
