@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -42,7 +44,6 @@ def register(app: typer.Typer) -> None:
         config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import time
-        from math import inf
         from pathlib import Path
 
         from ckptd.config_quantities import parse_duration
@@ -110,21 +111,18 @@ def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
 
 
 def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
-    """("committed" | "cannot" | "not yet", why), of the newest branch that has the step."""
+    """("committed" | "cannot" | "not yet", why), of the newest save of that step in its newest branch."""
     if not job:
         return "not yet", ""
-    ones = [c for c in job["checkpoints"] if c["step"] == step and c["kind"] == "resumable"]
-    newest = max(ones, key=lambda c: c["branch"] or 0, default=None)
+    newest = _newest(job, step)
     safe = job.get("safe")
-    is_safe = (
-        safe is not None
-        and safe["step"] == step
-        and (newest is None or safe["branch"] >= (newest["branch"] or 0))
-    )
-    if is_safe or (newest is not None and newest["state"] == "committed") or _is_held(job, step, newest):
+    # a COMMIT of the step may be of an older save of it: where one is known here, its own state decides
+    branch = 0 if newest is None else newest["branch"] or inf
+    is_safe = safe is not None and safe["step"] == step and safe["branch"] > branch
+    if is_safe or (_is_committed(newest) if newest is not None else _is_held(job, step)):
         tag = newest["tag"] if newest else safe["tag"] if is_safe and safe else f"step {step}"
         return "committed", f"step {step} ({tag}) is committed"
-    if newest is not None and newest["state"] in _ENDED:
+    if newest is not None and newest["state"] in _ENDED and not _is_sent_still(newest):
         reason = newest["reason"] or _ENDED[newest["state"]]
         return "cannot", f"step {step} ({newest['tag']}) is not committed and will not be: {reason}"
     complete = next((c for c in job["checkpoints"] if c["tag"] == job["newest_complete"]), None)
@@ -138,10 +136,38 @@ def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
     return "not yet", ""
 
 
-def _is_held(job: dict[str, Any], step: int, here: dict[str, Any] | None) -> bool:
-    """It left this node, and every remote that is there holds its ZeRO form."""
-    if here is not None and here["local"]["present"]:
+def _newest(job: dict[str, Any], step: int) -> dict[str, Any] | None:
+    """What is being saved has no branch yet, and is newer than all that have; those lie newest first."""
+    ones = [c for c in job["checkpoints"] if c["kind"] == "resumable"]
+    sealed = next((c for c in ones if c["step"] == step and c["branch"] is not None), None)
+    return next((c for c in ones if c["branch"] is None and _is_later(c, step, sealed)), sealed)
+
+
+def _is_later(one: dict[str, Any], step: int, sealed: dict[str, Any] | None) -> bool:
+    """Whether a folder that is no sealed save is of the step; which one says its tag before its shards do."""
+    if one["state"] == "leftover":
         return False
+    is_again = sealed is not None and one["tag"] == sealed["tag"]
+    if one["step"] is None:
+        return is_again and re.search(rf"(?<!\d)0*{step}\D*$", one["tag"]) is not None
+    # what an interrupted save left under another name is no later one than what was sealed
+    return one["step"] == step and (sealed is None or is_again or one["state"] not in _ENDED)
+
+
+def _is_committed(one: dict[str, Any]) -> bool:
+    """Where it has left this node: every remote that was to hold its ZeRO form does."""
+    zero = [forms["zero"]["state"] for forms in one["remotes"].values() if "zero" in forms]
+    is_gone = not one["local"]["present"]
+    return one["state"] == "committed" or (is_gone and bool(zero) and set(zero) == {"committed"})
+
+
+def _is_sent_still(one: dict[str, Any]) -> bool:
+    """The trainer has let it go, and our clones of it are sent."""
+    return one["local"]["held"] and one["state"] in ("vanished", "superseded")
+
+
+def _is_held(job: dict[str, Any], step: int) -> bool:
+    """Nothing is known of it here, and every remote that is there holds its ZeRO form."""
     remotes = [remote for remote in job["remotes"] if remote["attached"]]
     return bool(remotes) and all(
         any(one["step"] == step and "zero" in one["forms"] for one in remote["held"]) for remote in remotes

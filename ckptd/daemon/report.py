@@ -12,7 +12,7 @@ from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.planner import to_ship
-from ckptd.core.safety import newest_safe
+from ckptd.core.safety import exposed, newest_safe, steps_at_risk
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
 from ckptd.daemon.outlook import link_speed, outlook
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.forecast import Forecast
     from ckptd.core.listing import FolderListing
-    from ckptd.core.view import ShipRecord
+    from ckptd.core.view import RemoteCommit, ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState, ShipKey
@@ -62,24 +62,18 @@ def job_status(job: Job) -> st.JobStatus:
     }
     if job.state is None or job.view is None:
         return st.JobStatus(**base, state=state)  # type: ignore[arg-type]
-    safe = _safe(job)
-    newest = newest_save(job.view)
-    is_current = newest is None or (
-        safe is not None and (newest.save.branch, newest.save.step) <= (safe.branch, safe.step)
-    )
-    if not is_current and state == "ok" and is_idle(job):
+    commit, newest = newest_safe(job.view), newest_save(job.view)
+    at_risk = exposed(job.view, commit)
+    if at_risk is not None and state == "ok" and is_idle(job):
         state = "behind"
     told = outlook(job, job.state)
-    same_branch = newest is not None and safe is not None and newest.save.branch == safe.branch
     return st.JobStatus(
         **base,  # type: ignore[arg-type]
         state=state,
-        safe=safe,
+        safe=_safe(job, commit) if commit is not None else None,
         newest_complete=newest.save.tag if newest else None,
-        steps_at_risk=0
-        if is_current
-        else (newest.save.step - (safe.step if safe and same_branch else 0) if newest else None),
-        seconds_at_risk=_seconds_at_risk(job.state, safe),
+        steps_at_risk=steps_at_risk(job.view, at_risk) if at_risk is not None else 0,
+        seconds_at_risk=_seconds_at_risk(job.state, commit),
         disk=_disk(job, job.state, told),
         production_bytes_per_second=told.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
@@ -164,12 +158,9 @@ def _held(job: Job, name: str) -> tuple[st.HeldStatus, ...]:
     return tuple(found)
 
 
-def _safe(job: Job) -> st.SafeStatus | None:
+def _safe(job: Job, commit: RemoteCommit) -> st.SafeStatus:
     """The newest checkpoint that every required remote was last seen to hold (P17: never without P2)."""
     assert job.view is not None
-    commit = newest_safe(job.view)
-    if commit is None:
-        return None
     at = commit.committed_at_seconds
     seen = job.links[next(r.name for r in job.view.remotes if r.is_required)].observation
     said = {v.key: v.commit.committed_at for v in seen.commits} if seen and at is not None else {}
@@ -183,21 +174,14 @@ def _safe(job: Job) -> st.SafeStatus | None:
     )
 
 
-def _seconds_at_risk(state: JobState, safe: st.SafeStatus | None) -> float | None:
+def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None:
     """Training time since the safe save was written: what a lost node would cost."""
     if safe is None:
         return None
-    row = next(
-        (
-            r
-            for r in state.rows.values()
-            if (r.save.tag, r.save.branch, r.save.step) == (safe.tag, safe.branch, safe.step)
-        ),
-        None,
-    )
-    if row is None:
-        return safe.age_seconds if safe.committed_at else None
-    return round(max(0.0, time.time() - row.save.window.last / 1e9), 1)
+    rows = [r for r in state.rows.values() if (r.save.tag, *r.save.order[:2]) == (safe.tag, *safe.order[:2])]
+    row = max(rows, key=lambda r: (r.save.order == safe.order, r.id), default=None)
+    written_at = safe.committed_at_seconds if row is None else row.save.window.last / 1e9
+    return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
 
 
 def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:

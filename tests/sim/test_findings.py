@@ -9,12 +9,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptd import files
+from ckptd.cli.wait_cmd import judged
 from ckptd.core.manifest import Decision
 from ckptd.daemon.decisions import read_decisions, write_decision
 from ckptd.daemon.report import job_status
@@ -848,3 +850,32 @@ def test_a_power_cut_after_quiet_hours_gives_no_hours_to_live(world: World) -> N
     assert world.crashes == 1
     assert world.kernel.now_seconds < HOUR_SECONDS, "it was set back"
     assert world.judge.clock() - before_seconds < 60
+
+
+def test_a_step_saved_again_is_at_risk_until_that_save_is_committed(world: World) -> None:
+    """The run was rewound and is at step 3 again: the COMMIT of the first one says nothing of its weights."""
+    rng = random.Random(0)
+    for step in (1, 3):
+        saved(world, step)
+        world.live_on(100, rng)
+    assert world.job is not None
+    assert (job_status(world.job).state, job_status(world.job).steps_at_risk) == ("ok", 0)
+    saved(world, 3)
+    world.live_on(100, rng, until=lambda: is_sealed_again(world))
+    told = job_status(world.job)
+    assert told.safe is not None
+    assert (told.safe.step, told.steps_at_risk) == (3, 2)
+    assert judged(asdict(told), 3)[0] == "not yet"
+    world.live_on(100, rng)
+    done = job_status(world.job)
+    assert (done.steps_at_risk, judged(asdict(done), 3)[0]) == (0, "committed")
+    assert done.seconds_at_risk is not None
+    assert told.seconds_at_risk is not None
+    assert done.seconds_at_risk < told.seconds_at_risk + 100
+
+
+def is_sealed_again(world: World) -> bool:
+    assert world.job is not None
+    assert world.job.state is not None
+    row = world.job.state.row_of_tag("global_step3")
+    return row is not None and row.save.save_seq > 2

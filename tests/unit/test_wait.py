@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.cli.main import main
 from ckptd.cli.wait_cmd import judged
-from ckptd.observe.status import JobStatus
+from ckptd.observe.status import CheckpointStatus, JobStatus
 from tests.unit.status_gallery import REMOTE, behind, checkpoint, job
 
 
@@ -37,7 +37,8 @@ def test_not_yet_is_what_is_on_its_way_or_still_to_come() -> None:
 
 @pytest.mark.parametrize("state", ["torn re-save", "incomplete", "suspect", "refused", "vanished", "retired"])
 def test_never_says_why(state: str) -> None:
-    broken = replace(checkpoint(4500, state=state, ship="waiting"), reason=None)
+    here = replace(checkpoint(4500).local, held=False)
+    broken = replace(checkpoint(4500, state=state, ship="waiting"), reason=None, local=here)
     verdict, text = judged(read(behind(checkpoints=(broken, checkpoint(4000)))), 4500)
     assert verdict == "cannot"
     assert text.startswith("step 4500 (global_step4500) is not committed and will not be: ")
@@ -59,6 +60,42 @@ def test_a_run_that_was_rewound_is_waited_for_again() -> None:
         remotes=(),
     )
     assert judged(read(rewound), 4500)[0] == "not yet"
+
+
+def unsealed(state: str, tag: str = "global_step4000", step: int | None = None) -> CheckpointStatus:
+    made = checkpoint(4000, state=state, ship="waiting")
+    return replace(made, branch=None, step=step, tag=tag, generation=None)
+
+
+def test_the_newest_save_of_a_step_decides_not_the_one_that_is_safe() -> None:
+    """The run was rewound and has saved step 4000 again in its branch, under the same tag or another."""
+    for again in (
+        checkpoint(4000, state="uploading", ship="shipping"),
+        checkpoint(4000, state="uploading", ship="shipping", tag="again4000"),
+        replace(checkpoint(4000, state="vanished"), local=replace(checkpoint(4000).local, held=True)),
+        unsealed("resaving"),
+        unsealed("sealing", "again4000", 4000),
+    ):
+        assert judged(read(job(checkpoints=(again, checkpoint(4000)))), 4000)[0] == "not yet"
+    gone = replace(checkpoint(4000, state="vanished"), local=replace(checkpoint(4000).local, present=False))
+    verdict, text = judged(read(job(checkpoints=(gone, checkpoint(4000)))), 4000)
+    assert (verdict, text.rpartition(": ")[2]) == ("cannot", "somebody removed it before it was committed")
+    torn = judged(read(job(checkpoints=(unsealed("torn re-save"), checkpoint(4000)))), 4000)
+    assert torn[0] == "cannot"
+    sent = replace(gone, state="pruned", remotes=checkpoint(4000).remotes)
+    assert judged(read(job(checkpoints=(sent, checkpoint(4000)))), 4000)[0] == "committed"
+
+
+def test_what_is_no_later_save_of_the_step_is_not_waited_for() -> None:
+    for other in (
+        unsealed("resaving", "last"),  # one name for all saves: the next step, most likely
+        unsealed("saving", "global_step4500"),
+        unsealed("incomplete", "old4000", 4000),
+        unsealed("leftover"),
+    ):
+        assert judged(read(job(checkpoints=(other, checkpoint(4000)))), 4000)[0] == "committed"
+    sealed = checkpoint(4000, tag="last")
+    assert judged(read(job(checkpoints=(unsealed("resaving", "last"), sealed))), 4000)[0] == "committed"
 
 
 def test_a_name_that_nobody_knows_is_not_waited_for(
