@@ -160,6 +160,8 @@ class Draining:
 
     def _result(self, jobs: list[Asked]) -> int:
         """In words, and the exit code."""
+        from ckptd.observe.status import all_committed
+
         code = 0
         for one in jobs:
             # what status still tells of an earlier drain says nothing of what was saved since
@@ -169,7 +171,7 @@ class Draining:
                 code = 3
                 continue
             if drain["is_done"]:
-                tell(f"{one.name}: drained, all that is complete here is committed")
+                tell(f"{one.name}: drained, {all_committed(len(drain.get('unsent', ())))}")
                 continue
             job = one.job()
             tell(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
@@ -190,6 +192,7 @@ class Draining:
         import os
         import time
 
+        from ckptd.daemon.control import drained_words
         from ckptd.daemon.loop import Daemon
         from ckptd.observe import logs
 
@@ -201,12 +204,11 @@ class Draining:
         daemon = Daemon(loaded, os.environ, drain_seconds=left)
         daemon.stop()
         code = daemon.run()
-        words = {
-            0: "drained, all that is complete here is committed",
-            1: "some of it cannot be committed as it is; ckptd status says why",
-        }
+        done = {job.config.name: f"drained, {drained_words([job])}" for job in daemon.jobs}
+        words = {1: "some of it cannot be committed as it is; ckptd status says why"}
         for job in loaded.jobs:
-            tell(f"{job.name}: {words.get(code, 'not all is committed; ckptd status says what is missing')}")
+            rest = words.get(code, "not all is committed; ckptd status says what is missing")
+            tell(f"{job.name}: {rest if code else done.get(job.name, rest)}")
         return code
 
     def _jobs_without_daemon(self, live: set[str]) -> LoadedConfig | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptd.cli.status_tables import ago, remote_shown, size_of
 from ckptd.observe.space import pid_space
+from ckptd.observe.status import all_committed
 
 STALE_SECONDS = 60.0
 """The daemon publishes at least every 20 s."""
@@ -144,7 +145,7 @@ def _control(job: dict[str, Any], now: float) -> list[str]:
     if paused:
         said.append(f"paused by {paused['by']} {ago(seconds_since(paused['since'], now))} ago")
     if drain and drain["is_done"]:
-        said.append("drained: all that is complete here is committed")
+        said.append(f"drained: {all_committed(len(drain.get('unsent', ())))}")
     elif drain:
         left = datetime.fromisoformat(drain["deadline_at"]).timestamp() - now
         text = f"draining, {ago(left)} left" if left > 0 else "the drain's deadline passed"

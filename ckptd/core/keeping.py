@@ -81,7 +81,7 @@ def keep_local(view: JobView) -> LocalFates:
             resumed=_resumed(view),
             best=frozenset({best_here(view), *(best_there(r) for r in view.remotes if r.is_required)}),
             unread=_unread(view, present),
-            intact=tuple(sorted((s for s in present if s.is_intact), key=lambda s: s.order, reverse=True)),
+            intact=view.intact[is_model_only],
         )
         for save in present:
             fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
@@ -187,7 +187,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
         (save.is_busy, "being read"),
         (bool(save.has_unlisted), _unlisted(save) if save.has_unlisted else ""),
         (
-            _may_be_newest(save, ground.intact),
+            may_be_newest(save, ground.intact),
             "nothing proves that it is not the newest (the next save will)",
         ),
         (_is_ahead(save, top), _ahead(save, top)),
@@ -233,7 +233,7 @@ def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
     return frozenset(s.id for s in parts if not {(n, s.ship(n, ZERO).commit_key) for n in names} <= read)
 
 
-def _may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
+def may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
     """All that count as newer were found together with it, and what is known of their order contradicts."""
     newer = takewhile(lambda s: s.order > save.order, newest_first)
     doubts = (save.id in s.save.rivals or s.id in save.save.rivals for s in newer)

@@ -25,6 +25,7 @@ from ckptd.core.actions import (
     Supplement,
 )
 from ckptd.core.afar import is_made_elsewhere
+from ckptd.core.backfill import to_ship
 from ckptd.core.deriving import (
     PRESSURE,
     first_to_go,
@@ -212,16 +213,6 @@ def _is_open(view: JobView, save: SaveView) -> bool:
 def _was_committed(view: JobView, save: SaveView) -> bool:
     required = [r.name for r in view.remotes if r.is_required]
     return was_committed(save.ships, required)
-
-
-def to_ship(view: JobView, save: SaveView) -> bool:
-    """Backfill: of the saves found at the first start, all, the newest, or none are shipped (H20)."""
-    if not save.was_found_first or save.is_adopted or view.backfill == "all":
-        return True
-    if view.backfill == "none":
-        return False
-    newest = view.newest_found.get(save.is_model_only)
-    return newest is None or save.order >= newest
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.keeping import is_committed
+from ckptd.core.backfill import is_in_doubt, to_ship
+from ckptd.core.keeping import is_committed, was_committed
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO
 
@@ -33,7 +34,7 @@ def _order(key: tuple[str, Order]) -> Order:
 
 
 def exposed(view: JobView, safe: RemoteCommit | None) -> SaveView | None:
-    """The newest save of this node that is newer than the safe one; None: there is none.
+    """The newest save of this node that is newer than the safe one, or may be; None: there is none.
 
     Of the safe one's step too: a run that was rewound saves it again, with other weights. There this node's
     own record decides: nodes may count the saves of a step unlike each other.
@@ -45,7 +46,10 @@ def exposed(view: JobView, safe: RemoteCommit | None) -> SaveView | None:
 def _is_newer(view: JobView, save: SaveView, safe: RemoteCommit | None) -> bool:
     if safe is None or save.order[:2] > safe.order[:2]:
         return True
-    return save.order > safe.order and not is_committed(view, save)
+    if save.order > safe.order:
+        return not is_committed(view, save)
+    required = [r.name for r in view.remotes if r.is_required]
+    return is_in_doubt(view, save) and to_ship(view, save) and not was_committed(save.ships, required)
 
 
 def steps_at_risk(view: JobView, save: SaveView) -> int:

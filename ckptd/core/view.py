@@ -330,6 +330,8 @@ class JobView:
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""
     newest_found: Mapping[bool, Order] = field(init=False, compare=False)
     """The highest order found at the first start, of models alone (True) and of the others (False)."""
+    intact: Mapping[bool, tuple[SaveView, ...]] = field(init=False, compare=False)
+    """What lies here as it was sealed, newest first, by the same."""
 
     def __post_init__(self) -> None:
         newest: dict[bool, Order] = {}
@@ -337,3 +339,6 @@ class JobView:
             if save.was_found_first:
                 newest[save.is_model_only] = max(save.order, newest.get(save.is_model_only, save.order))
         object.__setattr__(self, "newest_found", newest)
+        whole = sorted((s for s in self.saves if s.is_intact), key=lambda s: s.order, reverse=True)
+        kinds = {kind: tuple(s for s in whole if s.is_model_only == kind) for kind in (False, True)}
+        object.__setattr__(self, "intact", kinds)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.backfill import to_ship
 from ckptd.core.deriving import is_streamed, to_derive
-from ckptd.core.planner import let_go, to_ship
+from ckptd.core.planner import let_go
 from ckptd.core.view import ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote
 from ckptd.core import actions as a
 from ckptd.core.afar import gets_nothing
+from ckptd.core.backfill import to_ship
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
 from ckptd.core.lifecycle import State
-from ckptd.core.planner import to_ship
 from ckptd.core.safety import newest_safe
 from ckptd.core.save import Order
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
@@ -346,5 +346,5 @@ def _is_behind(job: Job) -> bool:
         s.is_intact and s.ship(r, ZERO).state not in (ShipState.COMMITTED, ShipState.RETIRED)
         for s in job.view.saves
         for r in required
-        if s.is_adopted or not s.was_found_first
+        if to_ship(job.view, s)
     )

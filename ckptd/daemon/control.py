@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptd import files
+from ckptd.core.backfill import unsent
 from ckptd.core.draining import Drain
 from ckptd.core.lifecycle import State
 from ckptd.core.planner import open_saves
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.outlook import running_speed
 from ckptd.errors import CkptdError
-from ckptd.observe.status import DrainStatus, PauseStatus, rfc3339
+from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
 from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ckptd.daemon.job import Job
@@ -191,12 +193,23 @@ class Control:
             missing=told.missing if told is not None else missing_after(job),
             late=told.late if told is not None else (),
             refused=refused_here(job),
+            unsent=unsent_here(job),
         )
 
 
 def missing_after(job: Job) -> tuple[str, ...]:
     """When the deadline has passed and the job goes on as ever: what still is not committed."""
     return tuple(save.save.tag for save in open_saves(job.view)) if job.view is not None else ()
+
+
+def unsent_here(job: Job) -> tuple[str, ...]:
+    """What `backfill` leaves out, of the checkpoints that are complete here and not committed."""
+    return unsent(job.view) if job.view is not None else ()
+
+
+def drained_words(jobs: Sequence[Job]) -> str:
+    """Of jobs that are drained."""
+    return all_committed(sum(len(unsent_here(job)) for job in jobs))
 
 
 def refused_here(job: Job) -> tuple[str, ...]:

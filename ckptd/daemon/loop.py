@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.config_places import this_node
 from ckptd.daemon.beating import say_ended
 from ckptd.daemon.checks import exit_code, is_idle
-from ckptd.daemon.control import is_drained, missing_after, refused_here
+from ckptd.daemon.control import drained_words, is_drained, missing_after, refused_here
 from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
@@ -268,7 +268,7 @@ class Daemon:
         """Nothing is left to send, or no time."""
         left = {tag for job in self.jobs for tag in missing_after(job)}
         if all(is_drained(job) for job in self.jobs):
-            log.info("drained: all that is complete here is committed")
+            log.info("drained: %s", drained_words(self.jobs))
             return True
         if left and left == {tag for job in self.jobs for tag in refused_here(job)}:
             log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))

@@ -7,11 +7,12 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
+from ckptd.core.backfill import to_ship
+from ckptd.core.keeping import is_committed
 from ckptd.core.keeping import newest as newest_save
 from ckptd.core.keeping_remote import generations_of
 from ckptd.core.ladder import fullness
 from ckptd.core.lifecycle import State, Verdict
-from ckptd.core.planner import to_ship
 from ckptd.core.safety import exposed, newest_safe, steps_at_risk
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
@@ -201,7 +202,8 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
     times = state.journal.ship_times()
     assert job.view is not None
-    left = frozenset(s.id for s in job.view.saves if not to_ship(job.view, s))
+    view = job.view
+    left = frozenset(s.id for s in view.saves if not to_ship(view, s) and not is_committed(view, s))
     sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
     folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}

@@ -187,6 +187,8 @@ class DrainStatus:
     """Of those, what will not make it at the speed of the link."""
     refused: tuple[str, ...] = ()
     """Of those, what cannot be committed as it is: a person is needed."""
+    unsent: tuple[str, ...] = ()
+    """Found at the first start and left to `ckptd adopt` (backfill): neither missing nor committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,12 @@ class Status:
     daemon: DaemonStatus
     jobs: tuple[JobStatus, ...]
     schema_version: int = SCHEMA_VERSION
+
+
+def all_committed(unsent: int) -> str:
+    """What a drain that is done says; `unsent`: how many `backfill` leaves out."""
+    text = "all that is complete here is committed"
+    return f"{text}, but for {unsent} found at the first start (not sent: backfill)" if unsent else text
 
 
 def rfc3339(unix_seconds: float) -> str:

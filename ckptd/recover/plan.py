@@ -88,7 +88,10 @@ def make_plan(
         path=path,
         world_size=world_size,
         steps=tuple(steps),
-        notes=_notes(candidate, local, steps, needs_commit=needs_commit),
+        notes=(
+            *_notes(candidate, local, steps, needs_commit=needs_commit),
+            *_doubt(candidate, local, listing.latest),
+        ),
     )
 
 
@@ -204,3 +207,12 @@ def _notes(
         elif needs_commit and sight.is_complete and sight.tag != candidate.tag:
             notes.append(f"{sight.tag} is whole here but not committed: other nodes could not choose it")
     return tuple(notes)
+
+
+def _doubt(candidate: Candidate, local: Sequence[LocalSight], latest: str | None) -> tuple[str, ...]:
+    """A run that was rewound while nobody watched looks like a crash right before `latest` was written."""
+    named = next((s for s in local if s.tag == latest and s.is_complete), None)
+    if named is None or named.tag == candidate.tag or (named.step or 0) >= candidate.order.step:
+        return ()
+    told = f"latest names {named.tag}, which is whole here too, and {candidate.tag} counts as newer"
+    return (f"{told}: if the run was rewound to before that, `--tag {named.tag}` takes the other",)

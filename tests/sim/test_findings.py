@@ -18,6 +18,9 @@ import pytest
 from ckptd import files
 from ckptd.cli.wait_cmd import judged
 from ckptd.core.manifest import Decision
+from ckptd.core.view import ZERO, ShipState
+from ckptd.daemon.checks import exit_code
+from ckptd.daemon.control import drained_words, unsent_here
 from ckptd.daemon.decisions import read_decisions, write_decision
 from ckptd.daemon.report import job_status
 from ckptd.daemon.setup import make_state
@@ -879,3 +882,39 @@ def is_sealed_again(world: World) -> bool:
     assert world.job.state is not None
     row = world.job.state.row_of_tag("global_step3")
     return row is not None and row.save.save_seq > 2
+
+
+def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World) -> None:
+    """Its run was rewound from 9 to 3 before the first start: 3 was never sent, and all said 0."""
+    saved(world, 8, 9, 3)
+    rng = random.Random(0)
+    world.live_on(100, rng, until=lambda: is_committed_there(world, 9))
+    assert world.job is not None
+    assert judged(asdict(job_status(world.job)), 3)[0] == "not yet"
+    assert exit_code(world.job) == 3
+    world.live_on(300, rng, world.has_rested)
+    assert is_committed_there(world, 3)
+    assert not is_committed_there(world, 8)
+    done = job_status(world.job)
+    assert (done.steps_at_risk, judged(asdict(done), 3)[0], exit_code(world.job)) == (0, "committed", 0)
+    reasons = {one.step: one.reason for one in done.checkpoints}
+    assert reasons[3] is None
+    assert str(reasons[8]).startswith("found at the first start: not sent")
+    assert unsent_here(world.job) == ("global_step8",)
+    world.job.control.begin_drain(60)
+    world.live_on(20, rng)
+    drain = job_status(world.job).drain
+    assert drain is not None
+    assert (drain.is_done, drain.unsent) == (True, ("global_step8",))
+    assert drained_words([world.job]).endswith("but for 1 found at the first start (not sent: backfill)")
+    saved(world, 4)
+    world.live_on(300, rng, world.has_rested)
+    assert orders(world)["global_step4"] == (2, 4)
+
+
+def is_committed_there(world: World, step: int) -> bool:
+    state = world.job.state if world.job is not None else None
+    row = state.row_of_tag(f"global_step{step}") if state is not None else None
+    return (
+        state is not None and row is not None and state.ship(row.id, NAS, ZERO).state is ShipState.COMMITTED
+    )

@@ -182,10 +182,17 @@ NOTHING_YET = job(
 PAUSED = st.PauseStatus(since=before(3600), by="alice")
 
 
-def _drain(*, is_done: bool, left: float = 75.0, late: tuple[str, ...] = ()) -> st.DrainStatus:
+def _drain(
+    *, is_done: bool, left: float = 75.0, late: tuple[str, ...] = (), unsent: tuple[str, ...] = ()
+) -> st.DrainStatus:
     missing = () if is_done else ("global_step4500",)
     return st.DrainStatus(
-        asked_at=before(45), deadline_at=before(-left), is_done=is_done, missing=missing, late=late
+        asked_at=before(45),
+        deadline_at=before(-left),
+        is_done=is_done,
+        missing=missing,
+        late=late,
+        unsent=unsent,
     )
 
 
@@ -252,6 +259,7 @@ def documents() -> dict[str, st.Status]:
         "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
         "beside a save": of(behind(making_way=True)),
         "drained": of(job(drain=_drain(is_done=True))),
+        "drained, old ones not sent": of(job(drain=_drain(is_done=True, unsent=("global_step3000",)))),
         "daemon stopped": of(job(**old), published=7200.0, alive=False),
         "daemon dead": of(
             behind(**old),

@@ -22,8 +22,9 @@ from ckptd.core.actions import (
     Ship,
     Supplement,
 )
+from ckptd.core.backfill import to_ship
 from ckptd.core.order import next_order
-from ckptd.core.planner import plan, to_ship
+from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order
 from ckptd.core.view import (

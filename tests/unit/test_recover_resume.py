@@ -143,6 +143,21 @@ def test_order_is_branch_then_step(scene: Scene) -> None:
     assert scene.resume().path.name == "global_step60"
 
 
+def test_what_latest_names_is_said_where_another_counts_as_newer(scene: Scene) -> None:
+    """Rewound while nobody watched, or a crash right before `latest` was written: nothing tells which."""
+    for step in (100, 40):
+        scene.save(step)
+    assert scene.resume(dry_run=True, remote=False).path.name == "global_step100"
+    (said,) = [line for line in scene.said if "latest names" in line]
+    assert said.startswith("latest names global_step40, which is whole here too")
+    assert "`--tag global_step40`" in said
+    scene.commit("global_step40", 40, branch=2)
+    scene.commit("global_step100", 100)
+    (scene.save_dir / "latest").write_text("global_step100")
+    assert scene.resume().path.name == "global_step40"
+    assert not any("latest names" in line for line in scene.said), "a branch tells which is newer"
+
+
 def test_no_clock_decides(scene: Scene) -> None:
     import os
 
