@@ -15,6 +15,7 @@ from ckptd.config import config_digest
 from ckptd.config_places import this_node
 from ckptd.daemon.acting import Actor
 from ckptd.daemon.beating import nodes_of
+from ckptd.daemon.beginning import beginning
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.control import Control
@@ -161,15 +162,12 @@ class Job:
             heard = on_attached(self, remote.name)
             own = (settings, self.problems, self.patience.post, heard, self.wake)
             self.links[remote.name] = RemoteLink(*own, remote.bandwidth, self._totals.places)
+        forms = {remote.name: remote.forms for remote in self.config.remotes}
+        tags, inode = self._tags_at_start or frozenset(), os.fstat(save_dir_fd).st_ino
+        found = beginning(journal, str(self.config.save_dir), inode, tags)
+        spread = self.config.save_spread_seconds
         self.knowledge = Knowledge(
-            state,
-            self.state_dir,
-            self.links,
-            self.node,
-            self._tags_at_start or frozenset(),
-            self.config.save_spread_seconds,
-            {remote.name: remote.forms for remote in self.config.remotes},
-            self.wake,
+            state, self.state_dir, self.links, self.node, found, spread, forms, self.wake
         )
         self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
         self.shipping = Shipping(self.config, state.config_digest, state, self.links, self.audit, self.wake)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.core.save import SealedSave
+    from ckptd.daemon.beginning import Beginning
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
@@ -64,7 +65,7 @@ class Knowledge(Recogniser):
         state_dir: Path,
         links: Mapping[str, RemoteLink],
         node: str,
-        tags_at_start: frozenset[str],
+        beginning: Beginning,
         save_spread_seconds: float,
         forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
@@ -77,7 +78,7 @@ class Knowledge(Recogniser):
         self._forms = forms
         self._wake = wake
         self._first: frozenset[str] | None = None
-        self.tags_at_start = tags_at_start
+        self._beginning = beginning
         self._decisions = Decisions(state.journal, state_dir)
 
     @property
@@ -201,7 +202,7 @@ class Knowledge(Recogniser):
         decision = Decision(
             kind="first-start",
             tag="*",
-            tags=tuple(sorted(self.tags_at_start)),
+            tags=tuple(sorted(self._beginning.first)),
             by=self._node,
             serial=time.time_ns(),
         )
@@ -217,7 +218,7 @@ class Knowledge(Recogniser):
         for name, link in self._links.items():
             self._hear_of_commits(name, link)
             hear_of_parts(self._state, name, link.observation)
-            look_for_sharer(self._state, link, self.tags_at_start)
+            look_for_sharer(self._state, link, self._beginning.now)
         for name, link in self._links.items():
             notice_lost(self._state, link, self._forms[name])
         for row in list(self._state.rows.values()):

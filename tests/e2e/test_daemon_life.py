@@ -225,6 +225,30 @@ def test_first_start_deletes_nothing_until_adopted(tmp_path: Path) -> None:
         assert set(here.commits()) >= {f"global_step{n}~g1" for n in range(1, 6)}
 
 
+def test_what_was_saved_before_a_remote_first_answered_was_not_found(tmp_path: Path) -> None:
+    """The remote is refused at first; the daemon saw three saves come, and is restarted to mend that."""
+    with node(tmp_path, remote='forms = ["zero"]', local="forms = []\nsave_total_limit = 2") as here:
+        here.write_job(url=str(here.nas))  # without same_filesystem
+        for step in (1, 2):
+            here.save(step)
+        here.start()
+        here.wait("the two", lambda: len(here.status().get("checkpoints", ())) == 2)
+        for step in (3, 4, 5):
+            here.save(step)
+        here.wait("all five", lambda: len(here.status()["checkpoints"]) == 5)
+        assert not here.commits()
+        here.kill()
+        here.write_job(url="")
+        here.start()
+        kept = {f"global_step{n}" for n in (1, 2, 4, 5)}
+        sent = {f"global_step{n}~g1" for n in (2, 3, 4, 5)}
+        here.wait("the limit", lambda: here.local_tags() == kept)
+        here.wait("all but the older of the two", lambda: set(here.commits()) == sent)
+        why = "found at the first start (ckptd adopt)"
+        here.wait("the reason", lambda: why in here.checkpoint("global_step1").get("keep", ()))
+        assert here.local_tags() == kept
+
+
 def test_pin_survives_the_journal(tmp_path: Path) -> None:
     """A pinned checkpoint stays here and in the NAS, whatever the limit, also without a journal."""
     with node(tmp_path, local="save_total_limit = 1", remote="keep_last = 1") as here:

@@ -12,6 +12,7 @@ from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
 from ckptd.core.manifest import Commit, ManifestRef
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.beginning import Beginning
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.ordering import Ordering
 from ckptd.daemon.problems import Problems
@@ -137,7 +138,7 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     view = CommitView.model_construct(key="k", sha256="d", commit=commit, disputed=False)
     link = Link("nas", Observation.model_construct(commits=(view,)))
     links = cast("Any", {"nas": link})
-    knowledge = Knowledge(state, tmp_path, links, "a", frozenset(), 60.0, {}, lambda: None)
+    knowledge = Knowledge(state, tmp_path, links, "a", Beginning(frozenset(), frozenset()), 60.0, {}, lambda: None)
     ordering = Ordering(state, knowledge, lambda _: False)
     one = folder(5, (1000 + apart_seconds) * 10**9)
     ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)

@@ -17,6 +17,7 @@ from ckptd.core.manifest import Decision, NodeManifest, manifest_key, sha256_of,
 from ckptd.core.manifest_names import name_in
 from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.beginning import Beginning
 from ckptd.daemon.decisions import DECISIONS, write_decision
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
@@ -88,7 +89,7 @@ class Life:
             self._place,
             {"nas": self.scene.link},
             "n0",
-            frozenset(),
+            Beginning(frozenset(), frozenset()),
             60.0,
             {"nas": (ZERO,)},
             lambda: None,

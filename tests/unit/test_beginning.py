@@ -1,0 +1,68 @@
+"""The first daemon that looked settles what the first start found, however late remotes answer (H20)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.core.view import ZERO
+from ckptd.daemon.beginning import Beginning, beginning
+from ckptd.daemon.decisions import read_decisions
+from ckptd.daemon.knowledge import Knowledge
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.state import JobState
+from ckptd.journal import Journal
+from ckptd.remote import messages as m
+from tests.unit.test_daemon_links import IDENTITY, Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OLD = frozenset({"a"})
+LATER = frozenset({"a", "b"})
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal.db")
+    yield journal
+    journal.close()
+
+
+def test_what_came_after_the_journal_was_begun_was_not_found(journal: Journal) -> None:
+    assert beginning(journal, "/nvme/run", 7, OLD) == Beginning(OLD, OLD)
+    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, OLD)
+    assert beginning(journal, "/nvme/run", 7, frozenset()) == Beginning(frozenset(), OLD)
+
+
+@pytest.mark.parametrize(("save_dir", "inode"), [("/nvme/other", 7), ("/nvme/run", 8)])
+def test_of_another_directory_nothing_is_known(journal: Journal, save_dir: str, inode: int) -> None:
+    """Another save_dir in the job file, or one that was not mounted when the journal was begun."""
+    beginning(journal, "/nvme/run", 7, frozenset())
+    assert beginning(journal, save_dir, inode, OLD) == Beginning(OLD, OLD)
+    assert beginning(journal, save_dir, inode, LATER) == Beginning(LATER, OLD)
+
+
+def test_a_journal_of_an_older_release_begins_with_what_is_here_now(journal: Journal) -> None:
+    journal.set_meta("found", "{}")
+    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, LATER)
+
+
+def test_all_remotes_answer_before_the_first_start_is_noted(tmp_path: Path, journal: Journal) -> None:
+    """After a restart, with one of two attached, nothing is noted; with both, what the first daemon saw."""
+    near, far = Scene(tmp_path / "near").link, Scene(tmp_path / "far").link
+    beginning(journal, "/nvme/run", 7, OLD)
+    state = JobState(journal=journal, problems=Problems())
+    state.load()
+    found = beginning(journal, "/nvme/run", 7, LATER)
+    links = {"near": near, "far": far}
+    forms = dict.fromkeys(links, (ZERO,))
+    knowledge = Knowledge(state, tmp_path, links, "n0", found, 60.0, forms, lambda: None)
+    far.observation = None
+    near.observation = m.Observation(identity=IDENTITY, commits=())
+    assert knowledge.found_first() is None
+    far.observation = near.observation
+    assert knowledge.found_first() == OLD
+    assert [d.tags for d in read_decisions(tmp_path)] == [("a",)]
