@@ -93,16 +93,16 @@ def _forget_vanished(job: Job, state: JobState) -> None:
     safe = newest_safe(job.view) if job.view is not None else None
     here = max((r.save.order for r in state.rows.values() if r.state == "present"), default=Order(0, 0, 0))
     for problem in job.problems.all():
-        if problem.code not in _VANISHED or problem.about in job.knowledge.pins:
+        is_back = problem.code == "vanished-kept" and state.row_of_tag(problem.about) is not None
+        is_pinned = problem.about in job.knowledge.pins
+        if problem.code not in _VANISHED or (is_pinned and not is_back):
             continue
         orders = [row.save.order for row in state.rows.values() if row.save.tag == problem.about]
-        is_back = problem.code == "vanished-kept" and state.row_of_tag(problem.about) is not None
         if is_back or (safe is not None and _is_newer(safe, orders, problem.since)):
             job.problems.clear(problem.code, problem.about)
         elif problem.code == "vanished-kept" and orders and here > max(orders):
             # a trainer that keeps one removes the newest safe one at each save: no alarm beside a newer
-            text, step = problem.text, problem.next_step
-            job.problems.put(problem.code, problem.about, text, step, severity="note")
+            job.problems.put(problem.code, problem.about, problem.text, problem.next_step, severity="note")
 
 
 def _is_newer(safe: RemoteCommit, orders: list[Order], vanished_at: float) -> bool:

@@ -117,6 +117,26 @@ def test_what_was_wanted_here_is_said_though_the_remote_has_it(tmp_path: Path) -
         here.wait("the job to be well: nothing is lost", lambda: here.status()["state"] == "ok", 60)
 
 
+def test_a_pinned_one_that_is_here_again_is_not_missed(tmp_path: Path) -> None:
+    """It was removed and is put back, pinned all the while: that ends what was said of it."""
+    with node(tmp_path, local="forms = []", remote='forms = ["zero"]') as here:
+        here.start()
+        for step in (1, 2):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1", 60)
+        done = here.ckptd("pin", here.job_file, "global_step1")
+        assert done.returncode == 0, done.stderr
+        here.wait("the pin", lambda: here.checkpoint("global_step1")["pinned"])
+        folder, aside = here.save_dir / "global_step1", here.root / "aside"
+        shutil.copytree(folder, aside)
+        shutil.rmtree(folder)
+        here.wait("the alarm", lambda: gone_but_safe(here) == {"global_step1"}, 60)
+        shutil.copytree(aside, folder)
+        here.wait("its end", lambda: not gone_but_safe(here), 60)
+        back = here.checkpoint("global_step1")
+        assert back["pinned"] and back["local"]["present"]
+
+
 def test_one_that_vanishes_while_it_is_sent_ends_with_the_file_under_way(tmp_path: Path) -> None:
     """No time is spent on the rest of what can never be whole: the next save goes up at once."""
     with node(tmp_path, local="forms = []", remote='forms = ["zero"]\nbandwidth = "500kB/s"') as here:
