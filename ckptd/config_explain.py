@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
 from ckptd.config_notify import NotifyConfig
+from ckptd.config_retention import EphemeralConfig, RungConfig
 from ckptd.config_section import Section
 from ckptd.config_words import LATER, holds_secret, is_secret, nearest
 from ckptd.errors import ConfigError
@@ -22,6 +23,9 @@ _SECTIONS: dict[str, type[Section]] = {
     "[[remote]]": RemoteConfig,
     "ckptd.toml": DaemonConfig,
 }
+
+_TABLES: dict[str, type[Section]] = {"ephemeral": EphemeralConfig, "ladder": RungConfig}
+"""Keys of [local] and [[remote]] whose values have keys of their own."""
 
 _UNSHOWN = ("credentials", "webhook", "heartbeat")
 """What these are set to may be a secret."""
@@ -50,7 +54,7 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
             hint="remove it here, and use the environment or the store's own credential files",
         )
     if first["type"] == "extra_forbidden":
-        message, hint = _unknown(subject, key, first["input"], section)
+        message, hint = _unknown(subject, first["loc"], first["input"], section, key)
     elif first["type"] == "missing":
         message, hint = f"{subject} is missing", f"{key}: {toml_keys(section).get(key, '')}"
         message, hint = _maybe_meant(first, message, hint, section, data)
@@ -97,7 +101,9 @@ def _is_table(value: object) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
 
 
-def _unknown(subject: str, key: str, value: object, section: type[Section]) -> tuple[str, str]:
+def _unknown(
+    subject: str, loc: tuple[int | str, ...], value: object, section: type[Section], key: str
+) -> tuple[str, str]:
     if holds_secret(value):
         value = "…"
     if key in LATER:
@@ -105,13 +111,14 @@ def _unknown(subject: str, key: str, value: object, section: type[Section]) -> t
             f"{subject} = {_shown(value)}: {LATER[key]}: not in this version",
             f"remove {key}; nothing here would act on it",
         )
-    elsewhere = {
-        other: title
-        for title, model in _SECTIONS.items()
-        if model is not section
-        for other in toml_keys(model)
-    }
-    return f"{subject} = {_shown(value)}: no such key", nearest(key, toml_keys(section), elsewhere)
+    message = f"{subject} = {_shown(value)}: no such key"
+    if key in _TABLES and loc[-1] != key:
+        return message, nearest(str(loc[-1]), toml_keys(_TABLES[key]), {})
+    elsewhere: dict[str, str] = {}
+    for title, model in _SECTIONS.items():
+        for other in toml_keys(model) if model is not section else ():
+            elsewhere[other] = f"{elsewhere[other]} or {title}" if other in elsewhere else title
+    return message, nearest(key, toml_keys(section), elsewhere)
 
 
 def _help(section: type[Section], key: str) -> str:

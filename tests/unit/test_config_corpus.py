@@ -218,6 +218,27 @@ def mutants() -> list[tuple[str, str, Any, str]]:
 
 MUTANTS = mutants()
 
+HINTS: list[tuple[str, str, Any, str]] = [
+    ("", "save_total_limit", 3, '"save_total_limit" belongs in [local] or [[remote]]'),
+    ("", "forms", [], '"forms" belongs in [local] or [[remote]]'),
+    ("", "unploaded", "thin", 'did you mean "unuploaded"?'),
+    ("local", "bandwidth", "1MB/s", '"bandwidth" belongs in [[remote]] or ckptd.toml'),
+    ("local", "ephemeral", {"every_step": 100, "keep": 2}, 'did you mean "every_steps"?'),
+    ("remote", "ephemeral", {"every_steps": 100, "keeps": 2}, 'did you mean "keep"?'),
+    ("local", "ladder", [{"after": 1, "forms": "gone"}], 'did you mean "form"?'),
+    ("remote", "ladder", [{"after": 1, "settle": 2}], "valid keys here: after, form"),
+]
+"""What is misspelt or misplaced → where it is said to belong."""
+
+
+@pytest.mark.parametrize(("section", "key", "value", "hint"), HINTS)
+def test_hints_say_where_a_key_belongs(
+    tmp_path: Path, base: dict[str, Any], section: str, key: str, value: Any, hint: str
+) -> None:
+    target = base if not section else base["local"] if section == "local" else base["remote"][0]
+    target[key] = value
+    assert refusal(write(tmp_path, base)).hint == hint
+
 
 def test_the_corpus_is_large() -> None:
     assert len(MUTANTS) >= 500
