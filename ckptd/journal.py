@@ -252,15 +252,7 @@ class Journal:
     @whole
     def objects(self, save_id: int, remote: str, form: str) -> list[ObjectRow]:
         """Objects of a ship that is under way."""
-        rows = self._db.execute(
-            "SELECT key, bytes, flushed_bytes, crc64, proof, token FROM objects "
-            "WHERE save_id=? AND remote=? AND form=?",
-            (save_id, remote, form),
-        ).fetchall()
-        return [
-            ObjectRow(key=r[0], bytes=r[1], flushed_bytes=r[2], crc64=r[3], proof=r[4], token=r[5])
-            for r in rows
-        ]
+        return past.objects(self._db, save_id, remote, form)
 
     def forget_objects(self, save_id: int, remote: str, form: str, *, are_whole: bool = False) -> None:
         """Earlier keys do not count any more, half uploads are leftovers; or these alone that `are_whole`."""
@@ -309,6 +301,11 @@ class Journal:
         """The prune was finished, or taken back."""
         state = "done" if done else "undone"
         self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
+
+    @whole
+    def why_pruned(self, save_id: int) -> str | None:
+        """Why the folder of a save went, or is going."""
+        return past.why_pruned(self._db, save_id)
 
     @whole
     def lately(self, since: float) -> tuple[list[float], list[float]]:

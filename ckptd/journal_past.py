@@ -11,7 +11,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from ckptd.core.rows import SaveRow
+from ckptd.core.rows import DeletionIntent, ObjectRow, SaveRow
 from ckptd.core.save import Order, SealedSave
 from ckptd.core.view import DerivedRecord, DerivedState
 
@@ -69,6 +69,27 @@ def past_order(db: Connection, tag: str, fingerprints: tuple[tuple[str, str], ..
     """The order of a save whose row was let go."""
     row = db.execute("SELECT value FROM meta WHERE key=?", (_past_key(tag, fingerprints),)).fetchone()
     return None if row is None else Order(*json.loads(row[0]))
+
+
+def objects(db: Connection, save_id: int, remote: str, form: str) -> list[ObjectRow]:
+    """Objects of a ship that is under way."""
+    rows = db.execute(
+        "SELECT key, bytes, flushed_bytes, crc64, proof, token FROM objects "
+        "WHERE save_id=? AND remote=? AND form=?",
+        (save_id, remote, form),
+    ).fetchall()
+    return [
+        ObjectRow(key=r[0], bytes=r[1], flushed_bytes=r[2], crc64=r[3], proof=r[4], token=r[5]) for r in rows
+    ]
+
+
+def why_pruned(db: Connection, save_id: int) -> str | None:
+    """What the newest prune of a save was for that was not taken back."""
+    row = db.execute(
+        "SELECT intent FROM deletions WHERE save_id=? AND state != 'undone' ORDER BY id DESC LIMIT 1",
+        (save_id,),
+    ).fetchone()
+    return None if row is None else DeletionIntent.model_validate_json(row[0]).reason
 
 
 def outlived(db: Connection, spare: Collection[int]) -> list[tuple[int, SealedSave]]:

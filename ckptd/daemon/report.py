@@ -16,6 +16,7 @@ from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.safety import exposed, newest_safe, steps_at_risk
 from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.checks import is_idle
+from ckptd.daemon.gone import why_gone
 from ckptd.daemon.outlook import link_speed, outlook
 from ckptd.daemon.unfinished import damage, unfinished, way_out
 from ckptd.daemon.viewing import next_save_bytes
@@ -249,13 +250,12 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: 
     records = state.ships.get(row.id, {})
     remotes: dict[str, dict[str, st.FormStatus]] = {}
     for remote in job.view.remotes:
-        forms = {
+        remotes[remote.name] = {
             form: st.FormStatus(state="none")
             if is_left and (remote.name, form) not in records
             else _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
             for form in remote.forms
         }
-        remotes[remote.name] = forms
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.ship(row.id, name, ZERO) for name in required]
     fate = state.plan.local_fates.get(row.id) if state.plan else None
@@ -267,7 +267,7 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: 
         step=save.step,
         state=_state(row, zero),
         bytes=save.total_bytes,
-        reason=damaged or (_LEFT if is_left and row.state == "present" else None),
+        reason=damaged or (_LEFT if is_left and row.state == "present" else why_gone(state, row)),
         next_step=None if damaged is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",
@@ -312,7 +312,8 @@ def _form(
     state: JobState, row: SaveRow, record: ShipRecord | None, key: ShipKey, times: ShipTimes
 ) -> st.FormStatus:
     if record is None:
-        ready = key[2] == ZERO or row.derived_of(key[2]).state is DerivedState.READY
+        is_here = row.state == "present" or row.held
+        ready = is_here if key[2] == ZERO else row.derived_of(key[2]).state is DerivedState.READY
         return st.FormStatus(state="waiting" if ready else "none")
     moving = state.moving.get(key)
     eta = None

@@ -153,6 +153,8 @@ class JobState:
     widest_save_seconds: float = 0.0
     views: dict[int, tuple[tuple[object, ...], SaveView]] = field(default_factory=dict)
     """Save id → what its view was made from, and the view."""
+    why_pruned: dict[int, str] = field(default_factory=dict)
+    """Save id → why its folder went, as far as that was asked for (gone.py)."""
     _by_tag: dict[str, int] = field(default_factory=dict)
     """Tag → id of the save of that tag that this node holds now."""
 
@@ -212,6 +214,7 @@ class JobState:
             self.ships.pop(save_id, None)
             self.views.pop(save_id, None)
             self.busy.pop(save_id, None)
+            self.why_pruned.pop(save_id, None)
             self.confirmations.pop(save_id, None)
             self.asking.discard(save_id)
         for known in (self.generations, self.waiting):

@@ -49,3 +49,9 @@ def test_delete_removes_by_the_limit_while_the_remote_is_away(tmp_path: Path) ->
         assert set(audit) == {"global_step1", "global_step2"}
         assert all(line["commits"] == [] for line in audit.values())
         here.wait("to be behind", lambda: here.status()["state"] != "ok", 60)
+        here.wait("2 as gone", lambda: here.checkpoint("global_step2").get("state") == "pruned")
+        gone = here.checkpoint("global_step2")
+        assert gone["reason"] == audit["global_step2"]["reason"]
+        assert {form["state"] for form in gone["remotes"]["nas"].values()} == {"none"}, (
+            "nothing is to be sent"
+        )

@@ -17,6 +17,7 @@ from ckptd.core.planner import plan
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.checks import see_conversions
 from ckptd.daemon.chores import Chores
+from ckptd.daemon.gone import why_gone
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.shipping import Shipping
@@ -150,6 +151,26 @@ def test_what_has_no_universal_form_is_said_once(tmp_path: Path) -> None:
         state.journal.end_save(save_id, "pruned")
     state.load()
     assert _conversions_seen(state) == []
+    state.journal.close()
+
+
+def test_why_it_went_is_known_after_a_restart_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what we pruned the journal's own words, not those of a prune that was taken back."""
+    state, ids = _state_of(tmp_path / "journal.db", 4)
+    intents = [_intent().model_copy(update={"reason": reason}) for reason in ("beyond the limit", "no")]
+    for intent, is_done in zip(intents, (True, False), strict=True):
+        state.journal.end_deletion(state.journal.intend_deletion(ids[0], "t", intent), done=is_done)
+    for save_id, end in zip(ids, ("pruned", "pruned", "vanished"), strict=False):
+        state.journal.end_save(save_id, end)  # type: ignore[arg-type]
+    state.journal.close()
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state.load()
+    words = ["beyond the limit", None, "removed by somebody else", None]
+    assert [why_gone(state, state.rows[save_id]) for save_id in ids] == words
+    monkeypatch.setattr(Journal, "why_pruned", lambda _self, _id: None)
+    assert [why_gone(state, state.rows[save_id]) for save_id in ids] == words
     state.journal.close()
 
 
