@@ -56,7 +56,8 @@ class Rights:
             text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
             hint = "mount it writable again" if is_mount else "run ckptd as the training user"
-            job.problems.put("no-rights", about, text, f"{hint}; nothing is deleted")
+            hint = error.hint if isinstance(error, CkptdError) else f"{hint}; nothing is deleted"
+            job.problems.put("no-rights", about, text, hint)
             self.are_held, self.is_missing = False, True
             return
         if self.is_missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import secrets
+import shlex
 import stat
 import time
 from contextlib import ExitStack, suppress
@@ -111,6 +112,14 @@ def user(uid: int) -> str:
 
 
 def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
-    owner = os.fstat(save_dir_fd).st_uid
+    status = os.fstat(save_dir_fd)
+    owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
+    if owner == os.geteuid():
+        msg = (
+            f"{save_dir} is owned by {user(owner)}, as whom ckptd runs, mode {mode:o}: it may not write there"
+        )
+        may = (mode & stat.S_IWUSR) and (mode & stat.S_IXUSR)
+        cure = "look at its _ckptd, and how it is mounted" if may else f"chmod u+wx {shlex.quote(save_dir)}"
+        return NotPermitted(msg, hint=f"{cure}; until then nothing is deleted")
     msg = f"{save_dir} is owned by {user(owner)}, ckptd runs as {user(os.geteuid())}"
     return NotPermitted(msg, hint=f"run ckptd as {user(owner)}; until then nothing is deleted")

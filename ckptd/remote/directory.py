@@ -39,6 +39,7 @@ from ckptd.remote.folders import (
     publish,
     read_back,
     share_notes,
+    try_folder,
     walk,
 )
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
@@ -94,7 +95,9 @@ class DirectoryStore:
         return LANES
 
     def probe(self) -> Abilities:
-        """Create, create again, replace, read and remove a small object: rights and create-only (P19)."""
+        """Create, create again, replace, read and remove a small object, and a folder in the root (P19)."""
+        with self._at_root("making a folder there") as root:
+            try_folder(root)
         key = f"_ckptd/probe~{secrets.token_hex(8)}"
         try:
             created = self.put_if_absent(key, b"1")

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 import stat
 from typing import TYPE_CHECKING
 
@@ -239,6 +240,13 @@ def share_notes(folder: int, name: str) -> tuple[str, ...]:
             f"no hard links there ({error.strerror}): names are given by rename or exclusive creation"
         )
     return tuple(notes)
+
+
+def try_folder(root: int) -> None:
+    """Make a folder in the root and remove it."""
+    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    os.mkdir(name, dir_fd=root)
+    os.rmdir(name, dir_fd=root)
 
 
 def explained(error: OSError, where: str) -> CkptdError:

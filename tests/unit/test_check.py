@@ -96,6 +96,32 @@ def test_what_may_not_be_entered_stops_no_other_row_and_no_other_job(tmp_path: P
     assert "remote nas note" in alone
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root's rights to give up")
+@pytest.mark.parametrize("closed", ["nvme/run", "nas/run"])
+def test_what_its_own_user_may_not_write_is_said_with_its_mode(tmp_path: Path, closed: str) -> None:
+    """save_dir, and the remote's root, though what lies in `_ckptd` may be written."""
+    path = job_file(tmp_path)
+    (tmp_path / "nvme/run").mkdir()
+
+    def told(*words: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", WITHOUT_RIGHTS, "check", str(path), *words]
+        environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, timeout=100)
+        return done.returncode, " ".join(done.stdout.split())
+
+    assert told("--init-remote")[0] == 0
+    (tmp_path / closed).chmod(0o500)
+    code, said = told()
+    assert code == 77, said
+    if closed == "nas/run":
+        assert "making a folder there: Permission denied" in said
+    else:
+        assert "as whom ckptd runs, mode 500: it may not write there" in said
+        assert f"chmod u+wx {tmp_path}/nvme/run" in said
+        assert "run ckptd as" not in said
+
+
 def test_before_the_first_start(tmp_path: Path) -> None:
     found = findings(job_file(tmp_path))
     assert found["save_dir"].verdict == "note"
