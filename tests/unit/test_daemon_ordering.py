@@ -138,7 +138,9 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     view = CommitView.model_construct(key="k", sha256="d", commit=commit, disputed=False)
     link = Link("nas", Observation.model_construct(commits=(view,)))
     links = cast("Any", {"nas": link})
-    knowledge = Knowledge(state, tmp_path, links, "a", Beginning(frozenset(), frozenset()), 60.0, {}, lambda: None)
+    knowledge = Knowledge(
+        state, tmp_path, links, "a", Beginning(frozenset(), frozenset()), 60.0, {}, lambda: None
+    )
     ordering = Ordering(state, knowledge, lambda _: False)
     one = folder(5, (1000 + apart_seconds) * 10**9)
     ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
