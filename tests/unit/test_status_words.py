@@ -24,8 +24,10 @@ from rich.text import Text
 
 from ckptd.cli.status_story import story_of
 from ckptd.cli.status_watch import watch_lines, watch_screen
+from ckptd.cli.status_words import life_of, start_it
 from ckptd.errors import NotFoundError
 from ckptd.observe.schema import text
+from ckptd.observe.space import pid_space
 from ckptd.observe.status import rfc3339
 from tests.status_schema import problems_of
 from tests.unit import status_gallery as g
@@ -50,6 +52,26 @@ def test_no_first_line_is_long_and_none_calls_safe_what_is_not(name: str) -> Non
     is_safe = "  SAFE: " in first
     one = document.jobs[0]
     assert not is_safe or (one.safe is not None and not one.steps_at_risk and document.daemon.alive)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_daemon_that_finds_no_room_to_publish_is_not_to_be_ended(tmp_path: Path) -> None:
+    now = time.time()
+    daemon = {"alive": True, "pid": os.getpid(), "pid_space": pid_space(), "start_command": "ckptd run"}
+    job = {"save_dir": str(tmp_path)}
+    document = {"daemon": daemon, "generated_at": rfc3339(now - 85), "jobs": [job]}
+    hangs = life_of(document, now)
+    assert hangs.reason.endswith("has not published for 85 s")
+    assert start_it(job, hangs).startswith(f"end process {os.getpid()}, then start it: ckptd run")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], check=True)
+    try:
+        (tmp_path / "shard").write_bytes(b"x")
+        is_full = life_of(document, now)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert is_full.reason.endswith(f"has not published for 85 s: the disk of {tmp_path} is full")
+    assert start_it(job, is_full) == f"free space on the disk of {tmp_path}: the daemon goes on by itself"
 
 
 # --- the schema ----------------------------------------------------------------------------------------
