@@ -13,13 +13,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ckptd.core.keeping import is_committed
-from ckptd.core.view import ZERO
+from ckptd.core.view import ZERO, DerivedState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.permit import Unuploaded
-    from ckptd.core.view import JobView
+    from ckptd.core.retention import RetentionPolicy
+    from ckptd.core.view import JobView, SaveView
 
 RECENT = 6
 """Saves that count: a run that changed its cadence is believed soon."""
@@ -41,6 +42,9 @@ class Saved:
     at_seconds: float
     bytes: int
     step: int
+    tag: str = ""
+    written_seconds: float = 0.0
+    """From its first file until it could be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,13 @@ class Room:
     unuploaded: Unuploaded = "keep"
     waiting: Waiting = field(default_factory=Waiting)
     saves_to_limit: int = 0
-    """Saves that still stay before save_total_limit lets one go for each that comes."""
+    """COMMITs that still let nothing go, before save_total_limit lets one go for each."""
+    limit: int | None = None
+    """save_total_limit."""
+    saves_here: int = 0
+    """What the limit counts or lets go, committed or still waiting for that."""
+    yields_bytes: int = 0
+    """Taken and yet room of the next save: its own part that is written, and forms that can be made again."""
     keep_every_steps: int | None = None
     """Multiples of it stay for ever."""
 
@@ -95,8 +105,13 @@ class Forecast:
     """The same with what keep_every_steps keeps."""
 
 
-def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int | None) -> Room:
-    """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way."""
+def room_of(
+    view: JobView, link_bytes_per_second: float | None, left_bytes: int | None, written_bytes: int = 0
+) -> Room:
+    """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way.
+
+    `written_bytes`: of the save in flight.
+    """
     required = [remote for remote in view.remotes if remote.is_required]
     here = [s for s in view.saves if s.is_present and s.is_intact and s.is_adopted and not s.is_pinned]
     committed = {s.id for s in here if is_committed(view, s)}
@@ -126,8 +141,24 @@ def room_of(view: JobView, link_bytes_per_second: float | None, left_bytes: int 
             newer_bytes=sum(s.save.total_bytes for s in ahead if first is not None and s.order > first),
         ),
         saves_to_limit=max(0, (limit or 0) - count),
+        limit=limit,
+        saves_here=_counted(here, policy),
+        yields_bytes=written_bytes + _remade_bytes(view),
         keep_every_steps=policy.keep_every_steps,
     )
+
+
+def _counted(here: Sequence[SaveView], policy: RetentionPolicy) -> int:
+    """Those that the limit keeps or will let go: what is kept for ever takes no newer one's place."""
+    steps = [s.order.step for s in sorted(here, key=lambda s: s.order, reverse=True)]
+    limit = policy.save_total_limit or 0
+    return len(steps[:limit]) + sum(not policy.keeps_step(step) for step in steps[limit:])
+
+
+def _remade_bytes(view: JobView) -> int:
+    """Universal forms here: under disk pressure they go before a save lacks room (a clone frees nothing)."""
+    forms = (s.universal for s in view.saves if not s.is_busy)
+    return sum(f.bytes for f in forms if f.state is DerivedState.READY and not f.is_cloned)
 
 
 def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forecast:
@@ -145,9 +176,10 @@ def forecast(saves: Sequence[Saved], room: Room, *, now_seconds: float) -> Forec
     link = speed if room.is_rotated else 0.0
     is_bounded = room.unuploaded == "delete" or link >= production
     kept = _kept_share(room.keep_every_steps, recent[-1].step, every_steps)
-    is_too_much = is_bounded and room.saves_to_limit * size > room.free_bytes
+    to_fit = _saves_to_fit(room, recent, every, size / link if link else 0.0) if is_bounded else 0
+    is_too_much = to_fit * size > room.free_bytes + room.yields_bytes
     full_seconds = (
-        _bounded_seconds(room, production, size, kept)
+        _bounded_seconds(room, production, to_fit * size, kept)
         if is_bounded
         else _full_seconds(room, production, link, size, kept)
     )
@@ -192,12 +224,26 @@ def _kept_share(keep_every_steps: int | None, step: int, every_steps: int | None
     return common / keep_every_steps if step % common == 0 else 0.0
 
 
-def _bounded_seconds(room: Room, production: float, size: int, kept: float) -> float | None:
+def _saves_to_fit(room: Room, recent: Sequence[Saved], every: float, upload_seconds: float) -> int:
+    """Saves that must find room before each that comes has that of one that went.
+
+    The limit and the save in flight: what that replaces goes after it is complete, and committed. One more
+    where the one before it is still being sent when it begins (nothing goes while a save is in flight), and
+    under `delete` where the limit would let go what is being sent.
+    """
+    if room.limit is None or len({save.tag or save.step for save in recent}) == 1:
+        return 0  # one name for all saves: each is written over the one before
+    rest = every - median(save.written_seconds for save in recent)
+    sent_in_time = room.limit * every if room.unuploaded == "delete" else min(rest, every)
+    return max(0, room.limit + 1 + (upload_seconds > sent_in_time) - room.saves_here)
+
+
+def _bounded_seconds(room: Room, production: float, to_fit_bytes: int, kept: float) -> float | None:
     """Until it is full where each save that comes lets one go, once the limit is reached; None: never."""
-    left = room.free_bytes - room.saves_to_limit * size
+    left = room.free_bytes + room.yields_bytes - to_fit_bytes
     if left < 0:
-        return room.free_bytes / production
-    return (room.saves_to_limit * size + left / kept) / production if kept else None
+        return (left + to_fit_bytes) / production
+    return (to_fit_bytes + left / kept) / production if kept else None
 
 
 def _full_seconds(room: Room, production: float, link: float, size: int, kept: float) -> float | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptd.core.view import JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
+    from ckptd.journal import SaveRow
 
 FULL_SOON_SAVES = 3
 RUNNING_SECONDS = 10.0
@@ -51,12 +52,32 @@ def outlook(job: Job, state: JobState) -> Forecast:
     assert job.view is not None
     required = [remote.name for remote in job.view.remotes if remote.is_required]
     is_there = all(job.links[name].attached is not None for name in required)
+    settle = job.config.settle_seconds
     saves = [
-        Saved(at_seconds=row.save.window.last / 1e9, bytes=row.save.total_bytes, step=row.save.step)
+        Saved(
+            at_seconds=row.save.window.last / 1e9,
+            bytes=row.save.total_bytes,
+            step=row.save.step,
+            tag=row.save.tag,
+            written_seconds=_written_seconds(row) + settle,
+        )
         for row in state.rows.values()
     ]
     link = link_speed(job, state) if is_there else None
-    return forecast(saves, room_of(job.view, link, _left_bytes(job.view, state)), now_seconds=time.time())
+    room = room_of(job.view, link, _left_bytes(job.view, state), _written_bytes(state))
+    return forecast(saves, room, now_seconds=time.time())
+
+
+def _written_seconds(row: SaveRow) -> float:
+    """From its first sign to its last shard; what was found here later had been written before."""
+    window = row.save.window
+    return max(window.last / 1e9 - min(window.first / 1e9, row.seen_at), 0.0)
+
+
+def _written_bytes(state: JobState) -> int:
+    """Of saves that are written just now: the disk has given that room, and it is no longer to be found."""
+    folders = state.listing.folders if state.listing is not None else ()
+    return sum(folder.total_bytes for folder in folders if folder.tag in state.in_flight)
 
 
 def _left_bytes(view: JobView, state: JobState) -> int | None:

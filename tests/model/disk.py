@@ -224,8 +224,15 @@ class Ending:
     was_avoidable: bool = False
 
 
-def live(scenario: Scenario, watch: Callable[[DiskWorld, int], None] | None = None) -> Ending:
-    """Play one history until its last save, or until one does not fit; `watch`: (world, tick) after each."""
+def live(
+    scenario: Scenario,
+    watch: Callable[[DiskWorld, int], None] | None = None,
+    at_tick: Callable[[DiskWorld, int], None] | None = None,
+) -> Ending:
+    """Play one history until its last save, or until one does not fit.
+
+    `watch`: (world, tick) after each save; `at_tick`: the same after each tick.
+    """
     policy = RetentionPolicy(save_total_limit=scenario.limit)
     remotes = {"nas": Remote("nas", True, RetentionPolicy())}
     world = DiskWorld(local=policy, remotes=remotes, can_clone=scenario.can_clone, scenario=scenario)
@@ -233,7 +240,7 @@ def live(scenario: Scenario, watch: Callable[[DiskWorld, int], None] | None = No
     for number, size in enumerate(scenario.sizes):
         for _ in range(scenario.pause):
             tick += 1
-            _tick(world, tick)
+            _tick(world, tick, at_tick)
         world.look_for_room()
         world.in_flight = True
         for written in (size * n // CHUNKS for n in range(1, CHUNKS + 1)):
@@ -241,18 +248,20 @@ def live(scenario: Scenario, watch: Callable[[DiskWorld, int], None] | None = No
                 return Ending(number, is_full=True, was_avoidable=world.was_avoidable(size))
             world.written = written
             tick += 1
-            _tick(world, tick)
+            _tick(world, tick, at_tick)
         _complete(world, number, size)
         if watch is not None:
             watch(world, tick)
     return Ending(len(scenario.sizes), is_full=False)
 
 
-def _tick(world: DiskWorld, tick: int) -> None:
+def _tick(world: DiskWorld, tick: int, at_tick: Callable[[DiskWorld, int], None] | None) -> None:
     for remote in world.remotes.values():
         remote.is_there = tick not in world.scenario.away
     world.work()
     world.turns()
+    if at_tick is not None:
+        at_tick(world, tick)
 
 
 def _complete(world: DiskWorld, number: int, size: int) -> None:

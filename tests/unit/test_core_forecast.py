@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptd.core.forecast import Forecast, Room, Saved, forecast, room_of
 from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import ZERO
+from ckptd.core.view import ZERO, DerivedRecord, DerivedState
 from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
 from tests.unit.core_views import job_view, resized, save_view, sealed
 
@@ -104,6 +104,8 @@ def test_what_keep_every_steps_keeps_fills_a_disk(how: Any, every: int, limit: i
         is_rotated=True,
         unuploaded=how,
         saves_to_limit=max(0, limit - 2),
+        limit=limit,
+        saves_here=2,
         keep_every_steps=every,
     )
     told = forecast(saves, room, now_seconds=3600.0)
@@ -227,7 +229,8 @@ def thin_room(world: DiskWorld, scenario: Scenario) -> Room:
     view = world.view()
     left = int(world.left_to_send or scenario.sizes[0])
     remotes = tuple(replace(r, ships=ZERO, ships_save=world.remotes["nas"].shipping) for r in view.remotes)
-    return room_of(replace(view, remotes=remotes), scenario.link, left if remotes[0].ships_save else None)
+    left_bytes = left if remotes[0].ships_save is not None else None
+    return room_of(replace(view, remotes=remotes), scenario.link, left_bytes, world.written)
 
 
 def foretold(scenario: Scenario) -> tuple[bool, list[int | None]]:
@@ -242,25 +245,31 @@ def foretold(scenario: Scenario) -> tuple[bool, list[int | None]]:
     return live(scenario, watch).is_full, told
 
 
+def plain(limit: int, how: Any, share: float, pause: int = 6) -> Scenario:
+    """Saves of one size; the link takes `share` of what is saved."""
+    return replace(
+        drawn(0),
+        sizes=(96,) * 26,
+        pause=pause,
+        link=96 / (pause + CHUNKS) * share,
+        away=range(0),
+        limit=limit,
+        min_free=16,
+        trainer_limit=None,
+        pinned=frozenset(),
+        unuploaded=how,
+        makes_universal=False,
+        can_clone=False,
+    )
+
+
 @pytest.mark.parametrize(("limit", "saves_during_upload"), [(1, 2.5), (2, 3.5)])
 def test_thin_fills_a_disk_as_foretold(limit: int, saves_during_upload: float) -> None:
     """The real planner over disks of every size: one that fills is foretold in time, no other alarms.
 
     What comes during one upload leaves at the end of the next: room for twice that and the limit is enough.
     """
-    scenario = replace(
-        drawn(0),
-        sizes=(96,) * 26,
-        pause=6,
-        link=96 / (6 + CHUNKS) / saves_during_upload,
-        away=range(0),
-        limit=limit,
-        min_free=16,
-        trainer_limit=None,
-        pinned=frozenset(),
-        unuploaded="thin",
-        makes_universal=False,
-    )
+    scenario = plain(limit, "thin", 1 / saves_during_upload)
     endings = set()
     for fit in range(limit + 3, limit + int(2 * saves_during_upload) + 2):
         is_full, told = foretold(replace(scenario, capacity=fit * 96 + 8))
@@ -269,4 +278,80 @@ def test_thin_fills_a_disk_as_foretold(limit: int, saves_during_upload: float) -
             assert all(full is not None and full <= n for n, full in enumerate(told[:-4:-1])), (fit, told)
         else:
             assert not any(full is not None and full <= 3 for full in told[1:]), (fit, told)
+    assert endings == {True, False}
+
+
+def test_forms_that_can_be_made_again_are_room() -> None:
+    """Under disk pressure they go before a save lacks room; a clone frees nothing."""
+    for is_cloned, yields in ((False, 50 * GB), (True, 0)):
+        form = DerivedRecord(state=DerivedState.READY, is_cloned=is_cloned, bytes=50 * GB)
+        here = [save_view(n, resized(sealed(500 * n), 60 * GB), universal=form) for n in (1,)]
+        assert room_of(job_view(here), None, None).yields_bytes == yields
+    room = Room(
+        free_bytes=20 * GB,
+        link_bytes_per_second=GB,
+        is_rotated=True,
+        limit=3,
+        saves_here=3,
+        yields_bytes=50 * GB,
+    )
+    assert forecast(run(6), room, now_seconds=3600.0).full_in_saves is None
+    assert forecast(run(6), replace(room, yields_bytes=0), now_seconds=3600.0).is_limit_too_high
+
+
+def test_one_name_for_all_saves_fills_no_disk() -> None:
+    """Each is written over the one before."""
+    saves = [replace(save, tag="last") for save in run(6)]
+    room = Room(free_bytes=GB, link_bytes_per_second=GB, is_rotated=True, limit=3, saves_here=1)
+    assert forecast(saves, room, now_seconds=3600.0).full_in_saves is None
+    named = [replace(save, tag=f"step{save.step}") for save in saves]
+    assert forecast(named, room, now_seconds=3600.0).full_in_saves == 0
+
+
+def told_at_each_tick(scenario: Scenario) -> tuple[bool, list[tuple[int, Forecast]]]:
+    """Whether the disk filled, and what was said when there were so many saves."""
+    saves: list[Saved] = []
+    told: list[tuple[int, Forecast]] = []
+
+    def watch(_: DiskWorld, tick: int) -> None:
+        saves.append(Saved(at_seconds=tick, bytes=96, step=len(saves), written_seconds=CHUNKS))
+
+    def at_tick(world: DiskWorld, tick: int) -> None:
+        told.append((len(saves), forecast(saves, thin_room(world, scenario), now_seconds=tick)))
+
+    return live(scenario, watch, at_tick).is_full, told
+
+
+@pytest.mark.parametrize(
+    ("how", "share", "pause"),
+    [
+        ("keep", 10, 6),
+        ("keep", 1.6, 20),
+        ("keep", 1.1, 20),
+        ("thin", 3, 6),
+        ("thin", 1.4, 6),
+        ("delete", 1.5, 6),
+        ("delete", 0.7, 6),
+        ("delete", 0.15, 6),
+    ],
+)
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_limit_fills_a_disk_as_foretold(how: Any, share: float, pause: int, limit: int) -> None:
+    """The real planner over disks around the line: the old checkpoint goes only after the new one is there.
+
+    Said in each tick from two saves before the disk is full, with the limit for a cause; else never.
+    """
+    scenario = replace(plain(limit, how, share, pause), sizes=(96,) * 12)
+    endings = set()
+    for fit in (n / 2 for n in range(2 * limit, 2 * limit + 7)):
+        is_full, told = told_at_each_tick(replace(scenario, capacity=int(fit * 96) + 4))
+        endings.add(is_full)
+        last = told[-1][0]
+        said = [(count, one) for count, one in told if one.full_in_saves is not None]
+        if is_full:
+            late = [one for count, one in told if count >= max(2, last - 1)]
+            assert all(one.is_limit_too_high for one in late), (fit, told)
+            assert all((one.full_in_saves or 0) <= last - n for n, one in said), (fit, told)
+        else:
+            assert said == [], (fit, said)
     assert endings == {True, False}

@@ -38,10 +38,14 @@ def scene(
     saves = [
         SimpleNamespace(
             save=SimpleNamespace(
-                window=SimpleNamespace(last=int((last - 600.0 * n) * 1e9)),
+                window=SimpleNamespace(
+                    first=int((last - 600.0 * n) * 1e9), last=int((last - 600.0 * n) * 1e9)
+                ),
                 total_bytes=60 * GB,
                 step=9000 - 500 * n,
-            )
+                tag=f"global_step{9000 - 500 * n}",
+            ),
+            seen_at=last - 600.0 * n,
         )
         for n in range(6)
     ]
@@ -55,13 +59,19 @@ def scene(
     moving = Moving(done_bytes=54 * GB, total_bytes=60 * GB, started_seconds=time.monotonic())
     job = SimpleNamespace(
         view=view,
-        config=SimpleNamespace(remotes=remotes, local=SimpleNamespace(policy=policy), unuploaded=unuploaded),
+        config=SimpleNamespace(
+            remotes=remotes,
+            local=SimpleNamespace(policy=policy),
+            unuploaded=unuploaded,
+            settle_seconds=10.0,
+        ),
         links={r.name: SimpleNamespace(attached=None if is_away else object()) for r in remotes},
         problems=Problems(),
     )
     state = SimpleNamespace(
         rows=dict(enumerate(saves)),
         link_speeds=speeds,
+        listing=None,
         in_flight=frozenset(),
         moving={(waiting - 1, "nas", ZERO): moving} if waiting else {},
     )
@@ -135,7 +145,23 @@ def test_a_limit_that_is_more_than_the_disk_holds() -> None:
     for how in ("keep", "delete"):
         found = alarms(*scene(free_gb=100, speeds={"nas": 1e9}, limit=100, unuploaded=how))
         assert "lower save_total_limit" in found["disk-full-soon"]
-    assert alarms(*scene(free_gb=100, speeds={"nas": 1e9}, limit=7)) == {}
+    # six of 60 GB are here; the seventh stays too, and the eighth needs its room before one goes
+    found = alarms(*scene(free_gb=110, speeds={"nas": 1e9}, limit=7))
+    assert "disk full in 1 saves" in found["disk-full-soon"]
+    assert alarms(*scene(free_gb=130, speeds={"nas": 1e9}, limit=7)) == {}
+
+
+def test_what_is_written_of_the_next_save_is_its_room() -> None:
+    """Of six committed ones six stay: there is room for the next while 45 of its 60 GB are written."""
+    job, state = scene(free_gb=20, speeds={"nas": 1e9})
+    assert "lower save_total_limit" in alarms(job, state)["disk-full-soon"]
+    state.in_flight = frozenset({"global_step9500"})
+    folder = SimpleNamespace(tag="global_step9500", total_bytes=45 * GB)
+    state.listing = SimpleNamespace(folders=[folder])
+    job.problems = Problems()
+    assert alarms(job, state) == {}
+    state.listing = SimpleNamespace(folders=[SimpleNamespace(tag="global_step9500", total_bytes=5 * GB)])
+    assert "disk full in 0 saves" in alarms(job, state)["disk-full-soon"]
 
 
 def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
