@@ -66,7 +66,7 @@ class Room:
 
     free_bytes: int
     link_bytes_per_second: float | None
-    """Of the slowest required remote, as last measured; None: not known, or it is away."""
+    """Of the slowest required remote, as last measured; None: it takes nothing; inf: not known."""
     is_rotated: bool
     """A retention key is set, so what is committed goes."""
     unuploaded: Unuploaded = "keep"

@@ -53,6 +53,8 @@ class RemoteLink:
         self.bandwidth = bandwidth or constant(settings.bytes_per_second)
         """The remote's own limit."""
         self.attached: m.Attached | None = None
+        self.is_away = False
+        """It was asked in vain; at a start nobody knows yet."""
         self.observation: m.Observation | None = None
         self.observed_at_seconds = 0.0
         self.is_current = False
@@ -77,8 +79,7 @@ class RemoteLink:
         self._moving = Breaker()
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
         self._standstill = Standstill()
-        self._is_asking = False
-        self._is_regular_look = False
+        self._is_asking = self._is_regular_look = False
         self._knows_what_child_said = True
         """False: the last observation came too late to count, so "unchanged" since then means nothing."""
         self._asked_at_seconds = 0.0
@@ -261,7 +262,7 @@ class RemoteLink:
             can = answer.abilities
             if not can.create_only and (self.attached is None or self.attached.abilities != can):
                 log.warning("%s: only one node may write there: %s", self._shown, "; ".join(can.notes))
-            self.attached = answer
+            self.attached, self.is_away = answer, False
             self.settings = self.settings.model_copy(
                 update={"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}
             )
@@ -321,7 +322,7 @@ class RemoteLink:
         elif isinstance(error, errors.NoSpaceError | errors.NotPermitted):
             code = "remote-full" if isinstance(error, errors.NoSpaceError) else "remote-denied"
         if code not in ("remote-full", "remote-denied"):
-            self.attached = self.observation = None
+            self.attached, self.observation, self.is_away = None, None, True
         self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
         log.warning("%s: %s", self._shown, error)
         self._wake()

@@ -5,6 +5,7 @@ Decides nothing: what it says is for people, who alone can save less often or bu
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,6 @@ def running_speed(state: JobState, remote: str, least_seconds: float) -> float |
 def outlook(job: Job, state: JobState) -> Forecast:
     """What to expect of this job if the trainer goes on as it did."""
     assert job.view is not None
-    required = [remote.name for remote in job.view.remotes if remote.is_required]
-    is_there = all(job.links[name].attached is not None for name in required)
     settle = job.config.settle_seconds
     saves = [
         Saved(
@@ -63,9 +62,20 @@ def outlook(job: Job, state: JobState) -> Forecast:
         )
         for row in state.rows.values()
     ]
-    link = link_speed(job, state) if is_there else None
-    room = room_of(job.view, link, _left_bytes(job.view, state), _written_bytes(state))
+    room = room_of(job.view, _link(job, state), _left_bytes(job.view, state), _written_bytes(state))
     return forecast(saves, room, now_seconds=time.time())
+
+
+def _link(job: Job, state: JobState) -> float | None:
+    """What the forecast may count on: nothing of a remote that is away, or takes no upload.
+
+    One that was not measured since the start counts as fast enough: what is told then fills the disk in any
+    case, and the slowness of a link that nobody knows frightens nobody after each restart.
+    """
+    required = [job.links[remote.name] for remote in job.config.remotes if remote.required]
+    if not required or any(link.is_away or link.left_alone for link in required):
+        return None
+    return link_speed(job, state) or math.inf
 
 
 def _written_seconds(row: SaveRow) -> float:
@@ -96,9 +106,7 @@ def see_outlook(job: Job, state: JobState) -> None:
     if job.view is None:
         return
     told, speed = outlook(job, state), link_speed(job, state)
-    # only from a link that was measured, where one counts: a first upload is no reason for an alarm
-    if speed is not None or not job.config.local.policy.deletes:
-        _see_full(job, told)
+    _see_full(job, told)
     if told.save_steps_for_link is not None and speed is not None:
         _see_slow(job, told, speed, told.save_steps_for_link)
     if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:

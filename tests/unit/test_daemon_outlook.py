@@ -11,7 +11,8 @@ import pytest
 
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import ZERO, Disk
-from ckptd.daemon.outlook import link_speed, see_outlook
+from ckptd.daemon.backoff import LeftAlone
+from ckptd.daemon.outlook import link_speed, outlook, see_outlook
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import Moving
 from tests.unit.core_views import job_view, resized, save_view, sealed
@@ -65,7 +66,7 @@ def scene(
             unuploaded=unuploaded,
             settle_seconds=10.0,
         ),
-        links={r.name: SimpleNamespace(attached=None if is_away else object()) for r in remotes},
+        links={r.name: SimpleNamespace(is_away=is_away, left_alone=None) for r in remotes},
         problems=Problems(),
     )
     state = SimpleNamespace(
@@ -215,6 +216,23 @@ def test_the_disk_that_will_be_full_is_said_while_the_remote_is_away(free_gb: in
 
 def test_before_the_first_upload_a_small_disk_is_no_alarm() -> None:
     assert alarms(*scene(free_gb=100, speeds={})) == {}
+
+
+@pytest.mark.parametrize("how", ["keep", "thin"])
+def test_after_a_restart_an_unknown_link_fills_no_disk(how: str) -> None:
+    """Neither an alarm nor in what status, its JSON and the metrics say; what fills in any case is said."""
+    job, state = scene(free_gb=100, speeds={}, unuploaded=how)
+    told = outlook(job, state)
+    assert (told.full_in_saves, told.full_in_seconds) == (None, None)
+    assert told.production_bytes_per_second == pytest.approx(0.1 * GB)
+    slow = {"nas": 30e6}
+    assert outlook(*scene(free_gb=100, speeds=slow, unuploaded=how)).full_in_saves is not None
+    assert outlook(*scene(free_gb=100, speeds={}, unuploaded=how, is_away=True)).full_in_saves == 1
+    job, state = scene(free_gb=100, speeds={}, unuploaded=how)
+    job.links["nas"].left_alone = LeftAlone(until=0.0, failures=6, reason="no space left there")
+    assert outlook(job, state).full_in_saves == 1
+    found = alarms(*scene(free_gb=50, speeds={}, unuploaded=how))
+    assert "lower save_total_limit" in found["disk-full-soon"]
 
 
 def test_a_save_that_does_not_come_is_said_unless_one_is_under_way() -> None:
