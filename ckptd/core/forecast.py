@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ckptd.core.keeping import is_committed
+from ckptd.core.optout import unheard
 from ckptd.core.view import ZERO, DerivedState
 
 if TYPE_CHECKING:
@@ -106,11 +107,16 @@ class Forecast:
 
 
 def room_of(
-    view: JobView, link_bytes_per_second: float | None, left_bytes: int | None, written_bytes: int = 0
+    view: JobView,
+    link_bytes_per_second: float | None,
+    left_bytes: int | None,
+    *,
+    written_bytes: int = 0,
+    unsealed: int = 0,
 ) -> Room:
     """The disk of a job and what lies on it that may go; `left_bytes`: of the upload under way.
 
-    `written_bytes`: of the save in flight.
+    `written_bytes`: of the save in flight; `unsealed`: complete ones that the view does not have yet.
     """
     required = [remote for remote in view.remotes if remote.is_required]
     here = [s for s in view.saves if s.is_present and s.is_intact and s.is_adopted and not s.is_pinned]
@@ -124,6 +130,8 @@ def room_of(
         first = max(s.order for s in ahead)
     policy = view.local_retention
     limit = policy.save_total_limit
+    # a remote that never answered may know of a pin, so that nothing goes by the job file alone either
+    is_silent = link_bytes_per_second is None and bool(unheard(view))
     count = len(here) if view.unuploaded == "delete" else len(safe)
     beyond = set(safe[: max(0, len(safe) - limit)]) if limit is not None else set()
     # what a COMMIT has let go stays for a turn, or while a save is in flight
@@ -133,7 +141,7 @@ def room_of(
         free_bytes=view.disk.free_bytes,
         link_bytes_per_second=link_bytes_per_second,
         is_rotated=bool(required) and policy.deletes,
-        unuploaded=view.unuploaded,
+        unuploaded="keep" if is_silent else view.unuploaded,
         waiting=Waiting(
             loose_bytes=sum(s.save.total_bytes for s in loose),
             left_bytes=left_bytes,
@@ -142,7 +150,7 @@ def room_of(
         ),
         saves_to_limit=max(0, (limit or 0) - count),
         limit=limit,
-        saves_here=_counted(here, policy),
+        saves_here=_counted(here, policy) + unsealed,
         yields_bytes=written_bytes + _remade_bytes(view),
         keep_every_steps=policy.keep_every_steps,
     )

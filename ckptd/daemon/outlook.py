@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from ckptd.config_quantities import show_bandwidth, show_seconds
 from ckptd.core.forecast import Forecast, Saved, forecast, room_of
 from ckptd.core.view import ZERO
+from ckptd.daemon.viewing import unsealed
 
 if TYPE_CHECKING:
+    from ckptd.core.manifest import SaveWindow
     from ckptd.core.view import JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
-    from ckptd.journal import SaveRow
 
 FULL_SOON_SAVES = 3
 RUNNING_SECONDS = 10.0
@@ -51,19 +52,34 @@ def running_speed(state: JobState, remote: str, least_seconds: float) -> float |
 def outlook(job: Job, state: JobState) -> Forecast:
     """What to expect of this job if the trainer goes on as it did."""
     assert job.view is not None
-    settle = job.config.settle_seconds
+    room = room_of(
+        job.view,
+        _link(job, state),
+        _left_bytes(job.view, state),
+        written_bytes=_written_bytes(state),
+        unsealed=len(unsealed(state)),
+    )
+    return forecast(_saves(job, state), room, now_seconds=time.time())
+
+
+def _saves(job: Job, state: JobState) -> list[Saved]:
+    """All that are known; also those that wait for a remote's first answer to be sealed."""
+    settle, known = job.config.settle_seconds, state.rows.values()
     saves = [
-        Saved(
-            at_seconds=row.save.window.last / 1e9,
-            bytes=row.save.total_bytes,
-            step=row.save.step,
-            tag=row.save.tag,
-            written_seconds=_written_seconds(row) + settle,
-        )
-        for row in state.rows.values()
+        _saved(r.save.window, r.save.total_bytes, r.save.step, r.save.tag, r.seen_at, settle) for r in known
     ]
-    room = room_of(job.view, _link(job, state), _left_bytes(job.view, state), _written_bytes(state))
-    return forecast(saves, room, now_seconds=time.time())
+    for folder, window, step in unsealed(state):
+        quiet = state.quiet.get(folder.tag)
+        seen_at = quiet.first_seen_unix if quiet is not None else window.last / 1e9
+        saves.append(_saved(window, folder.total_bytes, step, folder.tag, seen_at, settle))
+    return saves
+
+
+def _saved(window: SaveWindow, size: int, step: int, tag: str, seen_at: float, settle: float) -> Saved:
+    """Written from its first sign to its last shard; what was found here later had been written before."""
+    last = window.last / 1e9
+    written = max(last - min(window.first / 1e9, seen_at), 0.0) + settle
+    return Saved(at_seconds=last, bytes=size, step=step, tag=tag, written_seconds=written)
 
 
 def _link(job: Job, state: JobState) -> float | None:
@@ -78,16 +94,11 @@ def _link(job: Job, state: JobState) -> float | None:
     return link_speed(job, state) or math.inf
 
 
-def _written_seconds(row: SaveRow) -> float:
-    """From its first sign to its last shard; what was found here later had been written before."""
-    window = row.save.window
-    return max(window.last / 1e9 - min(window.first / 1e9, row.seen_at), 0.0)
-
-
 def _written_bytes(state: JobState) -> int:
     """Of saves that are written just now: the disk has given that room, and it is no longer to be found."""
     folders = state.listing.folders if state.listing is not None else ()
-    return sum(folder.total_bytes for folder in folders if folder.tag in state.in_flight)
+    whole = {folder.tag for folder, _, _ in unsealed(state)}
+    return sum(folder.total_bytes for folder in folders if folder.tag in state.in_flight - whole)
 
 
 def _left_bytes(view: JobView, state: JobState) -> int | None:

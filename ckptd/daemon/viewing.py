@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.lateness import lacking, late_now
+from ckptd.core.lifecycle import State
 from ckptd.core.manifest_names import node_in
 from ckptd.core.planner import plan
 from ckptd.core.resumed import read_word
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ckptd.core.actions import Plan
     from ckptd.core.draining import Drain
     from ckptd.core.listing import FolderListing, ListedFile
+    from ckptd.core.manifest import SaveWindow
     from ckptd.core.save import SealedFile
     from ckptd.core.view import Tenure
     from ckptd.daemon.links import RemoteLink
@@ -48,9 +50,25 @@ _MOST_PLANNED = 10_000
 _PLANNED: dict[str, RemoteCommit] = {}
 
 
+def unsealed(state: JobState) -> list[tuple[FolderListing, SaveWindow, int]]:
+    """Complete checkpoints without a row yet, oldest first: (folder, when it was written, step).
+
+    Nothing is sealed before every remote has answered once, and the disk fills all the same.
+    """
+    found = []
+    for folder in state.listing.folders if state.listing is not None else ():
+        verdict = state.verdicts.get(folder.tag)
+        if verdict is None or verdict.state is not State.COMPLETE or verdict.window is None:
+            continue
+        if state.row_of_tag(folder.tag) is None:
+            found.append((folder, verdict.window, verdict.step or 0))
+    return sorted(found, key=lambda one: one[1].last)
+
+
 def next_save_bytes(state: JobState) -> int:
     """What the next save needs: the largest of the last five, and a tenth (P13)."""
-    return int(max(state.recent_sizes_bytes(), default=0) * NEXT_SAVE_FACTOR)
+    sizes = [*state.recent_sizes_bytes(), *(folder.total_bytes for folder, _, _ in unsealed(state))]
+    return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
 
 
 def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:

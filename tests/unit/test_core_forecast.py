@@ -230,7 +230,7 @@ def thin_room(world: DiskWorld, scenario: Scenario) -> Room:
     left = int(world.left_to_send or scenario.sizes[0])
     remotes = tuple(replace(r, ships=ZERO, ships_save=world.remotes["nas"].shipping) for r in view.remotes)
     left_bytes = left if remotes[0].ships_save is not None else None
-    return room_of(replace(view, remotes=remotes), scenario.link, left_bytes, world.written)
+    return room_of(replace(view, remotes=remotes), scenario.link, left_bytes, written_bytes=world.written)
 
 
 def foretold(scenario: Scenario) -> tuple[bool, list[int | None]]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckptd.core.identity import FileIdentity, FolderIdentity
+from ckptd.core.lifecycle import State, Verdict
+from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
+from ckptd.core.manifest import SaveWindow
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import ZERO, Disk
 from ckptd.daemon.backoff import LeftAlone
 from ckptd.daemon.outlook import link_speed, outlook, see_outlook
 from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import Moving
+from ckptd.daemon.state import JobState, Moving
+from ckptd.daemon.viewing import next_save_bytes
+from ckptd.journal import Journal
 from tests.unit.core_views import job_view, resized, save_view, sealed
 
 GB = 10**9
@@ -156,13 +163,69 @@ def test_what_is_written_of_the_next_save_is_its_room() -> None:
     """Of six committed ones six stay: there is room for the next while 45 of its 60 GB are written."""
     job, state = scene(free_gb=20, speeds={"nas": 1e9})
     assert "lower save_total_limit" in alarms(job, state)["disk-full-soon"]
-    state.in_flight = frozenset({"global_step9500"})
+    state.in_flight, state.verdicts = frozenset({"global_step9500"}), {}
     folder = SimpleNamespace(tag="global_step9500", total_bytes=45 * GB)
     state.listing = SimpleNamespace(folders=[folder])
     job.problems = Problems()
     assert alarms(job, state) == {}
     state.listing = SimpleNamespace(folders=[SimpleNamespace(tag="global_step9500", total_bytes=5 * GB)])
     assert "disk full in 0 saves" in alarms(job, state)["disk-full-soon"]
+
+
+def never_sealed(root: Path, *, count: int = 5) -> JobState:
+    """Saves of 60 GB every ten minutes that no row knows, a fragment, and one that is being written."""
+    now = time.time()
+    state = JobState(journal=Journal(root / "journal.db"))
+    folders = []
+    for n in range(count):
+        at = int((now - 600.0 * (count - 1 - n)) * 1e9)
+        file = FileIdentity(dev=1, ino=n, size_bytes=60 * GB, mtime_ns=at, ctime_ns=at)
+        folder = FolderIdentity(dev=1, ino=100 + n)
+        listed = (ListedFile(path="s_optim_states.pt", identity=file),)
+        folders.append(FolderListing(tag=f"global_step{500 * n}", folder=folder, files=listed))
+        window = SaveWindow(first=at, last=at)
+        state.verdicts[folders[-1].tag] = Verdict(state=State.COMPLETE, step=500 * n, window=window)
+    for tag, kind in (("torn", State.TORN_RESAVE), ("begun", State.SAVING)):
+        folders.append(replace_listing(folders[0], tag))
+        state.verdicts[tag] = Verdict(state=kind)
+    state.listing = SaveDirListing(device=1, folders=tuple(folders))
+    state.in_flight = frozenset({"begun"})
+    return state
+
+
+def replace_listing(folder: FolderListing, tag: str) -> FolderListing:
+    return FolderListing(tag=tag, folder=folder.folder, files=folder.files)
+
+
+def test_a_disk_fills_though_nothing_was_ever_sealed(tmp_path: Path) -> None:
+    """A remote that never attached: what lies here complete is forecast, from the second save on."""
+    for count, full in ((1, None), (2, 2), (5, 2)):
+        root = tmp_path / str(count)
+        root.mkdir()
+        state = never_sealed(root, count=count)
+        job, _ = scene(free_gb=130, speeds={}, is_away=True)
+        job.view = replace(job.view, saves=())
+        told = outlook(job, state)
+        assert told.full_in_saves == full
+        assert next_save_bytes(state) == 66 * GB
+        assert ("disk-full-soon" in alarms(job, state)) is (full is not None)
+        if full is not None:
+            assert told.production_bytes_per_second == pytest.approx(0.1 * GB)
+        silent = tuple(replace(remote, was_heard=False) for remote in job.view.remotes)
+        job.view = replace(job.view, remotes=silent, unuploaded="delete")
+        assert outlook(job, state).full_in_saves == full, "nothing goes before it was asked for pins"
+
+
+def test_what_is_sealed_in_a_moment_takes_its_place(tmp_path: Path) -> None:
+    """Between its last shard and its row a save is neither gone nor yet to come."""
+    state = never_sealed(tmp_path, count=2)
+    state.in_flight = frozenset()
+    job, _ = scene(free_gb=130, speeds={"nas": 1e9}, limit=3)
+    job.view = replace(job.view, saves=())
+    assert outlook(job, state).full_in_saves is None, "two are here, one more stays, and then one comes"
+    job, _ = scene(free_gb=110, speeds={"nas": 1e9}, limit=3)
+    job.view = replace(job.view, saves=())
+    assert outlook(job, state).is_limit_too_high
 
 
 def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
