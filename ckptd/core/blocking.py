@@ -135,12 +135,24 @@ def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
         return None
     counts = Counter(_strongest(view, s, fates[s.id].keeps) for s in here)
     why = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    others = "ckptd status --retention names each; unpin, lower the limit, or free space"
     return Blocked(
         what="all are kept",
         text=f"the disk is short, and every checkpoint here is kept: {why}",
-        next_step="ckptd status --retention names each; unpin, lower the limit, or free space",
+        next_step=f"{adopting(view)}{others}",
         patience_seconds=SOON_SECONDS,
     )
+
+
+def unadopted(view: JobView) -> list[SaveView]:
+    """What lies here from before the first start: neither a limit nor an opt-out ever lets it go."""
+    return [s for s in view.saves if s.is_present and not s.is_adopted and not s.is_pinned]
+
+
+def adopting(view: JobView) -> str:
+    """The first step where such checkpoints hold the room, "" elsewhere; without a key none is rotated."""
+    count = len(unadopted(view)) if view.local_retention.deletes else 0
+    return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
 
 
 def _strongest(view: JobView, save: SaveView, reasons: tuple[str, ...]) -> str:

@@ -25,7 +25,7 @@ from ckptd.core.save import Order
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
-from ckptd.daemon.outlook import see_outlook
+from ckptd.daemon.outlook import see_outlook, to_adopt
 from ckptd.daemon.stuck import see_stuck
 from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out, what_reads_it
 from ckptd.daemon.waiting import see_nodes, see_waiting
@@ -170,8 +170,8 @@ def see_problems(job: Job, state: JobState) -> None:
 def _what_frees(job: Job, state: JobState) -> str:
     """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
     ways = ((way_out(job, state, tag), size) for tag, size in unfinished(state).items())
-    removes = [f"{command} frees {show_bytes(size)}; " for (command, what), size in ways if what == REMOVES]
-    return f"{''.join(removes[:1])}nothing uncommitted is deleted; free space or save less often"
+    frees = (f"{command} frees {show_bytes(size)}; " for (command, what), size in ways if what == REMOVES)
+    return f"{next(frees, '')}{to_adopt(job)}nothing uncommitted is deleted; free space or save less often"
 
 
 def _see_verdicts(job: Job, state: JobState) -> None:

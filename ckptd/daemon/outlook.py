@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.config_quantities import show_bandwidth, show_seconds
+from ckptd.core.blocking import adopting
 from ckptd.core.forecast import Forecast, Saved, forecast, room_of
 from ckptd.core.view import ZERO
 from ckptd.daemon.viewing import unsealed
@@ -130,23 +131,33 @@ def see_outlook(job: Job, state: JobState) -> None:
         )
 
 
+def to_adopt(job: Job) -> str:
+    """The first step on a disk that what was found at the first start holds; else nothing."""
+    return adopting(job.view) if job.view is not None else ""
+
+
 def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
     production, link = _measured(told.production_bytes_per_second or 0), _measured(speed)
     text, how = f"production {production}, link {link}: ", job.config.unuploaded
     full = "" if told.full_in_seconds is None else f", disk full in {show_seconds(told.full_in_seconds)}"
     cure = f"save every {steps:,} steps, or make the link faster"
+    adopt = to_adopt(job)
     if not job.config.local.policy.deletes:
         text += f"uploads fall behind{full}"
     elif how == "keep":
         text += f"uploads fall behind{full}"
-        cure = (
-            f'set unuploaded = "thin" or {cure}'
-            if told.is_spared_by_thin
-            else f"{cure}; {_THIN_IS_NOT_ENOUGH}"
-        )
+        if adopt:
+            cure = adopt + cure
+        elif told.is_spared_by_thin:
+            cure = f'set unuploaded = "thin" or {cure}'
+        else:
+            cure += f"; {_THIN_IS_NOT_ENOUGH}"
     else:
         text += f'not every save is uploaded (unuploaded = "{how}"){full}'
-        cure += f"; {_THIN_IS_NOT_ENOUGH}" if full and how == "thin" else ""
+        if full and adopt:
+            cure = adopt + cure
+        elif full and how == "thin":
+            cure += f"; {_THIN_IS_NOT_ENOUGH}"
     job.problems.see("link-slow", "link", text, cure)
 
 
@@ -161,8 +172,11 @@ def _see_full(job: Job, told: Forecast) -> None:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
     cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
+    adopt = to_adopt(job)
     if not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
+    elif adopt:  # no limit and no opt-out frees what was found here; adopted, it may be enough
+        cure = adopt + "free space, or save less often"
     elif told.is_limit_too_high:
         cure = "lower save_total_limit in [local], free space, or save less often"
     elif told.is_kept_by_steps:

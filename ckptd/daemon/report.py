@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
-_GENERAL = re.compile("`ckptd (check|list)`")
+_GENERAL = re.compile("`ckptd (check|list|adopt)`")
 _LEFT = "found at the first start: not sent (backfill); ckptd adopt sends and rotates it"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""

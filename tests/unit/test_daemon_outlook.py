@@ -159,6 +159,29 @@ def test_a_limit_that_is_more_than_the_disk_holds() -> None:
     assert alarms(*scene(free_gb=130, speeds={"nas": 1e9}, limit=7)) == {}
 
 
+@pytest.mark.parametrize(
+    ("how", "speed", "limit"), [("keep", 30e6, 6), ("thin", 30e6, 6), ("keep", 1e9, 9), ("delete", 1e9, 9)]
+)
+def test_what_was_found_at_the_first_start_is_to_be_adopted_first(how: str, speed: float, limit: int) -> None:
+    """Neither a limit nor an opt-out lets it go: nothing that would not help is recommended meanwhile."""
+    job, state = scene(free_gb=100, speeds={"nas": speed}, unuploaded=how, limit=limit)
+    found = [replace(save_view(20 + n, sealed(n)), is_adopted=False, was_found_first=True) for n in (1, 2)]
+    first = "`ckptd adopt` has the 2 found at the first start sent and rotated; "
+    assert all(first not in text for text in alarms(job, state).values())
+    job.problems = Problems()
+    job.view = replace(job.view, saves=(*job.view.saves, *found))
+    said = alarms(job, state)
+    assert "disk-full-soon" in said
+    for text in said.values():
+        assert f"; {first}" in text
+        assert '"thin" is' not in text
+        assert 'set unuploaded = "thin"' not in text
+        assert "lower save_total_limit" not in text
+    without, state = scene(free_gb=100, speeds={"nas": speed}, limit=None)
+    without.view = replace(without.view, saves=tuple(found))
+    assert all(first not in text for text in alarms(without, state).values()), "no key, nothing is rotated"
+
+
 def test_what_is_written_of_the_next_save_is_its_room() -> None:
     """Of six committed ones six stay: there is room for the next while 45 of its 60 GB are written."""
     job, state = scene(free_gb=20, speeds={"nas": 1e9})
