@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd import files
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.converting import found_universal
 from ckptd.daemon.holds import take_up_holds
@@ -55,7 +56,8 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             log.info("finished pruning %s", tag, extra=doing("prune", tag))
         else:
             row = state.rows.get(deletion.save_id)
-            gone = row is not None and not fs.folder_is_intact(save_dir_fd, row.save.tag, row.save.files)
+            # one that was saved again since, in part perhaps, is judged by what was sealed before (P4)
+            gone = row is not None and files.stat_beneath(save_dir_fd, row.save.tag) is None
             state.journal.end_deletion(deletion.id, done=gone)
             if gone:
                 state.journal.end_save(deletion.save_id, "pruned")
