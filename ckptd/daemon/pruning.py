@@ -2,7 +2,8 @@
 
 A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the
 folder lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise
-move the rest of it back, as a checkpoint that lacks files.
+move the rest of it back, as a checkpoint that lacks files. What is whole there still is moved back: its
+permit has ended, and who pins it or loses its COMMIT meanwhile is asked by the next one (adr/0153).
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import contextlib
 import logging
 import os
 import time
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.convert.workplace import partial_name
+from ckptd.core.keeping import was_committed
 from ckptd.core.permit import OptOutPermit
-from ckptd.core.view import UNIVERSAL, DerivedState
-from ckptd.errors import SourceChanged
+from ckptd.core.view import UNIVERSAL, ZERO, DerivedState
+from ckptd.errors import SourceChanged, StorageError
 from ckptd.journal import DeletionIntent
 from ckptd.local import fs
 from ckptd.local.scan import scan
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ckptd.core.actions import Prune
     from ckptd.core.listing import SaveDirListing
     from ckptd.core.permit import DeletePermit
+    from ckptd.core.rows import DeletionRow
     from ckptd.daemon.state import JobState
     from ckptd.errors import CkptdError
     from ckptd.observe.audit import Audit
@@ -40,6 +44,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.local")
 
 TIDY_SECONDS = 20.0
+
+
+class _End(Enum):
+    """Of a removal that was cut short."""
+
+    GONE = "gone"
+    BACK = "back"
+    WAITS = "waits"
 
 
 class Pruner:
@@ -59,8 +71,8 @@ class Pruner:
         self._in_worker = in_worker
         self._wake = wake
         self._pruning: set[int] = set()
-        self._half_done: set[int] = set()
-        """Deletions of the journal whose folder lies in the trash and that nobody works on."""
+        self._begun_at: dict[int, float] = {}
+        """Deletion that an error cut short → when it was begun, for the seat belt."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
         self.is_pinned: Callable[[str], bool] = lambda _tag: False
@@ -106,7 +118,8 @@ class Pruner:
         def failed(error: CkptdError) -> None:
             log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
             if name in fs.trash_names(save_dir_fd):
-                self._half_done.add(deletion_id)
+                state.half_removed.add(deletion_id)
+                self._begun_at[deletion_id] = begun_at
                 self.later()
             elif not isinstance(error, SourceChanged) and _is_gone(save_dir_fd, permit.tag):
                 self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
@@ -168,7 +181,8 @@ class Pruner:
     @property
     def seconds_to_tidy(self) -> float | None:
         """Until the trash is looked after; None: nothing is left there."""
-        return max(0.0, self._tidy_at_seconds - time.monotonic()) if self._is_untidy else None
+        is_due = self._is_untidy or self._state.half_removed
+        return max(0.0, self._tidy_at_seconds - time.monotonic()) if is_due else None
 
     def tidy(self, save_dir_fd: int) -> None:
         """Go on with prunes that an error cut short, and empty the trash of what is ours."""
@@ -176,9 +190,9 @@ class Pruner:
             return
         self._is_untidy = False
         for row in self._state.journal.open_deletions():
-            if row.id in self._half_done:
-                self._half_done.discard(row.id)
-                self._finish(row.id, row.save_id, row.trash, row.intent, save_dir_fd)
+            if row.id in self._state.half_removed:
+                self._state.half_removed.discard(row.id)
+                self._finish(row, save_dir_fd)
         self._in_worker(
             "emptying the trash",
             save_dir_fd,
@@ -187,33 +201,80 @@ class Pruner:
             lambda error: self._untidy("emptying the trash", error),
         )
 
-    def _finish(
-        self, deletion_id: int, save_id: int, name: str, intent: DeletionIntent, save_dir_fd: int
-    ) -> None:
-        def work(fd: int) -> None:
+    def _finish(self, row: DeletionRow, save_dir_fd: int) -> None:
+        """What lost a file goes; what is whole is moved back, and waits where its name is taken."""
+        intent, may_go = row.intent, self._is_needless(row.save_id)
+        what = f"pruning {intent.tag}"
+        self._pruning.add(row.save_id)
+
+        def work(fd: int) -> _End:
+            if moved_back(fd, row.trash, intent, self._audit):
+                return _End.BACK
+            is_whole = fs.is_whole_in_trash(fd, row.trash, intent.files)
+            if is_whole and (not may_go or self.is_pinned(intent.tag)):
+                return _End.WAITS
             trash_fd = fs.ensure_ours(fd, fs.TRASH)
             try:
-                fs.finish_prune(trash_fd, name, intent.files)
+                fs.finish_prune(trash_fd, row.trash, intent.files)
             except FileNotFoundError:
-                log.info("%s is gone from the trash", name)
+                log.info("%s is gone from the trash", row.trash)
             finally:
                 os.close(trash_fd)
+            return _End.GONE
+
+        def done(end: object) -> None:
+            if end is _End.WAITS:
+                self._waits(row)
+                return
+            self._state.failures.pop(what, None)
+            begun_at = self._begun_at.pop(row.id, 0.0)
+            if end is _End.BACK:
+                self._nothing_went(begun_at)
+                self._taken_back(row)
+            else:
+                self._pruned(row.id, row.save_id, intent.tag, intent.reason)
 
         def failed(error: CkptdError) -> None:
-            self._half_done.add(deletion_id)
-            self._untidy(f"pruning {intent.tag}", error)
+            self._state.half_removed.add(row.id)
+            self._untidy(what, error)
 
-        self._in_worker(
-            f"pruning {intent.tag}",
-            save_dir_fd,
-            work,
-            lambda _: self._pruned(deletion_id, save_id, intent.tag, intent.reason),
-            failed,
-        )
+        self._in_worker(what, save_dir_fd, work, done, failed)
+
+    def _is_needless(self, save_id: int) -> bool:
+        """Every required remote was heard since the start, and has it, or had it and let it go."""
+        state = self._state
+        ships = state.ships.get(save_id, {})
+        return state.heard.issuperset(state.required) and was_committed(ships, state.required)
+
+    def _taken_back(self, row: DeletionRow) -> None:
+        """Planned again, for a permit of its own."""
+        self._pruning.discard(row.save_id)
+        self._state.journal.end_deletion(row.id, done=False)
+        self._wake()
+
+    def _waits(self, row: DeletionRow) -> None:
+        """Its name is another save's by now, and nobody knows that it is needed no more."""
+        self._state.half_removed.add(row.id)
+        self.later()
+        if self._state.heard.issuperset(self._state.required):
+            tag, place = row.intent.tag, f"{fs.TRASH}/{row.trash}"
+            text = f"an older {tag} lies in {place}: its removal was cut short, and its name is taken"
+            hint = "it goes once it is committed everywhere and not pinned; else move it away by hand"
+            self._state.note_failure(f"pruning {tag}", StorageError(text, hint=hint))
 
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
         self.later()
+
+
+def moved_back(save_dir_fd: int, name: str, intent: DeletionIntent, audit: Audit) -> bool:
+    """Put back what was renamed aside and lost nothing yet; False: it did, or its name is taken."""
+    if not fs.put_back(save_dir_fd, name, intent.tag, intent.files):
+        return False
+    reason = "moved back: its removal was cut short before a file of it went"
+    audit.write("trash", tag=intent.tag, generation=intent.generation, form=ZERO, reason=reason)
+    log.info("%s %s", intent.tag, reason, extra=doing("prune", intent.tag))
+    return True
 
 
 def _intent(permit: DeletePermit) -> DeletionIntent:

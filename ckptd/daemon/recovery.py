@@ -14,6 +14,7 @@ from ckptd import files
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.converting import found_universal
 from ckptd.daemon.holds import take_up_holds
+from ckptd.daemon.pruning import moved_back
 from ckptd.daemon.retiring import take_up_belt
 from ckptd.daemon.state import HOUR_SECONDS
 from ckptd.errors import CkptdError
@@ -37,14 +38,21 @@ MIRROR = "mirror."
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
 
-    A prune whose intent is journalled rested on confirmed COMMITs; the folder in the trash holds the sealed
-    files by identity, so finishing removes exactly those (docs/design.md §5 *Permit*). What else lies below
-    `_ckptd` in a directory that is shared may be another host's work under way (adr/0110).
+    A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
+    back and needs a fresh permit (adr/0153). What has lost a file is finished; the folder in the trash holds
+    the sealed files by identity, so that removes exactly those (docs/design.md §5 *Permit*). What else lies
+    below `_ckptd` in a directory that is shared may be another host's work under way (adr/0110).
     """
     names = set(fs.trash_names(save_dir_fd))
     for deletion in state.journal.open_deletions():
         if deletion.trash in names:
             names.discard(deletion.trash)
+            if moved_back(save_dir_fd, deletion.trash, deletion.intent, audit):
+                state.journal.end_deletion(deletion.id, done=False)
+                continue
+            if fs.is_whole_in_trash(save_dir_fd, deletion.trash, deletion.intent.files):
+                state.half_removed.add(deletion.id)
+                continue
             trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
             try:
                 fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)

@@ -127,6 +127,8 @@ class JobState:
     """(remote, digest) of a COMMIT that the remote would not let go: two may hold the same bytes."""
     prune_blocked: dict[int, Stays] = field(default_factory=dict)
     """Save id → why it may go, and is still here."""
+    half_removed: set[int] = field(default_factory=set)
+    """Deletions of the journal whose folder lies in the trash and that nobody works on."""
     late_unsent: dict[tuple[int, str], Unsent] = field(default_factory=dict)
     """(save id, remote) → why files that came late are not committed there."""
     holds_released: dict[int, str] = field(default_factory=dict)

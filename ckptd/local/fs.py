@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -143,6 +144,7 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
     """
     folder_fd = files.open_dir_beneath(trash_fd, name)
     try:
+        _check_still_there(trash_fd, name, folder_fd)
         folders: set[str] = set()
         for file in sealed:
             if head := file.path.rpartition("/")[0]:
@@ -159,6 +161,18 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
         os.close(folder_fd)
     remove_empty(trash_fd, name)
     files.fsync_dir(trash_fd)
+
+
+def _check_still_there(trash_fd: int, name: str, folder_fd: int) -> None:
+    """Lock a folder in the trash, where no trainer meets that (P11): moved back, nothing of it is removed.
+
+    Raises:
+        FileNotFoundError: it was moved back.
+    """
+    place.lock(folder_fd, fcntl.LOCK_EX)
+    status = files.stat_beneath(trash_fd, name)
+    if status is None or not os.path.samestat(status, os.fstat(folder_fd)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
 @contextlib.contextmanager
@@ -202,6 +216,23 @@ def _prefixes(path: str) -> list[str]:
     return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
+def put_back(save_dir_fd: int, name: str, tag: str, sealed: Sequence[SealedFile]) -> bool:
+    """Move a folder back of which nothing was removed; False: something was, is being, or its place is taken.
+
+    A worker of before the job began again may be about to remove its first file.
+    """
+    try:
+        folder_fd = files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")
+    except FileNotFoundError:
+        return False
+    with closing(folder_fd):
+        try:
+            place.lock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return _is_whole(folder_fd, sealed) and return_from_trash(save_dir_fd, name, tag)
+
+
 def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
     """Move a folder back that was renamed aside without a permit's end; False when its place is taken."""
     trash_fd = ensure_ours(save_dir_fd, TRASH)
@@ -213,6 +244,19 @@ def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
         os.close(trash_fd)
     files.fsync_dir(save_dir_fd)
     return True
+
+
+def is_whole_in_trash(save_dir_fd: int, name: str, sealed: Sequence[SealedFile]) -> bool:
+    """Nothing was removed of a checkpoint that was renamed aside: every name is there, whatever it holds."""
+    try:
+        with closing(files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")) as folder:
+            return _is_whole(folder, sealed)
+    except FileNotFoundError:
+        return False
+
+
+def _is_whole(folder_fd: int, sealed: Sequence[SealedFile]) -> bool:
+    return all(files.stat_beneath(folder_fd, file.path) is not None for file in sealed)
 
 
 def names_in(save_dir_fd: int, folder: str) -> list[str]:
