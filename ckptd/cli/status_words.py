@@ -75,7 +75,7 @@ def life_of(document: dict[str, Any], now: float) -> Life:
 def _full_disk(jobs: Sequence[dict[str, Any]]) -> str | None:
     """Status lies there, unless another state directory is given."""
     for job in jobs:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # gone, or no name that a path can have
             room = os.statvfs(job["save_dir"])
             if room.f_bavail * room.f_frsize < FULL_BYTES:
                 return str(job["save_dir"])
