@@ -23,8 +23,9 @@ def to_ship(view: JobView, save: SaveView) -> bool:
     newest = view.newest_found.get(save.is_model_only)
     if newest is None or save.order >= newest or is_in_doubt(view, save):
         return True
-    # what was begun while it was in doubt is ended: nobody else would ever let its hold go
-    return save.is_held or save.is_busy
+    # what was begun while it was in doubt is ended; but for a part: the other nodes may have had no doubt
+    is_part = save.save.is_part and save.is_intact
+    return save.is_busy or (save.is_held and not is_part)
 
 
 def is_in_doubt(view: JobView, save: SaveView) -> bool:

@@ -189,6 +189,11 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
         for s in held
         if s.id in loose and not s.is_busy
     ]
+    done += [
+        ReleaseHold(save_id=s.id, reason="not sent (backfill)")
+        for s in held
+        if s.is_intact and not s.is_busy and not to_ship(view, s) and not _was_committed(view, s)
+    ]
     if view.disk.is_short:
         last = None if done or is_enough else next((s for s in held if _is_open(view, s)), None)
         return [*done, *([ReleaseHold(save_id=last.id, reason=PRESSURE)] if last else [])]

@@ -97,6 +97,8 @@ class Ordering:
         own = max((row.save.order for row in self._state.rows.values()), default=None)
         remote = self._recogniser.highest()
         highest = max([one for one in (own, remote) if one is not None], default=None)
+        # saved anew since then, it is what the trainer does now: perhaps a rewind
+        was_found = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
         if highest is not None:
             original = None
             if step < highest.step or highest.branch > 1:  # else it changes nothing, and rows may be many
@@ -112,10 +114,9 @@ class Ordering:
                     text = "%s was here before step %d of another node, no rewind"
                     log.info(text, folder.tag, remote.step)
             if order is not None:
-                self._guessed.add(folder.tag)
+                if original is not None or not was_found:  # what a new journal finds is old, without doubt
+                    self._guessed.add(folder.tag)
                 return order
-        # saved anew since then, it is what the trainer does now: perhaps a rewind
-        was_found = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
         is_old = was_found or self._was_passed(folder, step, highest)
         return rebuilt_order(step, highest) if is_old else next_order(step, highest)
 

@@ -5,6 +5,7 @@ Runs once, in the deciding thread, before the first plan; everything it does is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -55,7 +56,9 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 continue
             trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
             try:
-                fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)
+                # gone: by a worker of the process that ends
+                with contextlib.suppress(FileNotFoundError):
+                    fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)
             finally:
                 os.close(trash_fd)
             state.journal.end_deletion(deletion.id, done=True)

@@ -140,7 +140,9 @@ def notice_lost(state: JobState, link: RemoteLink, forms: Sequence[str]) -> None
     if seen is None or not link.is_current:
         return
     held = {(view.key, view.sha256) for view in seen.commits}
-    for row in [row for row in state.rows.values() if row.state == "present" or row.held]:
+    # what lies in the trash, whole, goes by these records alone (adr/0153)
+    half = {one.save_id for one in state.journal.open_deletions()} if state.half_removed else set()
+    for row in [r for r in state.rows.values() if r.state == "present" or r.held or r.id in half]:
         records = [r for r in state.ships.get(row.id, {}).values() if r.remote == link.name]
         for record in sorted(records, key=lambda r: r.form != ZERO):
             where = (row.save.tag, record.generation or 0, record.form)

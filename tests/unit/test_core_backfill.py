@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.actions import Ship
+from ckptd.core.actions import ReleaseHold, Ship
 from ckptd.core.backfill import to_ship, unsent
 from ckptd.core.planner import open_saves, plan
 from ckptd.core.safety import exposed, newest_safe, steps_at_risk
@@ -72,6 +72,20 @@ def test_the_next_save_ends_the_doubt_and_what_was_begun_is_ended() -> None:
         assert sent(job_view([*saves[:2], begun, later], latest="s310b2")) == [1000, 300, 310]
     torn = replace(saves[2], is_intact=False)
     assert sent(job_view([*saves[:2], torn], latest="s300b1")) == [1000], "nothing of it can be sent"
+
+
+def test_a_part_that_was_held_in_doubt_is_let_go_after_it() -> None:
+    """The other nodes never had that doubt and send nothing of it: it would wait for them for ever."""
+    saves = found(900, 1000, 300, rivals=(1, 2))
+    part = replace(saves[2], save=saves[2].save.model_copy(update={"is_part": True}), is_held=True)
+    assert sent(job_view([*saves[:2], part])) == [1000, 300]
+    view = job_view([*saves[:2], part, save_view(4, sealed(310, 2), committed=False)], latest="s310b2")
+    assert sent(view) == [1000, 310]
+    assert [a.save_id for a in plan(view).actions if isinstance(a, ReleaseHold)] == [3]
+    gone = replace(part, is_intact=False)
+    assert sent(job_view([*saves[:2], gone, *view.saves[3:]])) == [1000, 300, 310], (
+        "the hold is the last copy"
+    )
 
 
 def test_what_the_trainer_goes_back_to_is_sent() -> None:

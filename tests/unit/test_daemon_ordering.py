@@ -92,6 +92,22 @@ def test_what_was_found_is_old_for_every_process(tmp_path: Path) -> None:
     assert ordered(path, folder(5, 3), step=5) == Order(3, 5, 1)
 
 
+@pytest.mark.parametrize("is_found", [True, False])
+def test_what_a_new_journal_finds_is_old_without_doubt(tmp_path: Path, *, is_found: bool) -> None:
+    """Another node committed more: of what lay here before, nothing is in doubt, so `backfill` sends one."""
+    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    earlier = state.journal.add_save(sealed(4, 1, 0), found_first=True, adopted=False, seen_at=0.0)
+    state.load()
+    one = folder(5, 1)
+    if not is_found:  # the journal is an old one
+        state.journal.set_meta(FOUND, "{}")
+    ordering = Ordering(state, Remembered(True), lambda _: False)
+    ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
+    order = ordering.order_of(one, 5, (), is_new_tag=True)
+    assert ordering.rivals(one, order) == (() if is_found else (earlier,))
+    state.journal.close()
+
+
 @pytest.mark.parametrize(
     ("own", "step", "precedes", "first_seen_ns", "wanted"),
     [

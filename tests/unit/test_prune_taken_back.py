@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +22,7 @@ from ckptd.core.save import SealedFile, SealedSave
 from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.pruning import TIDY_SECONDS
 from ckptd.daemon.recovery import recover
+from ckptd.daemon.seen import notice_lost
 from ckptd.local import fs
 from tests.unit.test_begin_again import Scene
 from tests.unit.test_local_prune import NAMES, TAG, permit_for, save_dir
@@ -243,6 +246,22 @@ def test_where_its_name_is_taken_it_stays_while_it_is_needed(
     assert killed.is_whole, "its name is free again"
     assert killed.state.failures == {}
     assert killed.state.journal.open_deletions() == []
+
+
+def test_the_loss_of_its_commit_is_noticed_while_it_waits(
+    killed: Killed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save took its place, and the remote lost what was proved: nothing goes by the record."""
+    nothing = SimpleNamespace(commits=(), retired_beside=(), unreadable=())
+    link = SimpleNamespace(name="nas", is_current=True, observation=nothing, tag_views={})
+    with taken(killed.save_dir):
+        killed.start()
+        killed.state.journal.end_save(killed.save_id, "superseded")
+        killed.state.reload(killed.save_id)
+        notice_lost(killed.state, cast("Any", link), (ZERO,))
+        killed.state.heard.add("nas")
+        killed.later(monkeypatch)
+        assert len(killed.trash) == 1
 
 
 def test_a_removal_that_failed_before_a_file_went_is_taken_back(
