@@ -1,28 +1,21 @@
 """What `ckptd status` says in words: the first line of a job, what needs a person, one checkpoint's story.
 
-From the published document and the time, so that every answer can be tested word by word (P17); of one that
-is too old, the daemon's process and the disk's room tell why.
+From the published document and the time alone, so that every answer can be tested word by word (P17).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptd.cli.status_tables import ago, remote_shown, size_of
 from ckptd.observe.space import pid_space
 from ckptd.observe.status import all_committed
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 STALE_SECONDS = 60.0
 """The daemon publishes at least every 20 s."""
-FULL_BYTES = 1 << 20
-"""Less is no room for what is published, and replaced as a whole."""
 FULL_SOON_SAVES = 10
 """A disk that is full later than that is told below the first line alone."""
 
@@ -38,8 +31,8 @@ class Life:
     """Of the document."""
     hanging: int | None = None
     """The process that is there and decides nothing."""
-    full: str = ""
-    """The save_dir whose disk has no room for what the daemon would say."""
+    short: str = ""
+    """The save_dir whose disk was short of room: perhaps the daemon lives and cannot publish."""
     start_command: str = ""
     """As the daemon told it; empty: it did not."""
 
@@ -66,20 +59,15 @@ def life_of(document: dict[str, Any], now: float) -> Life:
         return Life(reason=reason, age_seconds=age, start_command=start)
     if age > STALE_SECONDS:
         reason = f"the daemon (process {daemon['pid']}) has not published for {ago(age)}"
-        if (full := _full_disk(document["jobs"])) is not None:
-            return Life(reason=f"{reason}: the disk of {full} is full", age_seconds=age, full=full)
-        return Life(reason=reason, age_seconds=age, hanging=int(daemon["pid"]), start_command=start)
+        # asking the disk itself might hang as the daemon does
+        short = next((str(job["save_dir"]) for job in document["jobs"] if _is_short(job.get("disk"))), "")
+        pid = int(daemon["pid"])
+        return Life(reason=reason, age_seconds=age, hanging=pid, short=short, start_command=start)
     return Life(age_seconds=age)
 
 
-def _full_disk(jobs: Sequence[dict[str, Any]]) -> str | None:
-    """Status lies there, unless another state directory is given."""
-    for job in jobs:
-        with contextlib.suppress(OSError, ValueError):  # gone, or no name that a path can have
-            room = os.statvfs(job["save_dir"])
-            if room.f_bavail * room.f_frsize < FULL_BYTES:
-                return str(job["save_dir"])
-    return None
+def _is_short(disk: dict[str, Any] | None) -> bool:
+    return disk is not None and int(disk["free_bytes"]) < int(disk["next_save_bytes"])
 
 
 def is_there(pid: int) -> bool:
@@ -218,9 +206,9 @@ def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
 
 def start_it(job: dict[str, Any], life: Life) -> str:
     """What brings the daemon back."""
-    if life.full:
-        return f"free space on the disk of {life.full}: the daemon goes on by itself"
     first = f"end process {life.hanging}, then start it" if life.hanging else "start it"
+    if life.short:
+        first = f"if the disk of {life.short} is full, free space: the daemon goes on by itself; else {first}"
     how = life.start_command or "ckptd run --config-dir DIR, or systemctl start ckptd@USER"
     return f"{first}: {how}; until then nothing of {job['save_dir']} is uploaded"
 

@@ -62,6 +62,21 @@ def permit_for(save_dir: Path, **changes: object) -> DeletePermit:
     return DeletePermit(**(values | changes))  # type: ignore[arg-type]
 
 
+def save_of(permit: DeletePermit) -> SealedSave:
+    """The save that a permit is for."""
+    return SealedSave(
+        tag=TAG,
+        folder=permit.folder,
+        files=permit.files,
+        grid=Grid(dp=1, mm_count=1, zero_stage=2),
+        branch=1,
+        step=1,
+        save_seq=1,
+        window=SaveWindow(first=0, last=0),
+        writer=Writer(),
+    )
+
+
 def prune(save_dir: Path, permit: DeletePermit) -> None:
     with files.opened_dir(save_dir) as fd:
         fs.prune(fd, permit, "aside")
@@ -230,17 +245,7 @@ def test_killed_at_any_call_a_restart_finishes(save_dir: Path, tmp_path: Path, c
     state_dir = save_dir / "_ckptd" / "state"
     state_dir.mkdir(parents=True)
     journal = Journal(state_dir / "journal.db")
-    save = SealedSave(
-        tag=TAG,
-        folder=permit.folder,
-        files=permit.files,
-        grid=Grid(dp=1, mm_count=1, zero_stage=2),
-        branch=1,
-        step=1,
-        save_seq=1,
-        window=SaveWindow(first=0, last=0),
-        writer=Writer(),
-    )
+    save = save_of(permit)
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     intent = DeletionIntent(
         tag=TAG,

@@ -16,16 +16,14 @@ import pytest
 
 from ckptd import files, place
 from ckptd.core.actions import Prune
-from ckptd.core.layouts import Grid
-from ckptd.core.manifest import SaveWindow, Writer
-from ckptd.core.save import SealedFile, SealedSave
+from ckptd.core.save import SealedFile
 from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.pruning import TIDY_SECONDS
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.seen import notice_lost
 from ckptd.local import fs
 from tests.unit.test_begin_again import Scene
-from tests.unit.test_local_prune import NAMES, TAG, permit_for, save_dir
+from tests.unit.test_local_prune import NAMES, TAG, permit_for, save_dir, save_of
 
 __all__ = ["save_dir"]
 
@@ -38,17 +36,7 @@ class Killed(Scene):
         self.now = time.monotonic()
         self.state.required = ("nas",)
         permit = permit_for(save_dir)
-        save = SealedSave(
-            tag=TAG,
-            folder=permit.folder,
-            files=permit.files,
-            grid=Grid(dp=1, mm_count=1, zero_stage=2),
-            branch=1,
-            step=1,
-            save_seq=1,
-            window=SaveWindow(first=0, last=0),
-            writer=Writer(),
-        )
+        save = save_of(permit)
         self.save_id = self.state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
         self.put(ShipState.COMMITTED)

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +24,14 @@ from ckptd.recover.removal import Removal
 from ckptd.recover.word import leave_word
 from tests.unit.recover_scene import EXTRA, SHAPES, Scene, scene
 from tests.unit.synthetic import write_stage12
+from tests.unit.test_recover_daemon import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckptd.recover.steps import Step
 
 __all__ = ["scene"]
-WAIT_SECONDS = 120.0
 
 
 def save(scene: Scene, step: int) -> str:
@@ -148,13 +147,6 @@ def daemon(scene: Scene) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(200)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.1)
 
 
 def test_beside_a_daemon_it_stays_until_the_run_has_gone_on(scene: Scene) -> None:
