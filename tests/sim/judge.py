@@ -86,6 +86,9 @@ class Judge:
         self.highest: dict[str, tuple[int, int, int]] = {}
         self.unordered: set[int] = set()
         """Saves that were committed nowhere when the journal was lost: only their steps order them (P8)."""
+        self.is_order_open = False
+        """The journal was lost while lists hid COMMITs: the rewinds that only these tell of are known to
+        nobody, and what was saved since has the order of the branch before. How many stay is judged."""
         self.spoiled: set[str] = set()
         """Remotes that lost a COMMIT by somebody else's hand: what is claimed of them is out of date."""
         self.was_stale = False
@@ -233,9 +236,15 @@ class Judge:
         return self.holds(name, save) or (is_permitted and name in self.spoiled)
 
     def _later(self, save: Save) -> list[Save]:
-        """Saves that count as newer, or may."""
+        """Saves that count as newer, or may: by their step, or by times of a clock that was set back."""
         others = [s for s in self.trainer.saves if s is not save and s.is_finished]
-        return [s for s in others if s.number > save.number or s.step > save.step]
+        if self.is_order_open:
+            return others
+        return [
+            s
+            for s in others
+            if s.number > save.number or s.step > save.step or s.written_ns > save.written_ns
+        ]
 
     def _rules_lately(self, seconds: float) -> list[Rules]:
         """What the job file said in that time."""
@@ -415,6 +424,7 @@ class Judge:
     def lost_journal(self) -> None:
         """What no remote holds is known by its step alone from here on."""
         known = set().union(*self.ever.values())
+        self.is_order_open |= self.was_stale and bool(known)
         self.unordered |= {save.number for save in self.trainer.saves} - known
 
     def forgot(self, name: str, key: str) -> None:

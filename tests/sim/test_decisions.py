@@ -154,6 +154,32 @@ def test_what_keys_keep_as_a_person_counts(*, keys: Keys, step: int, newer: int,
     assert (keys.why_kept(step, newer) is not None) == stays
 
 
+@pytest.mark.parametrize(("set_back", "later"), [(0.0, {8}), (-3600.0, {8, 3})])
+def test_what_may_count_as_newer(set_back: float, later: set[int]) -> None:
+    """Lives 2403618 and 2600700: rewound from 8 to 3, then 6; times or lists mislead."""
+    with living(Play(script=_multiples, words="", stay=set())) as world:
+        save(world, 8, 3)
+        world.kernel.wall_offset_seconds += set_back
+        save(world, 6)
+        judge, newest = world.judge, world.trainer.saves[-1]
+        assert {s.step for s in judge._later(newest)} == later
+        judge.lost_journal()
+        assert {s.step for s in judge._later(newest)} == later, "the lists were whole"
+        world.set_mood(NAS, "stale")
+        judge.lost_journal()
+        assert {s.step for s in judge._later(newest)} == {8, 3}
+
+
+def test_with_an_open_order_as_many_stay_as_the_limit_says() -> None:
+    """Which of them is not judged then."""
+    with living(Play(script=_multiples, local=2, words="", stay=set())) as world:
+        save(world, 1, 2)
+        world.judge.was_stale = True
+        world.judge.lost_journal()
+        with pytest.raises(Broken, match=r"P5.*save_total_limit 2, and 1 are newer"):
+            world.judge._leaves("global_step1", world.kernel.now_seconds)
+
+
 @pytest.mark.parametrize("folder", ["trash", "staging", "hold"])
 def test_what_is_left_lying_is_seen(folder: str) -> None:
     """Half-done work, and a hold that nobody wants, at rest."""

@@ -88,6 +88,11 @@ class Save:
         return len(self.written) == len(self.files)
 
     @property
+    def written_ns(self) -> int:
+        """When the last of its files was written, by a wall clock that may have been moved."""
+        return max((inode.written_ns for inode in self.inodes.values()), default=0)
+
+    @property
     def window_seconds(self) -> float:
         """Between the first of its files and the last."""
         times = [inode.written_ns for inode in self.inodes.values()]
