@@ -55,8 +55,8 @@ class Judge:
         self.trainer = trainer
         self.removed: dict[int, int] = {}
         """Save → how many of its files ckptd removed, each rightly."""
-        self.removed_since_start = 0
-        """Saves that went since the daemon's last start."""
+        self.removed_at: list[float] = []
+        """When saves went, of all lives of the daemon: its seat belt outlives a start."""
         self.protected: set[int] = set()
         """Saves that were there before ckptd first ran and are not adopted."""
         self.pinned: dict[str, set[int]] = {}
@@ -227,7 +227,7 @@ class Judge:
                 enough = [save, *(self._later(save) if "thin" in modes else ())]
                 if not any(self._may_rest_on(name, one, now_seconds) for one in enough):
                     self.say("P1", f"{path} is removed, and {name} does not hold save {save.number}")
-            self.removed_since_start += 1
+            self.removed_at.append(self.clock())
         self.removed[save.number] = self.removed.get(save.number, 0) + 1
 
     def _may_rest_on(self, name: str, save: Save, now_seconds: float) -> bool:
@@ -404,7 +404,6 @@ class Judge:
 
     def on_start(self, *, seals_anew: bool) -> None:
         """The daemon starts; `seals_anew`: what lies here is completed for it once more."""
-        self.removed_since_start = 0
         self.belt.gone_at.clear()
         if seals_anew:
             alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone]

@@ -29,7 +29,7 @@ from ckptd.errors import CkptdError
 from ckptd.local.hold import about_name
 from ckptd.remote import observe
 from ckptd.remote.open import open_store
-from tests.sim.decisions import rules_of
+from tests.sim.decisions import HOUR_SECONDS, rules_of
 from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
 from tests.sim.remotes import Client, Cloud, Faults
@@ -689,7 +689,9 @@ class World:
         keys = self.judge.rules.local
         if keys.limit is None or keys.most is None or self.was_stale or not here:
             return []
-        if self.judge.removed_since_start >= max(3, 2 * keys.limit):
+        # what was removed before the clock was set back may count as just removed for as long
+        since = 0.0 if self.was_set_back else self.clock() - 2 * HOUR_SECONDS
+        if sum(at >= since for at in self.judge.removed_at) >= max(3, 2 * keys.limit):
             return []
         spared = self.written_over | self.judge.maybe_pinned
         behind = [s for s in here if s.step < here[-1].step and s.tag not in spared]
