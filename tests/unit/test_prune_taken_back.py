@@ -183,6 +183,29 @@ def test_a_removal_that_comes_after_the_way_back_finds_nothing(
     assert killed.is_whole
 
 
+def test_what_an_earlier_worker_finishes_while_a_start_waits_for_its_lock_is_finished(
+    killed: Killed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start finds nothing left to remove, which is what it wanted."""
+    [name] = killed.trash
+    (killed.save_dir / fs.TRASH / name / NAMES[0]).unlink()
+    lock = place.lock
+    finished: list[list[str]] = []
+
+    def worker_first(folder_fd: int, how: int) -> None:
+        monkeypatch.setattr(place, "lock", lock)
+        with files.opened_dir(killed.save_dir / fs.TRASH) as trash:
+            fs.finish_prune(trash, name, permit_files(killed))
+        finished.append(killed.trash)
+        lock(folder_fd, how)
+
+    monkeypatch.setattr(place, "lock", worker_first)
+    killed.start()
+    assert finished == [[]]
+    assert killed.state.journal.open_deletions() == []
+    assert killed.state.rows[killed.save_id].state == "pruned"
+
+
 def test_a_file_that_was_touched_is_no_file_that_went(killed: Killed) -> None:
     """Its identity is another: the removal would pass it by and leave the rest of the checkpoint without."""
     [name] = killed.trash
