@@ -48,6 +48,11 @@ def _emit(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _alive() -> None:
+    """Without CRCs all of a shard is read: longer than a child may be silent."""
+    _emit({"alive": True})
+
+
 def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
     """Everything about one file; the lines that come before the last are emitted on the way."""
     path = item["path"]
@@ -139,10 +144,10 @@ def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
         reason = f"{path} is no torch.save archive"
     found: dict[str, Any] = {"archive": framing.value, "reason": reason, "directory": directory}
     whole = framing is not Framing.TORN and framing is not Framing.EMPTY
-    found["fingerprint"] = fingerprint(fd, directory) if whole else ""
+    found["fingerprint"] = fingerprint(fd, directory, _alive) if whole else ""
     if directory is not None:
         found["has_crc"] = has_crc(directory)
-        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory)
+        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory, _alive)
     return found
 
 

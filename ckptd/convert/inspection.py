@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 BATCH_FILES = 256
 MAX_DEATHS = 4
-"""Children that a batch may lose before the rest is reported as not inspected."""
+"""Children that a batch may lose before the rest is read without pickles, and again before it is not read."""
+_NOT_READ = "not inspected: too many files of this folder ended the inspecting child"
 
 
 def inspect_files(
@@ -41,13 +42,14 @@ def inspect_files(
     """Inspect files below `folder`; one `FileFacts` per path, in the order given.
 
     A child that dies or prints nothing for `timeout_seconds` yields `FileFacts` with a reason for the
-    file it was reading; the others are read by a new child. Never raises for what a file contains.
-    `identities`: which files are meant, by path (P4). A file that the disk refuses to give is torn, with a
-    reason; unless `is_final` is False: a disk that refuses now may give it later, and then it is whole.
+    file it was reading, without a fingerprint if it died before that; the others are read by a new child.
+    A file that the disk refuses to give is torn, with a reason. Unless `is_final` is False: a disk that
+    refuses now may give it later, a child that the kernel killed for memory says nothing of its file.
+    `identities`: which files are meant, by path (P4).
 
     Raises:
         SourceChanged: a path names another file than the one that is meant.
-        StorageError: children cannot be started at all; or a file cannot be read, if that is not final.
+        StorageError: children cannot be started at all; or a file was not read, if that is not final.
     """
     found: list[FileFacts] = []
     asked = [_asked(path, (identities or {}).get(path)) for path in relative_paths]
@@ -72,8 +74,10 @@ def _inspect_batch(
     results: list[FileFacts | None] = [None] * len(paths)
     partial: list[dict[str, Any]] = [{} for _ in paths]
     first, deaths = 0, 0
-    while first < len(paths) and deaths < MAX_DEATHS:
-        request = {"folder": folder, "files": asked[first:]}
+    while first < len(paths) and deaths < 2 * MAX_DEATHS:
+        has_pickles = deaths < MAX_DEATHS
+        rest = asked[first:] if has_pickles else [item | {"facts": False} for item in asked[first:]]
+        request = {"folder": folder, "files": rest}
         started, ended = False, ""
         for line in _child_lines(request, timeout_seconds):
             started = started or "restrictions" in line
@@ -84,16 +88,10 @@ def _inspect_batch(
                     ended = children.NONSENSE
                     break
                 partial[at].update(line)
-                if line.get("is_another"):
-                    raise SourceChanged(
-                        f"{paths[at]} was replaced or written since it was listed",
-                        hint="the next turn looks again",
-                    )
-                if line.get("is_unread") and not is_final:
-                    raise StorageError(
-                        str(line.get("reason")), hint="it is read again; if it lasts, see to the disk"
-                    )
+                _raise_if_unread(line, paths[at], is_final=is_final)
                 if line.get("final"):
+                    if asked[at]["facts"] and not has_pickles:
+                        partial[at]["reason"] = partial[at].get("reason") or _NOT_READ
                     results[at] = _facts_of(paths[at], partial[at])
         if not started:
             raise StorageError(f"the inspecting child does not start ({ended})")
@@ -101,11 +99,22 @@ def _inspect_batch(
         if done < len(paths):
             deaths += 1
             reason = f"reading {paths[done]} ended the inspecting child ({ended})"
+            if not is_final:
+                hint = "it is read again; if it lasts, see to this node's memory and disk"
+                raise StorageError(reason, hint=hint)
             results[done] = _facts_of(paths[done], {**partial[done], "reason": reason})
             done += 1
         first = done
-    not_read = "not inspected: too many files of this folder ended the inspecting child"
-    return [r or _facts_of(p, {"reason": not_read}) for r, p in zip(results, paths, strict=True)]
+    return [r or _facts_of(p, {"reason": _NOT_READ}) for r, p in zip(results, paths, strict=True)]
+
+
+def _raise_if_unread(line: dict[str, Any], path: str, *, is_final: bool) -> None:
+    """What a child could not read of the file that was meant, or not now."""
+    if line.get("is_another"):
+        reason = f"{path} was replaced or written since it was listed"
+        raise SourceChanged(reason, hint="the next turn looks again")
+    if line.get("is_unread") and not is_final:
+        raise StorageError(str(line.get("reason")), hint="it is read again; if it lasts, see to the disk")
 
 
 def _place_of(index: object, first: int, end: int) -> int | None:

@@ -316,10 +316,11 @@ def _not_yet(listing: FolderListing, memory: Memory | None, context: Context, re
 
 def _torn(shards: Mapping[str, FileFacts]) -> str | None:
     for path, fact in shards.items():
+        why = f" ({fact.reason})" if fact.reason else ""
         if fact.archive in (Archive.TORN, Archive.EMPTY):
-            return f"{path} is {'empty' if fact.archive is Archive.EMPTY else 'cut off'}" + (
-                f" ({fact.reason})" if fact.reason else ""
-            )
+            return f"{path} is {'empty' if fact.archive is Archive.EMPTY else 'cut off'}{why}"
+        if fact.reason and not fact.fingerprint:  # not even framed: H28 is of pickles
+            return f"{path} was not read{why}"
     return None
 
 

@@ -63,10 +63,14 @@ def removal(job: Job, tag: str) -> str:
 
 
 def what_reads_it(reason: str) -> str:
-    """For what the disk refuses to give: whole, for all that is known."""
+    """For what the disk refuses to give, or what was killed gave nobody: whole, for all that is known."""
     me = user(os.geteuid())
     is_denied = any(os.strerror(code) in reason for code in (errno.EACCES, errno.EPERM))
-    mend = f"give {me}, as whom ckptd runs, the right to read it" if is_denied else "see to this node's disk"
+    mend = (
+        f"give {me}, as whom ckptd runs, the right to read it"
+        if is_denied
+        else "see to this node's disk and memory"
+    )
     return f"{mend}; tried again by itself, and not shipped until it can be read"
 
 

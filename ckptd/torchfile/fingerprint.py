@@ -18,11 +18,12 @@ from ckptd.errors import DamagedError
 from ckptd.torchfile.archive import Framing, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.torchfile.archive import Directory, Record
 
 _BLOCK_BYTES = 1 << 20
+_ALIVE_BYTES = 256 << 20
 _CRC_MATTERS_BYTES = 1024
 _SAMPLE_BYTES = 4096
 _FILE_SAMPLES = 2048
@@ -46,15 +47,18 @@ def directory_digest(records: Iterable[Record], prefix: str) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(fd: int, directory: Directory | None) -> str:
-    """Fingerprint of the file open at `fd`; `directory` None when it is no zip (SHA-256 hex)."""
+def fingerprint(fd: int, directory: Directory | None, alive: Callable[[], object] = bool) -> str:
+    """Fingerprint of the file open at `fd`; `directory` None when it is no zip (SHA-256 hex).
+
+    `alive`: called every 256 MiB where all of a file is read.
+    """
     if directory is not None and has_crc(directory):
         return directory_digest(directory.records.values(), directory.prefix)
     size = os.fstat(fd).st_size
     if frame(fd, expected=False) is Framing.LEGACY:
         return _samples(fd, 0, size, _FILE_SAMPLES).hexdigest()
     digest = hashlib.sha256()
-    for block in _blocks(fd, 0, size):
+    for block in _blocks(fd, 0, size, alive):
         digest.update(block)
     return digest.hexdigest()
 
@@ -75,7 +79,7 @@ def _samples(fd: int, offset: int, length: int, count: int) -> hashlib._Hash:
     return digest
 
 
-def tensor_fingerprint(fd: int, directory: Directory) -> str:
+def tensor_fingerprint(fd: int, directory: Directory, alive: Callable[[], object] = bool) -> str:
     """Fingerprint over the storages only: equal for replicas whose pickles differ (SHA-256 hex)."""
     storages = directory.storages()
     if has_crc(directory):
@@ -86,7 +90,7 @@ def tensor_fingerprint(fd: int, directory: Directory) -> str:
     digest = hashlib.sha256()
     for record in sorted(storages, key=lambda r: r.name):
         digest.update(f"{record.name}\0{record.size}\0".encode())
-        for block in _blocks(fd, record.offset, record.size):
+        for block in _blocks(fd, record.offset, record.size, alive):
             digest.update(block)
     return digest.hexdigest()
 
@@ -115,12 +119,14 @@ def check_crcs(fd: int, directory: Directory, name: str) -> int:
     return checked
 
 
-def _blocks(fd: int, offset: int, length: int) -> Iterator[bytes]:
+def _blocks(fd: int, offset: int, length: int, alive: Callable[[], object] = bool) -> Iterator[bytes]:
     """Blocks of a range; what was read is dropped from the page cache behind us (P12)."""
-    end = offset + length
+    start, end = offset, offset + length
     while offset < end:
         block = os.pread(fd, min(_BLOCK_BYTES, end - offset), offset)
         if not block:
             raise DamagedError(f"a file ended {end - offset} bytes early while it was read")
         yield block
+        if (offset - start) % _ALIVE_BYTES + len(block) >= _ALIVE_BYTES:
+            alive()
         offset += len(block)

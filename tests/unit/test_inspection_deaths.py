@@ -1,0 +1,220 @@
+"""A process that inspects and is killed says nothing of its file (P2, P14, H28, adr/0158).
+
+The kernel kills it for memory, a person by hand: a shard that nobody read was sealed by its name alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptd import files
+from ckptd.convert import children, inspect_child, inspection
+from ckptd.convert.inspection import MAX_DEATHS, inspect_files
+from ckptd.core.facts import Archive
+from ckptd.core.lifecycle import Context, State, Verdict, judge
+from ckptd.daemon.intake import Intake
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.reading import TRIES
+from ckptd.daemon.state import JobState
+from ckptd.daemon.unfinished import what_reads_it
+from ckptd.errors import StorageError
+from ckptd.journal import Journal
+from ckptd.local.scan import scan, scan_folder
+from ckptd.torchfile import fingerprint
+from tests.unit.recover_scene import Scene
+from tests.unit.synthetic import write_stage12
+from tests.unit.test_reading import AtOnce
+
+TAG = "global_step5"
+SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+HOUR_SECONDS = 3600.0
+VICTIM = """
+import json, os, signal, sys
+from ckptd.convert import inspect_child
+inspect = inspect_child._inspect
+def killed(dir_fd, index, item):
+    if item["path"] in {paths!r} and (item["facts"] or {also_without}):
+        if {is_framed}:
+            inspect_child._facts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            return inspect(dir_fd, index, item)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inspect(dir_fd, index, item)
+inspect_child._inspect = killed
+inspect_child.main()
+"""
+
+
+def kill(patch: pytest.MonkeyPatch, *paths: str, is_framed: bool = False, also_without: bool = True) -> None:
+    """The real child, with SIGKILL when it comes to one of these; `is_framed`: at its pickle."""
+    script = VICTIM.format(paths=paths, is_framed=is_framed, also_without=also_without)
+
+    def start(name: str, **more: Any) -> Any:
+        assert name == "inspect_child"
+        here = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, env=os.environ | here, **more
+        )
+
+    patch.setattr(children, "start", start)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A save of two ranks."""
+    write_stage12(tmp_path / TAG, [{"w": (4, 4)}], 2, step=5)
+    return tmp_path / TAG
+
+
+def verdict_on(folder: Path, facts: list[Any]) -> Verdict:
+    """After any quiet time, where names were proven before."""
+    with files.opened_dir(folder.parent) as fd:
+        listing = scan_folder(fd, folder.name)
+    assert listing is not None
+    grids = frozenset({(2, 1, 2)})
+    context = Context(
+        settle_seconds=1.0,
+        quiet_seconds=HOUR_SECONDS,
+        is_in_flight=False,
+        save_spread_seconds=60.0,
+        known_grids=grids,
+    )
+    return judge(listing, {fact.path: fact for fact in facts}, None, context)
+
+
+def names(folder: Path) -> list[str]:
+    """All files."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_names_do_not_vouch_for_what_nobody_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in half, and its reader is killed: it would have been shipped as whole."""
+    (saved / SHARD).write_bytes((saved / SHARD).read_bytes()[: (saved / SHARD).stat().st_size // 2])
+    with monkeypatch.context() as patch:
+        kill(patch, SHARD)
+        facts = inspect_files(saved, names(saved))
+    [unread] = [fact for fact in facts if fact.path == SHARD]
+    assert (unread.archive, unread.fingerprint) == (Archive.OTHER, "")
+    verdict = verdict_on(saved, facts)
+    assert verdict.state is State.INCOMPLETE
+    assert f"{SHARD} was not read (reading {SHARD} ended the inspecting child (signal SIGKILL))" in str(
+        verdict.reason
+    )
+
+
+def test_a_pickle_that_kills_its_reader_ships_by_names(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its framing was told before: H28 stands."""
+    with monkeypatch.context() as patch:
+        kill(patch, SHARD, is_framed=True)
+        facts = inspect_files(saved, names(saved))
+    [unread] = [fact for fact in facts if fact.path == SHARD]
+    assert unread.archive is Archive.ZIP
+    assert unread.fingerprint
+    assert unread.facts is None
+    assert verdict_on(saved, facts).state is State.COMPLETE
+
+
+@pytest.mark.parametrize("is_framed", [False, True])
+def test_a_death_is_no_finding_while_there_is_time(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, is_framed: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        kill(patch, SHARD, is_framed=is_framed)
+        with pytest.raises(StorageError, match=rf"reading {SHARD} ended .* \(signal SIGKILL\)") as told:
+            inspect_files(saved, names(saved), is_final=False)
+    assert "read again" in told.value.hint
+
+
+def test_after_too_many_deaths_the_rest_is_read_without_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest were not even framed: nothing of such a folder could be shipped."""
+    write_stage12(tmp_path / TAG, [{"w": (16, 4)}], MAX_DEATHS + 2, step=5)
+    shards = [name for name in names(tmp_path / TAG) if "optim" in name]
+    with monkeypatch.context() as patch:
+        kill(patch, *shards, is_framed=True, also_without=False)
+        facts = inspect_files(tmp_path / TAG, names(tmp_path / TAG))
+    assert all(fact.fingerprint and fact.archive is Archive.ZIP for fact in facts)
+    by_path = {fact.path: fact for fact in facts}
+    for number, name in enumerate(shards):
+        why = "ended the inspecting child" if number < MAX_DEATHS else "not inspected: too many files"
+        assert why in str(by_path[name].reason)
+        assert by_path[name].facts is None
+    with monkeypatch.context() as patch:
+        kill(patch, *names(tmp_path / TAG))
+        facts = inspect_files(tmp_path / TAG, names(tmp_path / TAG))
+    assert all(fact.reason and not fact.fingerprint for fact in facts)
+
+
+def test_killed_once_it_is_read_again_and_sealed_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sealed without a fingerprint for good: no universal form could ever be made of it."""
+    scene, workers = Scene(tmp_path), AtOnce()
+    scene.save(5)
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
+    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    now_seconds = time.monotonic()
+
+    def look() -> Verdict:
+        nonlocal now_seconds
+        now_seconds += 2 * HOUR_SECONDS
+        with files.opened_dir(scene.save_dir) as fd:
+            intake.look(scan(fd), fd, now_seconds)
+        return state.verdicts[TAG]
+
+    with monkeypatch.context() as patch:
+        kill(patch, SHARD)
+        look()
+        for _ in range(TRIES):
+            assert look().state is State.UNKNOWN
+            assert "ended the inspecting child" in state.failures[f"inspecting {TAG}"].text
+        look()
+        verdict = look()
+        assert (verdict.state, verdict.is_unread) == (State.INCOMPLETE, True)
+        assert "memory" in what_reads_it(str(verdict.reason))
+    look()
+    assert look().state is State.COMPLETE
+    assert state.facts[TAG][SHARD].fingerprint
+    journal.close()
+
+
+def test_a_long_reading_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without CRCs is read to its end; who is silent for two minutes is ended."""
+    path = tmp_path / "note.bin"
+    path.write_bytes(os.urandom((5 << 20) + 7))
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(inspect_child, "_emit", said.append)
+    monkeypatch.setattr(fingerprint, "_ALIVE_BYTES", 2 << 20)
+    with files.opened_dir(tmp_path) as fd:
+        last = inspect_child._inspect(fd, 0, inspection._asked("note.bin"))
+    assert last["fingerprint"]
+    assert said == [{"alive": True}] * 2
+
+
+def test_a_line_of_life_is_no_finding(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = inspect_files(saved, names(saved))
+    script = (
+        "from ckptd.convert import inspect_child\n"
+        "emit = inspect_child._emit\n"
+        "inspect_child._emit = lambda line: (emit({'alive': True}), emit(line))\n"
+        "inspect_child.main()"
+    )
+
+    def start(name: str, **more: Any) -> Any:
+        here = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, env=os.environ | here, **more
+        )
+
+    monkeypatch.setattr(children, "start", start)
+    assert inspect_files(saved, names(saved)) == before
