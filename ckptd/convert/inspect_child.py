@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from ckptd import files
@@ -24,6 +25,7 @@ from ckptd.zero.facts import shard_facts
 
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 3600
+_ALIVE_SECONDS = 5.0
 _TORN = {"final": True, "bytes": 0, "archive": "torn", "fingerprint": ""}
 """Takes back what was said on the way: what has a fingerprint was read, and is not read again."""
 
@@ -48,9 +50,16 @@ def _emit(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _alive() -> None:
+class _Alive:
     """Without CRCs all of a shard is read: longer than a child may be silent."""
-    _emit({"alive": True})
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._said_at >= _ALIVE_SECONDS:
+            self._said_at = time.monotonic()
+            _emit({"alive": True})
 
 
 def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
@@ -144,10 +153,11 @@ def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
         reason = f"{path} is no torch.save archive"
     found: dict[str, Any] = {"archive": framing.value, "reason": reason, "directory": directory}
     whole = framing is not Framing.TORN and framing is not Framing.EMPTY
-    found["fingerprint"] = fingerprint(fd, directory, _alive) if whole else ""
+    alive = _Alive()
+    found["fingerprint"] = fingerprint(fd, directory, alive) if whole else ""
     if directory is not None:
         found["has_crc"] = has_crc(directory)
-        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory, _alive)
+        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory, alive)
     return found
 
 

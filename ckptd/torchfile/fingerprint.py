@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ckptd.torchfile.archive import Directory, Record
 
 _BLOCK_BYTES = 1 << 20
-_ALIVE_BYTES = 256 << 20
 _CRC_MATTERS_BYTES = 1024
 _SAMPLE_BYTES = 4096
 _FILE_SAMPLES = 2048
@@ -50,7 +49,7 @@ def directory_digest(records: Iterable[Record], prefix: str) -> str:
 def fingerprint(fd: int, directory: Directory | None, alive: Callable[[], object] = bool) -> str:
     """Fingerprint of the file open at `fd`; `directory` None when it is no zip (SHA-256 hex).
 
-    `alive`: called every 256 MiB where all of a file is read.
+    `alive`: called for each block where all of a file is read.
     """
     if directory is not None and has_crc(directory):
         return directory_digest(directory.records.values(), directory.prefix)
@@ -121,12 +120,11 @@ def check_crcs(fd: int, directory: Directory, name: str) -> int:
 
 def _blocks(fd: int, offset: int, length: int, alive: Callable[[], object] = bool) -> Iterator[bytes]:
     """Blocks of a range; what was read is dropped from the page cache behind us (P12)."""
-    start, end = offset, offset + length
+    end = offset + length
     while offset < end:
         block = os.pread(fd, min(_BLOCK_BYTES, end - offset), offset)
         if not block:
             raise DamagedError(f"a file ended {end - offset} bytes early while it was read")
         yield block
-        if (offset - start) % _ALIVE_BYTES + len(block) >= _ALIVE_BYTES:
-            alive()
+        alive()
         offset += len(block)

@@ -21,6 +21,16 @@ Shapes = dict[str, tuple[int, ...]]
 ORDERED = Global("collections", "OrderedDict")
 
 
+def drop_crcs(path: Path) -> None:
+    """As torch writes with `set_crc32_options(False)`: no record has a CRC32 in the zip's directory."""
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x01\x02")
+    while at >= 0:
+        struct.pack_into("<L", data, at + 16, 0)
+        at = data.find(b"PK\x01\x02", at + 1)
+    path.write_bytes(bytes(data))
+
+
 def write_archive(path: Path, records: dict[str, bytes], prefix: str = "archive") -> None:
     """A zip as `torch.save` writes it, with true CRCs; unaligned, which readers must accept."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as out:

@@ -28,9 +28,8 @@ from ckptd.daemon.unfinished import what_reads_it
 from ckptd.errors import StorageError
 from ckptd.journal import Journal
 from ckptd.local.scan import scan, scan_folder
-from ckptd.torchfile import fingerprint
 from tests.unit.recover_scene import Scene
-from tests.unit.synthetic import write_stage12
+from tests.unit.synthetic import drop_crcs, write_archive, write_stage12
 from tests.unit.test_reading import AtOnce
 
 TAG = "global_step5"
@@ -188,17 +187,31 @@ def test_killed_once_it_is_read_again_and_sealed_as_it_is(
     journal.close()
 
 
-def test_a_long_reading_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file without CRCs is read to its end; who is silent for two minutes is ended."""
-    path = tmp_path / "note.bin"
-    path.write_bytes(os.urandom((5 << 20) + 7))
+@pytest.mark.parametrize("records", [0, 1, 9])
+def test_a_long_reading_says_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int
+) -> None:
+    """A file without CRCs is read to its end, be it one record or many; the silent are ended."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    if records == 0:
+        path = tmp_path / "note.bin"
+        path.write_bytes(os.urandom((5 << 20) + 7))
+    else:
+        storages = {f"data/{n}": os.urandom((9 << 20) // records) for n in range(records)}
+        write_archive(path, {"data.pkl": b"\x80\x02].", "byteorder": b"little", **storages})
+        drop_crcs(path)
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(inspect_child, "_emit", said.append)
-    monkeypatch.setattr(fingerprint, "_ALIVE_BYTES", 2 << 20)
+    monkeypatch.setattr(inspect_child, "_ALIVE_SECONDS", 0.0)
     with files.opened_dir(tmp_path) as fd:
-        last = inspect_child._inspect(fd, 0, inspection._asked("note.bin"))
+        last = inspect_child._inspect(fd, 0, inspection._asked(path.name))
     assert last["fingerprint"]
-    assert said == [{"alive": True}] * 2
+    assert said.count({"alive": True}) >= (5 if records == 0 else 9)
+    with files.opened_dir(tmp_path) as fd, monkeypatch.context() as patch:
+        said.clear()
+        patch.setattr(inspect_child, "_ALIVE_SECONDS", 3600.0)
+        inspect_child._inspect(fd, 0, inspection._asked(path.name))
+    assert {"alive": True} not in said
 
 
 def test_a_line_of_life_is_no_finding(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
