@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd import journal_past as past
+from ckptd.core.decision import Decision
 from ckptd.core.facts import FileFacts
 from ckptd.core.identity import FileIdentity
-from ckptd.core.manifest import Decision
 from ckptd.core.rows import DeletionIntent, DeletionRow, ObjectRow, SaveRow, SaveState
 from ckptd.core.save import SealedSave
 from ckptd.core.view import DerivedRecord, ShipRecord, ShipState

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.manifest import Decision
+    from ckptd.core.decision import Decision
     from ckptd.recover.owner import Owner
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
@@ -57,7 +57,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from pathlib import Path
 
     from ckptd.config import default_config_dir, resolve_job, user_name
-    from ckptd.core.manifest import Decision
+    from ckptd.core.decision import Decision
     from ckptd.daemon.decisions import write_decision
     from ckptd.recover.owner import owner_of
 

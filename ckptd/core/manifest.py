@@ -235,21 +235,6 @@ class Lease(Document):
     node_id: str
 
 
-class Decision(Document):
-    """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
-
-    kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
-    tag: str
-    """`*` = every checkpoint found at the first start (adopt)."""
-    fingerprints: Many[tuple[str, str]] = ()
-    """Which save of the tag is meant, where it matters (accept)."""
-    tags: Many[str] = ()
-    """first-start: the tags found then."""
-    by: str = ""
-    at: str = ""
-    serial: int = 0
-
-
 def to_bytes(document: Model) -> bytes:
     """Canonical bytes: sorted keys, no blanks, UTF-8; None and defaults included."""
     if isinstance(document, NodeManifest):

@@ -6,7 +6,9 @@ meanwhile was not found.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ from ckptd.journal_tables import AT_BEGIN
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckptd.core.decision import Decision
+    from ckptd.core.listing import SaveDirListing
     from ckptd.journal import Journal
 
 
@@ -26,17 +30,65 @@ class Beginning:
     """There when this daemon first looked."""
     first: frozenset[str]
     """There when the journal was begun over this very directory."""
+    place: str = ""
+    """Of this directory, as a `first-start` notes it."""
+    holds_state: bool = False
+    """The state directory lies in it, moves and goes with it: what that has noted is of this directory."""
+
+    def is_of_here(self, decision: Decision) -> bool:
+        """Whether a recorded first start was over this directory; not over another of that node's name."""
+        return decision.place in ("", self.place)
 
 
-def beginning(journal: Journal, save_dir: str, inode: int, now: frozenset[str]) -> Beginning:
+class FirstLook:
+    """What lay in save_dir when this daemon first looked: what the trainer saved before us."""
+
+    def __init__(self) -> None:
+        self._born_ns = time.time_ns()
+        self._is_awaited = False
+        self._tags: frozenset[str] | None = None
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """There already; none before it was looked at."""
+        return self._tags or frozenset()
+
+    def awaits(self) -> None:
+        """save_dir is missing, or another directory than the one that was looked at (adr/0159)."""
+        self._tags, self._is_awaited = None, True
+
+    def look(self, listing: SaveDirListing) -> bool:
+        """Settle it, once; whether this was that look.
+
+        In a directory that was awaited what was written since this daemon began is the trainer's new save.
+        """
+        if self._tags is not None:
+            return False
+        folders = listing.folders
+        if self._is_awaited:
+            born = self._born_ns
+            folders = tuple(f for f in folders if any(file.identity.mtime_ns < born for file in f.files))
+        self._tags = frozenset(folder.tag for folder in folders)
+        return True
+
+
+def place_of(save_dir: str, inode: int) -> str:
+    """Names a directory of this node in a remote, where no absolute path may stand."""
+    return hashlib.sha256(f"{save_dir}\0{inode}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def beginning(
+    journal: Journal, save_dir: str, inode: int, now: frozenset[str], *, holds_state: bool = False
+) -> Beginning:
     """What the journal noted; else what is noted now: a new journal, one of a release that noted nothing, or
     another directory than before, of which nothing is known.
     """
     text = journal.meta(AT_BEGIN)
     known: Mapping[str, object] = json.loads(text) if text is not None else {}
     where = {"save_dir": save_dir, "inode": inode}
+    place = place_of(save_dir, inode)
     tags = known.get("tags")
     if not isinstance(tags, list) or any(known.get(key) != value for key, value in where.items()):
         journal.set_meta(AT_BEGIN, json.dumps(where | {"tags": sorted(now)}))
-        return Beginning(now, now)
-    return Beginning(now, frozenset(tags))
+        return Beginning(now, now, place, holds_state)
+    return Beginning(now, frozenset(tags), place, holds_state)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core import manifest as mf
-from ckptd.core.manifest import Decision
+from ckptd.core.decision import Decision
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 

@@ -284,7 +284,10 @@ class Intake:
             rivals=self._ordering.rivals(folder, order),
         )
         again = self._found_before(save)
-        is_first = (folder.tag in found_first and is_new_tag) or again is not None
+        was_found = folder.tag in found_first and is_new_tag
+        fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
+        is_old = was_found and not self._recogniser.came_back(folder.tag, fingerprints)
+        is_first = is_old or again is not None
         adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
         before = state.row_of_tag(folder.tag)
         save_id = state.journal.add_save(

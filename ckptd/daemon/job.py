@@ -15,7 +15,7 @@ from ckptd.config import config_digest
 from ckptd.config_places import this_node
 from ckptd.daemon.acting import Actor
 from ckptd.daemon.beating import nodes_of
-from ckptd.daemon.beginning import beginning
+from ckptd.daemon.beginning import FirstLook, beginning
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.control import Control
@@ -30,6 +30,7 @@ from ckptd.daemon.rest import RESCAN_SECONDS, Rest
 from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.setup import (
     check_device,
+    is_default_state,
     is_still,
     let_go,
     make_state,
@@ -100,8 +101,7 @@ class Job:
         self.turns = 0
         self.plans = 0
         """How often the job was planned: what status says of it may have changed since."""
-        self._tags_at_start: frozenset[str] | None = None
-        """Tags in save_dir when this daemon first looked: what the trainer saved before us (H20)."""
+        self._first_look = FirstLook()
         self.rights = Rights()
         self._active_at = 0.0
         self.rest = Rest()
@@ -124,7 +124,7 @@ class Job:
         save_dir = str(self.config.save_dir)
         opened = open_job(self.config, self.state_dir)
         if opened is None:
-            self._tags_at_start = frozenset()
+            self._first_look.awaits()
             hint = "it appears when training starts"
             self.problems.put("save-dir-missing", save_dir, f"{save_dir} does not exist yet", hint)
             self.patience.works()
@@ -163,8 +163,10 @@ class Job:
             own = (settings, self.problems, self.patience.post, heard, self.wake)
             self.links[remote.name] = RemoteLink(*own, remote.bandwidth, self._totals.places)
         forms = {remote.name: remote.forms for remote in self.config.remotes}
-        tags, inode = self._tags_at_start or frozenset(), os.fstat(save_dir_fd).st_ino
-        found = beginning(journal, str(self.config.save_dir), inode, tags)
+        inode = os.fstat(save_dir_fd).st_ino
+        save_dir, here = self.config.save_dir, self._first_look.tags
+        is_inside = is_default_state(self.state_dir, save_dir)
+        found = beginning(journal, str(save_dir), inode, here, holds_state=is_inside)
         spread = self.config.save_spread_seconds
         self.knowledge = Knowledge(
             state, self.state_dir, self.links, self.node, found, spread, forms, self.wake
@@ -245,8 +247,7 @@ class Job:
         before = self.state.listing if self.state else None
         listing = scan(save_dir_fd, self.config.trainer, before)
         self.way.join(self, listing.device, lambda: self.control.pace(self))
-        if self._tags_at_start is None:
-            self._tags_at_start = frozenset(f.tag for f in listing.folders)
+        if self._first_look.look(listing):
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
             self.way.tell(self, is_saving=False)
@@ -311,6 +312,7 @@ class Job:
             return True
         log.warning("%s was replaced or removed", self.config.save_dir)
         self.close()
+        self._first_look.awaits()
         self.problems.begin_anew()
         self.wake()
         return False

@@ -6,7 +6,6 @@ A save that a COMMIT lists already is recognised by its fingerprints and keeps i
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import is_after, order_of
@@ -19,12 +18,12 @@ from ckptd.core.generation import (
     choose_generation,
 )
 from ckptd.core.layouts import Role
-from ckptd.core.manifest import Decision
 from ckptd.core.save import Order
 from ckptd.core.sealing import shards_of
 from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
-from ckptd.daemon.decisions import Decisions, read_decisions, write_decision
+from ckptd.daemon.decisions import Decisions
+from ckptd.daemon.first_start import FirstStart
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.seen import (
     adopt_commits,
@@ -38,7 +37,6 @@ from ckptd.daemon.seen import (
 from ckptd.daemon.sharing import look_for_sharer
 from ckptd.daemon.waiting import hear_of_parts
 from ckptd.journal_past import ANY_TAG
-from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -73,12 +71,11 @@ class Knowledge(Recogniser):
         self._state = state
         self._state_dir = state_dir
         self._links = links
-        self._node = node
         self._save_spread_seconds = save_spread_seconds
         self._forms = forms
         self._wake = wake
-        self._first: frozenset[str] | None = None
         self._beginning = beginning
+        self._first = FirstStart(beginning, state_dir, links, node)
         self._decisions = Decisions(state.journal, state_dir)
 
     @property
@@ -177,39 +174,18 @@ class Knowledge(Recogniser):
 
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
-        if self._first is None:
-            recorded = next((d for d in read_decisions(self._state_dir) if d.kind == "first-start"), None)
-            if recorded is None:
-                if not self.has_heard_all:
-                    return None
-                recorded = self._recorded_in_remote() or self._record_first_start()
-            self._first = frozenset(recorded.tags)
+        first = self._first.settled(has_heard_all=self.has_heard_all)
+        if first is None:
+            return None
         # not when they were heard: before what was found is sealed one may be away, and its answer with it
         is_heard = self.has_heard_all and not self.is_rebuilt
         if is_heard and is_written_down(self._state, self._links.values(), self.highest()):
             self._state.journal.set_meta("rebuilt", "1")
-        return self._first
+        return frozenset(first.tags)
 
-    def _recorded_in_remote(self) -> Decision | None:
-        for link in self._links.values():
-            for decision in link.observation.decisions if link.observation else ():
-                if decision.kind == "first-start" and decision.by == self._node:
-                    write_decision(self._state_dir, decision)
-                    return decision
-        return None
-
-    def _record_first_start(self) -> Decision:
-        decision = Decision(
-            kind="first-start",
-            tag="*",
-            tags=tuple(sorted(self._beginning.first)),
-            by=self._node,
-            serial=time.time_ns(),
-        )
-        write_decision(self._state_dir, decision)
-        for link in self._links.values():
-            link.order(m.Record(decision=decision), lambda _: None)
-        return decision
+    def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
+        """What was found had a COMMIT before this first start, of just this content."""
+        return self._first.had_commit(tag) and self.known_order(tag, fingerprints) is not None
 
     # --- generations -----------------------------------------------------------------------------------
 

@@ -36,3 +36,7 @@ class Recogniser:
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start; None: it is not settled yet whether this is one."""
         raise NotImplementedError
+
+    def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
+        """Found at the first start, and committed before it as just this: `resume` brought it."""
+        raise NotImplementedError

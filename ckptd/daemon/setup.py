@@ -49,6 +49,11 @@ def must_wait(state_dir: Path, save_dir: Path) -> bool:
     return True
 
 
+def is_default_state(state_dir: Path, save_dir: Path) -> bool:
+    """Whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
+    return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
+
+
 def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
     """Create the state directory; where ours lies is known only when the first checkpoint is there."""
     inside = f"{OURS}/state"

@@ -12,8 +12,9 @@ from ckptd.remote.documents import stem_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptd.core.decision import Decision
     from ckptd.core.layouts import Grid
-    from ckptd.core.manifest import Commit, Decision
+    from ckptd.core.manifest import Commit
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.documents import Stem
 

@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.core.coverage import KnownManifest
+from ckptd.core.decision import Decision
 from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
     AnyDocument,
     Commit,
-    Decision,
     Headstone,
     Lease,
     NodeManifest,

@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from ckptd.core.decision import Decision
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
-from ckptd.core.manifest import Decision, Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
+from ckptd.core.manifest import Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
 from ckptd.remote.beat_messages import Beat as Beat
 from ckptd.remote.beat_messages import Beats as Beats
 from ckptd.remote.events import Alive as Alive

@@ -10,10 +10,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.coverage import choose_pointers
+from ckptd.core.decision import Decision
 from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
-    Decision,
     Headstone,
     RemoteIdentity,
     Tombstone,

@@ -13,7 +13,7 @@ import pytest
 
 from ckptd import files
 from ckptd.convert import supervise
-from ckptd.core.manifest import Decision
+from ckptd.core.decision import Decision
 from ckptd.daemon.decisions import read_decisions, write_decision
 from ckptd.daemon.setup import make_state, node_id_of
 from ckptd.errors import CkptdError

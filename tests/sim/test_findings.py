@@ -17,7 +17,7 @@ import pytest
 
 from ckptd import files
 from ckptd.cli.wait_cmd import judged
-from ckptd.core.manifest import Decision
+from ckptd.core.decision import Decision
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.checks import exit_code
 from ckptd.daemon.control import drained_words, unsent_here

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptd.config_model import DaemonConfig, JobConfig
-from ckptd.core.manifest import Decision
+from ckptd.core.decision import Decision
 from ckptd.core.view import ZERO, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.checks import exit_code, is_idle

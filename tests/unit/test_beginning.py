@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.view import ZERO
-from ckptd.daemon.beginning import Beginning, beginning
+from ckptd.daemon.beginning import Beginning, beginning, place_of
 from ckptd.daemon.decisions import read_decisions
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
@@ -31,23 +31,27 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     journal.close()
 
 
+HERE = place_of("/nvme/run", 7)
+
+
 def test_what_came_after_the_journal_was_begun_was_not_found(journal: Journal) -> None:
-    assert beginning(journal, "/nvme/run", 7, OLD) == Beginning(OLD, OLD)
-    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, OLD)
-    assert beginning(journal, "/nvme/run", 7, frozenset()) == Beginning(frozenset(), OLD)
+    assert beginning(journal, "/nvme/run", 7, OLD) == Beginning(OLD, OLD, HERE)
+    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, OLD, HERE)
+    assert beginning(journal, "/nvme/run", 7, frozenset()) == Beginning(frozenset(), OLD, HERE)
 
 
 @pytest.mark.parametrize(("save_dir", "inode"), [("/nvme/other", 7), ("/nvme/run", 8)])
 def test_of_another_directory_nothing_is_known(journal: Journal, save_dir: str, inode: int) -> None:
     """Another save_dir in the job file, or one that was not mounted when the journal was begun."""
     beginning(journal, "/nvme/run", 7, frozenset())
-    assert beginning(journal, save_dir, inode, OLD) == Beginning(OLD, OLD)
-    assert beginning(journal, save_dir, inode, LATER) == Beginning(LATER, OLD)
+    there = place_of(save_dir, inode)
+    assert beginning(journal, save_dir, inode, OLD) == Beginning(OLD, OLD, there)
+    assert beginning(journal, save_dir, inode, LATER) == Beginning(LATER, OLD, there)
 
 
 def test_a_journal_of_an_older_release_begins_with_what_is_here_now(journal: Journal) -> None:
     journal.set_meta("found", "{}")
-    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, LATER)
+    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, LATER, HERE)
 
 
 def test_all_remotes_answer_before_the_first_start_is_noted(tmp_path: Path, journal: Journal) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from ckptd.core import coverage
 from ckptd.core.coverage import KnownManifest, build_commit
+from ckptd.core.decision import Decision
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import FolderListing, SaveDirListing
-from ckptd.core.manifest import Decision, NodeManifest, manifest_key, sha256_of, to_bytes
+from ckptd.core.manifest import NodeManifest, manifest_key, sha256_of, to_bytes
 from ckptd.core.manifest_names import name_in
 from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, ShipRecord, ShipState

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.config import JobConfig
-from ckptd.core.manifest import Decision, NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
+from ckptd.core.decision import Decision
+from ckptd.core.manifest import NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.journal import Journal
 from ckptd.observe.audit import Audit

@@ -108,7 +108,7 @@ def test_list_of_what_is_not_there(scene: Scene) -> None:
 
 
 def test_pins_are_listed(scene: Scene) -> None:
-    from ckptd.core.manifest import Decision
+    from ckptd.core.decision import Decision
     from ckptd.remote.observe import record
 
     scene.save(5)

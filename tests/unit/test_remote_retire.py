@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptd.core.decision import Decision
 from ckptd.core.manifest import (
-    Decision,
     Dispute,
     ManifestRef,
     NodeManifest,

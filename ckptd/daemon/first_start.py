@@ -1,0 +1,88 @@
+"""The first start of a daemon over a directory: a decision on what is not rotated until it is adopted (H20).
+
+The state directory and every remote have it, so that neither a lost journal nor a lost state directory is a
+first start. It is of one directory: another of the same node's name has a first start of its own (adr/0159).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.core.decision import Decision
+from ckptd.core.view import ZERO
+from ckptd.daemon.decisions import read_decisions, write_decision
+from ckptd.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from ckptd.daemon.beginning import Beginning
+    from ckptd.daemon.links import RemoteLink
+
+
+class FirstStart:
+    """That of one job; settled once every remote was heard, or where it is recorded already."""
+
+    def __init__(
+        self,
+        beginning: Beginning,
+        state_dir: Path,
+        links: Mapping[str, RemoteLink],
+        node: str,
+    ) -> None:
+        self._beginning = beginning
+        self._state_dir = state_dir
+        self._links = links
+        self._node = node
+        self._settled: Decision | None = None
+
+    def settled(self, *, has_heard_all: bool) -> Decision | None:
+        """The decision; None: a remote may have it and has not answered."""
+        if self._settled is None:
+            self._settled = self._recorded_here()
+        if self._settled is None and has_heard_all:
+            self._settled = self._recorded_in_remote() or self._record()
+        return self._settled
+
+    def had_commit(self, tag: str) -> bool:
+        """Whether a remote had a COMMIT of that name when the first start was recorded."""
+        return self._settled is not None and tag in self._settled.committed
+
+    def _recorded_here(self) -> Decision | None:
+        return self._newest(read_decisions(self._state_dir), is_any_place=self._beginning.holds_state)
+
+    def _recorded_in_remote(self) -> Decision | None:
+        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        newest = self._newest(d for one in seen for d in one.decisions if d.by == self._node)
+        if newest is not None:
+            write_decision(self._state_dir, newest)
+        return newest
+
+    def _newest(self, decisions: Iterable[Decision], *, is_any_place: bool = False) -> Decision | None:
+        starts = [decision for decision in decisions if decision.kind == "first-start"]
+        here = [one for one in starts if is_any_place or self._beginning.is_of_here(one)]
+        return max(here, key=lambda decision: decision.serial, default=None)
+
+    def _record(self) -> Decision:
+        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        committed = {
+            view.commit.tag
+            for one in seen
+            for view in one.commits
+            if not view.disputed and view.commit.form == ZERO
+        }
+        decision = Decision(
+            kind="first-start",
+            tag="*",
+            tags=tuple(sorted(self._beginning.first)),
+            committed=tuple(sorted(self._beginning.first & committed)),
+            place=self._beginning.place,
+            by=self._node,
+            serial=time.time_ns(),
+        )
+        write_decision(self._state_dir, decision)
+        for link in self._links.values():
+            link.order(m.Record(decision=decision), lambda _: None)
+        return decision
