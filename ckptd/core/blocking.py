@@ -9,10 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.core.deriving import is_open, stays_for_want_of
 from ckptd.core.keeping import is_committed
 from ckptd.core.keeping_remote import is_configured_otherwise, to_retire
+from ckptd.core.ladder import GONE
 from ckptd.core.optout import unheard
 from ckptd.core.pruning import victims
+from ckptd.core.view import UNIVERSAL, DerivedState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sized
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 SOON_SECONDS = 120.0
 LONG_SECONDS = 900.0
 """Longer than any save takes: the trainer hangs in it, or something else writes in its folder."""
+_NO_ROOM = "whole because there is no room to make the universal form that the ladder leaves instead"
+_NO_FORM = "whole because the ladder leaves a universal form instead, and it has none"
 _GOES_ON = "nothing to do; if this was meant, it goes on within the hour"
 
 
@@ -133,15 +138,44 @@ def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     here = [s for s in view.saves if s.is_present]
     if not here:
         return None
-    counts = Counter(_strongest(view, s, fates[s.id].keeps) for s in here)
-    why = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    why = {s.id: _strongest(view, s, fates[s.id]) for s in here}
+    counted = ", ".join(f"{count} {reason}" for reason, count in Counter(why.values()).most_common())
+    left = _left_by_a_ladder(view)
+    beside = f", and {left} universal form{'s' if left > 1 else ''} that the ladder left" if left else ""
     others = "ckptd status --retention names each; unpin, lower the limit, or free space"
+    ending = _ending(view, [s for s in here if why[s.id] == _NO_ROOM], left)
     return Blocked(
         what="all are kept",
-        text=f"the disk is short, and every checkpoint here is kept: {why}",
-        next_step=f"{adopting(view)}{others}",
+        text=f"the disk is short, and every checkpoint here is kept: {counted}{beside}",
+        next_step=f"{adopting(view)}{ending}{others}",
         patience_seconds=SOON_SECONDS,
     )
+
+
+def _left_by_a_ladder(view: JobView) -> int:
+    ready = (s for s in view.saves if s.is_pruned and s.universal.state is DerivedState.READY)
+    return sum(1 for _ in ready) if view.local_retention.has_rung(UNIVERSAL) else 0
+
+
+def _ending(view: JobView, waiting: list[SaveView], left: int) -> str:
+    """What helps where a ladder keeps more than the disk holds: its end; "" where it keeps nothing."""
+    if not waiting and not left:
+        return ""
+    ends = view.local_retention.has_rung(GONE)
+    word = 'lower `after` of its form "gone"' if ends else 'end it by { after = N, form = "gone" }'
+    tenths = -(-_room_to_make(view, waiting) // 10**8)  # rounded up: so much is enough
+    made = f", or free {tenths / 10:.1f} GB: then those forms are made" if waiting else ""
+    return f"the ladder in [local] keeps more than this disk holds: {word}{made}; "
+
+
+def _room_to_make(view: JobView, waiting: list[SaveView]) -> int:
+    """Bytes to free before the first of these gets its form; the newest save gets its own before."""
+    whole = (s for s in view.saves if s.is_intact and s.is_convertible)
+    newest = max(whole, key=lambda s: s.order, default=None)
+    is_first = newest is not None and is_open(newest.universal, view.now_seconds) and newest not in waiting
+    wanted = [max((s.save.total_bytes for s in waiting), default=0)]
+    wanted += [newest.save.total_bytes] if newest is not None and is_first else []
+    return view.disk.reserve_bytes - view.disk.free_bytes + (0 if view.disk.can_clone else sum(wanted))
 
 
 def unadopted(view: JobView) -> list[SaveView]:
@@ -155,7 +189,7 @@ def adopting(view: JobView) -> str:
     return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
 
 
-def _strongest(view: JobView, save: SaveView, reasons: tuple[str, ...]) -> str:
+def _strongest(view: JobView, save: SaveView, fate: Fate) -> str:
     """The one reason that a person would have to change first."""
     if not save.is_adopted:
         return "found at the first start"
@@ -165,4 +199,8 @@ def _strongest(view: JobView, save: SaveView, reasons: tuple[str, ...]) -> str:
         return "pinned"
     if save.has_unlisted:
         return "with files that no COMMIT lists"
-    return "within the policy" if reasons else "free to go"
+    if fate.awaits == UNIVERSAL and len(fate.keeps) == 1:
+        may_be_made = stays_for_want_of(save, fate) and UNIVERSAL in view.local_forms
+        is_tried = save.universal.state in (DerivedState.NONE, DerivedState.CONVERTING)
+        return _NO_ROOM if may_be_made and is_tried else _NO_FORM
+    return "within the policy" if fate.keeps else "free to go"

@@ -61,14 +61,22 @@ def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> b
 def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
     """Under disk pressure, the save whose universal form goes next; None: no pressure, or none is left.
 
-    They can be made again, so all of them go before any hold: one a turn, clones (which free little) last,
-    the oldest first among equals. What a ladder has left instead of its source, or is about to, stays.
+    All of them go before any hold: one a turn, clones (which free little) last, the oldest first of equals.
+    What a ladder has left instead of its source, or is about to, stays. What it will leave once goes after
+    all others, the newest first: of the older one the source goes sooner, and then makes the room (adr/0164).
     """
     if not view.disk.is_short:
         return None
     ready = (s for s in view.saves if s.universal.state is DerivedState.READY and not s.is_busy)
     loose = [s for s in ready if not _is_all_that_is_left(view, s, local)]
-    return min(loose, key=lambda s: (s.universal.is_cloned and s.is_intact, s.order), default=None)
+    spare = [s for s in loose if not _will_be_left(view, s)]
+    if spare or not loose:
+        return min(spare, key=lambda s: (_is_clone(s), s.order), default=None)
+    return min(loose, key=lambda s: (_is_clone(s), *(-part for part in s.order)))
+
+
+def _is_clone(save: SaveView) -> bool:
+    return save.universal.is_cloned and save.is_intact
 
 
 def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bool:
@@ -76,6 +84,19 @@ def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bo
     # a ZeRO form that nothing keeps may go in this very turn, on the strength of this one
     is_stepping_down = not save.is_intact or not local.zero[save.id].keeps
     return is_stepping_down and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
+
+
+def _will_be_left(view: JobView, save: SaveView) -> bool:
+    """A rung here will leave it instead of its source, which stays whole for good without it."""
+    policy = view.local_retention
+    climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
+    return climbs and save.is_intact and save.stands_alone and not save.is_pinned
+
+
+def stays_for_want_of(save: SaveView, fate: Fate | None) -> bool:
+    """A whole one that would step down here, were its universal form there; such a form can be made."""
+    is_awaited = fate is not None and fate.awaits == UNIVERSAL
+    return is_awaited and save.stands_alone and save.is_convertible and save.is_intact
 
 
 def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:

@@ -147,8 +147,7 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: _Dates)
             score=score_of(view, save.save.best),
         ),
         forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
-        # beside a trainer's own files the universal form alone loads nowhere
-        standing=_ALONE if is_ready and save.save.roots == ("",) else frozenset(),
+        standing=_ALONE if is_ready and save.stands_alone else frozenset(),
     )
 
 

@@ -6,7 +6,7 @@ rung's own form is there, so that nothing is left without a form before the rung
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -66,10 +66,12 @@ class Fate:
     """Why it may go."""
     instead: str | None = None
     """The form that must be there before it goes; None: nothing is meant to stay."""
+    awaits: str | None = None
+    """It stays for want of this form alone, as far as the policy goes."""
 
     def kept_for(self, *more: str) -> Fate:
         """With further reasons to stay."""
-        return Fate(keeps=self.keeps + more, goes=self.goes, instead=self.instead) if more else self
+        return replace(self, keeps=self.keeps + more) if more else self
 
 
 def step_down(
@@ -91,7 +93,8 @@ def step_down(
             least, goes, stays = fullness(rung.form), Fate(goes=text, instead=rung.form), Fate(keeps=(text,))
             return {form: goes if fullness(form) > least else stays for form in forms}
     why = f"whole until {ladder[0].after}" if not reached else f"no {reached[-1].form} form is here instead"
-    return dict.fromkeys(forms, Fate(keeps=(f"ladder: {why}",)))
+    awaits = reached[-1].form if reached else None
+    return dict.fromkeys(forms, Fate(keeps=(f"ladder: {why}",), awaits=awaits))
 
 
 @cache

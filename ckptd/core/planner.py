@@ -32,6 +32,7 @@ from ckptd.core.deriving import (
     is_open,
     is_streamed,
     keep_derived,
+    stays_for_want_of,
     to_derive,
     worth_making,
 )
@@ -289,7 +290,8 @@ def _ship_or_describe(
 
 
 def _convert(view: JobView, local: LocalFates) -> list[Action]:
-    """What is kept here, one at a time: newest first, every save where extents clone, else only the newest.
+    """What is kept here, one at a time: newest first, every save where extents clone, else only the newest,
+    and what a rung waits for.
 
     What remotes alone take is never made here (`_ship`).
     """
@@ -300,8 +302,10 @@ def _convert(view: JobView, local: LocalFates) -> list[Action]:
     whole = (s for s in view.saves if s.is_intact and s.is_convertible)
     candidates = sorted(whole, key=lambda s: s.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
-    due = candidates if view.disk.can_clone else candidates[:1]
-    due = [s for s in due if is_open(s.universal, view.now_seconds)]
+    if not view.disk.can_clone:
+        newest, fates = candidates[:1], local.zero
+        candidates = newest + [s for s in candidates[1:] if stays_for_want_of(s, fates.get(s.id))]
+    due = [s for s in candidates if is_open(s.universal, view.now_seconds)]
     for save in worth_making(view, local, due) if due else ():
         cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
         if view.disk.free_bytes - cost_bytes < view.disk.reserve_bytes:

@@ -163,6 +163,11 @@ class SaveView:
         """All of its shards are here, and they are more than weights."""
         return not self.save.grid.is_model_only and not self.save.is_part
 
+    @property
+    def stands_alone(self) -> bool:
+        """Its universal form loads without its other files: a trainer's own lie beside it (adr/0050)."""
+        return self.save.roots == ("",)
+
     def derived(self, form: str) -> DerivedRecord:
         """Where a derived form stands here."""
         return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE

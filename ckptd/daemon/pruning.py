@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -213,13 +212,7 @@ class Pruner:
             is_whole = fs.is_whole_in_trash(fd, row.trash, intent.files)
             if is_whole and (not may_go or self.is_pinned(intent.tag)):
                 return _End.WAITS
-            trash_fd = fs.ensure_ours(fd, fs.TRASH)
-            try:
-                fs.finish_prune(trash_fd, row.trash, intent.files)
-            except FileNotFoundError:
-                log.info("%s is gone from the trash", row.trash)
-            finally:
-                os.close(trash_fd)
+            finish(fd, row)
             return _End.GONE
 
         def done(end: object) -> None:
@@ -265,6 +258,21 @@ class Pruner:
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
         self.later()
+
+
+def finish(save_dir_fd: int, row: DeletionRow) -> None:
+    """Go on with a removal that was begun; what is gone, by another worker or a person, is finished.
+
+    Raises:
+        StorageError: some of it stays, and so does its intent (adr/0163).
+    """
+    with fs.closing(fs.ensure_ours(save_dir_fd, fs.TRASH)) as trash_fd:
+        try:
+            fs.finish_prune(trash_fd, row.trash, row.intent.files)
+        except FileNotFoundError:
+            if files.stat_beneath(trash_fd, row.trash) is not None:
+                raise
+            log.info("%s is gone from the trash", row.trash)
 
 
 def moved_back(save_dir_fd: int, name: str, intent: DeletionIntent, audit: Audit) -> bool:

@@ -5,9 +5,7 @@ Runs once, in the deciding thread, before the first plan; everything it does is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -15,10 +13,10 @@ from ckptd import files
 from ckptd.core.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.converting import found_universal
 from ckptd.daemon.holds import take_up_holds
-from ckptd.daemon.pruning import moved_back
+from ckptd.daemon.pruning import finish, moved_back
 from ckptd.daemon.retiring import take_up_belt
 from ckptd.daemon.state import HOUR_SECONDS
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, StorageError
 from ckptd.local import fs
 from ckptd.observe.logs import doing
 
@@ -40,9 +38,9 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
 
     A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
-    back and needs a fresh permit (adr/0153). What has lost a file is finished; the folder in the trash holds
-    the sealed files by identity, so that removes exactly those (docs/design.md §5 *Permit*). What else lies
-    below `_ckptd` in a directory that is shared may be another host's work under way (adr/0110).
+    back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed files lie
+    there, and never moved back (docs/design.md §5 *Permit*, adr/0163). What else lies below `_ckptd` in a
+    directory that is shared may be another host's work under way (adr/0110).
     """
     names = set(fs.trash_names(save_dir_fd))
     for deletion in state.journal.open_deletions():
@@ -54,16 +52,16 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             if fs.is_whole_in_trash(save_dir_fd, deletion.trash, deletion.intent.files):
                 state.half_removed.add(deletion.id)
                 continue
-            trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
+            tag = deletion.intent.tag
             try:
-                # gone: by a worker of the process that ends
-                with contextlib.suppress(FileNotFoundError):
-                    fs.finish_prune(trash_fd, deletion.trash, deletion.intent.files)
-            finally:
-                os.close(trash_fd)
+                finish(save_dir_fd, deletion)
+            except StorageError as error:
+                log.warning("pruning %s: %s", tag, error, extra=doing("prune", tag))
+                state.half_removed.add(deletion.id)
+                state.note_failure(f"pruning {tag}", error)
+                continue
             state.journal.end_deletion(deletion.id, done=True)
             state.journal.end_save(deletion.save_id, "pruned")
-            tag = deletion.intent.tag
             log.info("finished pruning %s", tag, extra=doing("prune", tag))
         else:
             row = state.rows.get(deletion.save_id)

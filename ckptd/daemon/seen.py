@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.knowledge")
 
 _CLAIMED_OR_OPEN = (ShipState.COMMITTED, ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+_GONE, _DISPUTED = "its COMMIT is gone", "its COMMIT is disputed"
 _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
 
 
@@ -131,15 +132,17 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
 
 
 def notice_lost(state: JobState, link: RemoteLink, forms: Sequence[str]) -> None:
-    """COMMITs that somebody removed from a remote, or that cannot be read: nothing is called safe on their
-    account (P17). `forms`: what the remote takes.
+    """COMMITs that somebody removed from a remote or disputed, or that cannot be read: nothing is called safe
+    on their account (P17). `forms`: what the remote takes.
 
     A form of what a ZeRO form holds follows it: it is looked at once that is committed again.
     """
     seen = link.observation
     if seen is None or not link.is_current:
         return
-    held = {(view.key, view.sha256) for view in seen.commits}
+    listed: dict[tuple[str | None, str | None], bool] = {
+        (view.key, view.sha256): view.disputed for view in seen.commits
+    }
     # what lies in the trash, whole, goes by these records alone (adr/0153)
     half = {one.save_id for one in state.journal.open_deletions()} if state.half_removed else set()
     for row in [r for r in state.rows.values() if r.state == "present" or r.held or r.id in half]:
@@ -149,13 +152,16 @@ def notice_lost(state: JobState, link: RemoteLink, forms: Sequence[str]) -> None
             if record.form != ZERO and where in seen.retired_beside and record.state in _CLAIMED_OR_OPEN:
                 state.put_ship(row.id, record.model_copy(update={"state": ShipState.RETIRED}))
                 continue
-            is_held = (record.commit_key, record.commit_sha256) in held
-            if record.state is not ShipState.COMMITTED or is_held:
+            proof = (record.commit_key, record.commit_sha256)
+            # a lesser form shares its generation with the ZeRO form, and could not be sent again
+            is_disputed = listed.get(proof, False) and record.form == ZERO
+            if record.state is not ShipState.COMMITTED or (proof in listed and not is_disputed):
                 continue
             zero = state.ship(row.id, link.name, ZERO)
             if record.form != ZERO and ZERO in forms and zero.state is not ShipState.COMMITTED:
                 continue
-            reason = "its COMMIT cannot be read" if where in seen.unreadable else "its COMMIT is gone"
+            lost = _DISPUTED if is_disputed else _GONE
+            reason = "its COMMIT cannot be read" if where in seen.unreadable else lost
             about = (row.save.tag, record.form, link.name, reason)
             log.error("%s (%s) on %s: %s; it is looked for again", *about)
             state.lose_commit(row.id, link.name, reason, record.form)

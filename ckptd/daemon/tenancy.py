@@ -16,7 +16,7 @@ from ckptd import files
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.shared import beat_seconds, term_seconds
 from ckptd.core.view import ZERO, ShipState, Tenure
-from ckptd.errors import ConfigError, LockHeld
+from ckptd.errors import ConfigError, LockHeld, StorageError
 from ckptd.local import fs
 from ckptd.local.state_dir import prepare_state_dir
 from ckptd.place import lies_in_save_dir, opened_ours
@@ -111,6 +111,8 @@ def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
         log.warning("%s lies in the trash, renamed aside by another host; it is left there", name)
     except FileNotFoundError:
         log.info("%s is gone from the trash", name)
+    except StorageError as error:
+        log.warning("what another host renamed aside: %s", error)
     finally:
         os.close(trash_fd)
 

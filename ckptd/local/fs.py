@@ -21,6 +21,8 @@ from ckptd import files, place
 from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS
 from ckptd.errors import CkptdError, RefusedError, SourceChanged, from_os_error
+from ckptd.local.leftovers import everything_in as everything_in
+from ckptd.local.leftovers import folders_in, is_as_sealed, stays_in_trash
 from ckptd.local.scan import scan_folder
 
 if TYPE_CHECKING:
@@ -78,30 +80,13 @@ def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_liste
                 raise SourceChanged(msg, hint="the folder stays; move that file away to let it go")
 
 
-def everything_in(folder_fd: int, prefix: str = "") -> list[str]:
-    """Names of all files below a folder, relative to it; what is mounted there is one name."""
-    found: list[str] = []
-    for name in os.listdir(folder_fd):
-        status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            if status.st_dev != os.fstat(folder_fd).st_dev:
-                found.append(prefix + name)
-                continue
-            with files.opened_dir(name, folder_fd) as child:
-                is_here = files.mount_of(child) == files.mount_of(folder_fd)
-                found += everything_in(child, f"{prefix}{name}/") if is_here else [prefix + name]
-        else:
-            found.append(prefix + name)
-    return found
-
-
 def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
     """Remove a checkpoint: check, rename aside, check again (else rename back), remove its files.
 
     Raises:
         RefusedError: the permit is too old, or rests on nothing.
         SourceChanged: the folder is not the one that was sealed; nothing was removed.
-        NotPermitted, StorageError: as the kernel says; nothing was removed.
+        NotPermitted, StorageError: as the kernel says; what was removed by then shows in the trash.
     """
     if not permit.is_grounded or not permit.is_valid_at(time.monotonic()):
         msg = f"the permit to remove {permit.tag} is not valid"
@@ -140,27 +125,34 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
 def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
     """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
 
+    Of one that is whole by name and holds another file than was sealed nothing goes (adr/0163).
     Durable when it returns: what a power cut gave back would look like a folder that nobody meant to remove.
+
+    Raises:
+        FileNotFoundError: it was moved back.
+        StorageError: some of it stays.
     """
     folder_fd = files.open_dir_beneath(trash_fd, name)
     try:
         _check_still_there(trash_fd, name, folder_fd)
-        folders: set[str] = set()
-        for file in sealed:
-            if head := file.path.rpartition("/")[0]:
-                folders.update(_prefixes(head))
-            status = files.stat_beneath(folder_fd, file.path)
-            if status is None or files.identity_of(status) != file.identity:
-                continue
-            with _parent_of(folder_fd, file.path) as (parent, base):
-                files.remove_file(parent, base)
-        for inner in sorted(folders, key=len, reverse=True):
+        here = [file for file in sealed if files.stat_beneath(folder_fd, file.path) is not None]
+        mine = [file for file in here if is_as_sealed(folder_fd, file)]
+        if len(mine) == len(here) or len(here) < len(sealed):
+            for file in mine:
+                if is_as_sealed(folder_fd, file):
+                    with _parent_of(folder_fd, file.path) as (parent, base):
+                        files.remove_file(parent, base)
+        for inner in sorted(folders_in(folder_fd), key=len, reverse=True):
             remove_empty(folder_fd, inner)
         files.fsync_dir(folder_fd)
+        others = sorted({file.path for file in here} - {file.path for file in mine})
+        left = others or everything_in(folder_fd)
     finally:
         os.close(folder_fd)
     remove_empty(trash_fd, name)
     files.fsync_dir(trash_fd)
+    if left:
+        raise stays_in_trash(name, left, is_listed=bool(others))
 
 
 def _check_still_there(trash_fd: int, name: str, folder_fd: int) -> None:
@@ -209,11 +201,6 @@ def closing(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _prefixes(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def put_back(save_dir_fd: int, name: str, tag: str, sealed: Sequence[SealedFile]) -> bool:

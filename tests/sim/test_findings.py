@@ -24,7 +24,7 @@ from ckptd.daemon.control import drained_words, unsent_here
 from ckptd.daemon.decisions import read_decisions, write_decision
 from ckptd.daemon.report import job_status
 from ckptd.daemon.setup import make_state
-from ckptd.errors import RemoteUnreachable, TornArchiveError
+from ckptd.errors import RemoteUnreachable, StorageError, TornArchiveError
 from ckptd.local import fs
 from ckptd.observe.audit import Audit
 from ckptd.remote.directory import DirectoryStore
@@ -119,7 +119,8 @@ def test_what_a_prune_removed_stays_removed(world: World) -> None:
     for name in ("one", "two"):
         files.write_atomic(folder, name, b"x")
     files.fsync_dir(trash)
-    fs.finish_prune(trash, "global_step1.aa", ())
+    with pytest.raises(StorageError, match="no part of what was committed"):
+        fs.finish_prune(trash, "global_step1.aa", ())
     files.remove_file(folder, "one")
     files.remove_file(folder, "two")
     fs.finish_prune(trash, "global_step1.aa", ())

@@ -15,8 +15,10 @@ from ckptd.core.actions import (
     Ship,
     StopConverting,
 )
+from ckptd.core.blocking import blocked
+from ckptd.core.ladder import Rung
 from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
+from ckptd.core.retention import Ephemeral, RetentionPolicy
 from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState, Disk, JobView, SaveView
 from tests.unit.core_views import job_view, save_view, sealed
 
@@ -127,3 +129,75 @@ def test_a_full_disk_takes_nothing_that_the_policy_keeps() -> None:
     assert of(job(three(), full), Prune) == []
     limited = job(three(), full, local_retention=RetentionPolicy(save_total_limit=2))
     assert [a.save_id for a in of(limited, Prune)] == [1]
+
+
+# --- a ladder here (adr/0164) ------------------------------------------------------------------------------
+
+LADDER = RetentionPolicy(save_total_limit=2, ladder=(Rung(form="universal", after_newer=1),))
+TIGHT = Disk(free_bytes=999, reserve_bytes=1000, can_clone=False)
+BARE = DerivedRecord()
+
+
+def laddered(*forms: DerivedRecord, disk: Disk = TIGHT, **changes: Any) -> JobView:
+    """Saves 1 … n, whole, with these universal forms."""
+    saves = [save_view(n, sealed(n), universal=form) for n, form in enumerate(forms, start=1)]
+    return job(saves, disk, **{"local_retention": LADDER, "latest_universal": None} | changes)
+
+
+def test_what_a_rung_will_leave_goes_after_all_others() -> None:
+    """Of the older one the source goes sooner: the newest loses its form before it, a pinned one first."""
+    view = laddered(READY, READY)
+    assert [a.save_id for a in of(view, DropDerived)] == [2]
+    pinned = replace(view, saves=(replace(view.saves[0], is_pinned=True), view.saves[1]))
+    assert [a.save_id for a in of(pinned, DropDerived)] == [1]
+    passing = LADDER.model_copy(update={"ephemeral": Ephemeral(every_steps=2, keep=2)})
+    assert [a.save_id for a in of(laddered(READY, READY, local_retention=passing), DropDerived)] == [1]
+
+
+def test_a_save_that_steps_down_keeps_what_is_left_of_it() -> None:
+    """Two of three lose their form at most, though the disk stays short."""
+    view = laddered(READY, READY, READY)
+    assert [a.save_id for a in of(view, DropDerived)] == [3]
+    view = laddered(READY, READY, BARE)
+    assert [a.save_id for a in of(view, DropDerived)] == [2]
+    assert of(laddered(READY, BARE, BARE), DropDerived) == []
+    assert [a.save_id for a in of(laddered(READY, BARE, BARE), Prune)] == [1], "its source makes the room"
+
+
+def test_what_a_rung_waits_for_is_made_once_it_fits() -> None:
+    """Without clones too: a disk that was short for an hour keeps nothing whole for good."""
+    size = sealed(1).total_bytes
+    fits = Disk(free_bytes=1000 + size, reserve_bytes=1000, can_clone=False)
+    assert [a.save_id for a in of(laddered(BARE, READY, READY, disk=fits), Convert)] == [1]
+    assert [a.save_id for a in of(laddered(BARE, READY, BARE, disk=fits), Convert)] == [3], "the newest first"
+    assert of(laddered(BARE, READY, READY, disk=replace(fits, free_bytes=999 + size)), Convert) == []
+    within = laddered(BARE, READY, disk=fits)
+    assert of(within, Convert) == [], "what the limit keeps whole waits for nothing"
+    plain = laddered(BARE, READY, READY, disk=fits, local_retention=RetentionPolicy(save_total_limit=3))
+    assert of(plain, Convert) == []
+
+
+def test_why_a_short_disk_keeps_more_than_the_limit_is_said() -> None:
+    """The true reason, and a cure that works: an end of the ladder lets go what it names."""
+    view = laddered(READY, BARE, BARE, BARE)
+    gone = replace(view.saves[0], is_present=False, is_intact=False, is_pruned=True)
+    view = replace(view, saves=(gone, *view.saves[1:]))
+    found = blocked(view, plan(view).local_fates)
+    assert found is not None
+    assert "1 whole because there is no room to make the universal form" in found.text
+    assert "2 within the policy, " in found.text
+    assert found.text.endswith("and 1 universal form that the ladder left")
+    assert 'end it by { after = N, form = "gone" }' in found.next_step
+    assert "free 0.1 GB: then those forms are made" in found.next_step
+    ends = (*LADDER.ladder, Rung(form="gone", after_newer=2))
+    ended = replace(view, local_retention=LADDER.model_copy(update={"ladder": ends}))
+    assert [a.save_id for a in of(ended, DropDerived)] == [1]
+    assert [a.save_id for a in of(ended, Prune)] == [2]
+
+
+def test_a_form_that_cannot_be_made_waits_for_no_room() -> None:
+    view = laddered(DerivedRecord(state=DerivedState.REFUSED), BARE, BARE)
+    found = blocked(view, plan(view).local_fates)
+    assert found is not None
+    assert "1 whole because the ladder leaves a universal form instead, and it has none" in found.text
+    assert "those forms are made" not in found.next_step

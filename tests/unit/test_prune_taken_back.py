@@ -275,6 +275,30 @@ def test_the_loss_of_its_commit_is_noticed_while_it_waits(
         assert len(killed.trash) == 1
 
 
+def test_a_dispute_of_its_commit_is_noticed_while_it_waits(
+    killed: Killed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The COMMIT is there, and another node's DISPUTE beside it: this may be the last copy (P1)."""
+    proof = {"commit_key": "k", "commit_sha256": "s", "generation": 1}
+    record = ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED, **proof)  # type: ignore[arg-type]
+    view = SimpleNamespace(key="k", sha256="s", disputed=False)
+    seen = SimpleNamespace(commits=(view,), retired_beside=(), unreadable=())
+    link = SimpleNamespace(name="nas", is_current=True, observation=seen, tag_views={})
+    killed.state.put_ship(killed.save_id, record)
+    with taken(killed.save_dir):
+        killed.start()
+        killed.state.journal.end_save(killed.save_id, "superseded")
+        killed.state.reload(killed.save_id)
+        notice_lost(killed.state, cast("Any", link), (ZERO,))
+        assert killed.state.ship(killed.save_id, "nas", ZERO) == record
+        view.disputed = True
+        notice_lost(killed.state, cast("Any", link), (ZERO,))
+        assert killed.state.ship(killed.save_id, "nas", ZERO).reason == "its COMMIT is disputed"
+        killed.state.heard.add("nas")
+        killed.later(monkeypatch)
+        assert len(killed.trash) == 1
+
+
 def test_a_removal_that_failed_before_a_file_went_is_taken_back(
     save_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
