@@ -15,7 +15,9 @@ from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.holds import settle_holds, take_up_holds
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
+from ckptd.errors import SourceChanged
 from ckptd.journal import Journal
+from ckptd.local import hold
 from tests.stores.scene import Node
 
 
@@ -28,6 +30,30 @@ def held(save_dir: Path, tag: str, number: int, step: int) -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / f"{tag}.{number}.json").write_text(sealed.model_dump_json())
     (save_dir / tag).rename(place / f"{tag}.{number}")
+
+
+def test_a_hold_of_what_is_written_while_it_is_cloned_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer saves again in place between two clones: some of each save would be held as one (P4)."""
+    node = Node(tmp_path, tag="global_step5")
+    node.write_all()
+    save = node.sealed(step=5)
+    place, first = tmp_path / "_ckptd" / "hold", tmp_path / "global_step5" / save.files[0].path
+    is_written: list[bool] = []
+
+    def clone(source: int, target: int) -> bool:
+        os.write(target, os.pread(source, 1 << 20, 0))
+        if not is_written:
+            is_written.append(True)
+            first.write_bytes(b"again")
+        return True
+
+    monkeypatch.setattr(files, "clone_file", clone)
+    with files.opened_dir(tmp_path) as fd, pytest.raises(SourceChanged):
+        hold.make(fd, "global_step5", "global_step5.1", save.files, b"{}")
+    assert is_written
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
