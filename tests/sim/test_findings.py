@@ -774,7 +774,8 @@ def test_an_older_one_that_the_disk_does_not_flush_at_once_is_no_rewind(
     counted as one of the run since, and what the job file keeps was pruned."""
     made, rng = World(1, job_config(((NAS, True, None),), None, "all")), random.Random(0)
     made.enter()
-    flushed, refused = fs.flush, []
+    flushed = fs.flush
+    refused: list[str] = []
 
     def flush_later(save_dir_fd: int, tag: str, paths: Any) -> None:
         if tag == late and not refused:
