@@ -20,6 +20,7 @@ from ckptd.core.manifest import SaveWindow
 from ckptd.core.rows import SaveState
 from ckptd.core.view import DerivedRecord, JobView
 from ckptd.daemon import viewing
+from ckptd.daemon.job import Job
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
@@ -167,6 +168,55 @@ def test_each_fact_of_the_daemon_reaches_the_planner(
         "has_unlisted": save.has_unlisted,
         "commits": len(remote.commits),
     } == CALM | seen
+
+
+@pytest.mark.parametrize(
+    ("rights", "differing", "may_delete"),
+    [(True, (), True), (False, (), False), (True, ("b",), False), (False, ("b",), False)],
+)
+def test_a_node_that_another_is_configured_unlike_may_not_delete(
+    house: House, rights: bool, differing: tuple[str, ...], may_delete: bool
+) -> None:
+    """By its own limits it might let go what the others keep (H12)."""
+    assert _planned(house, rights=rights, differing=differing).may_delete is may_delete
+
+
+@pytest.mark.parametrize(
+    ("pins", "damaged"), [((), ()), (("s1b1",), ()), ((), ("s1b1",)), (("s2b1",), ("s1b1",))]
+)
+def test_what_is_damaged_in_a_remote_is_kept_like_what_is_pinned(
+    house: House, pins: tuple[str, ...], damaged: tuple[str, ...]
+) -> None:
+    """What lies here may be all that a repair can take it from."""
+    view = _planned(house, pins=pins, damaged=damaged)
+    assert view.pinned_tags == {*pins, *damaged}
+    assert view.saves[0].is_pinned is ("s1b1" in {*pins, *damaged})
+
+
+def _planned(
+    house: House,
+    *,
+    rights: bool = True,
+    differing: tuple[str, ...] = (),
+    pins: tuple[str, ...] = (),
+    damaged: tuple[str, ...] = (),
+) -> JobView:
+    """What the job's own turn plans with."""
+    job: Any = SimpleNamespace(
+        config=house.config,
+        links={house.link.name: house.link},
+        knowledge=SimpleNamespace(pins=frozenset(pins)),
+        rights=SimpleNamespace(are_held=rights),
+        nodes=SimpleNamespace(differing=lambda: differing, tenure=None),
+        control=SimpleNamespace(pause=None, drain_view=lambda *_: None),
+        actor=SimpleNamespace(
+            scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), carry_out=lambda *_: None
+        ),
+    )
+    with files.opened_dir(house.save_dir) as fd:
+        Job._plan_and_act(job, house.state, fd)
+    view: JobView = job.view
+    return view
 
 
 @pytest.mark.parametrize(
