@@ -44,8 +44,8 @@ def test_a_restart_without_its_journal(tmp_path: Path, capsys: pytest.CaptureFix
         note(
             "restart-100",
             "F28: journal lost",
-            said=f"{seconds_to_safe:.1f} s until all are safe (target: {MOST_SECONDS:.0f}), {seconds_to_commit:.1f} s to the next COMMIT "
-            f"({os.cpu_count()} cores, shared)",
+            said=f"{seconds_to_safe:.1f} s until all are safe (target: {MOST_SECONDS:.0f}), "
+            f"{seconds_to_commit:.1f} s to the next COMMIT ({os.cpu_count()} cores, shared)",
             runs=COUNT,
             violations=len(again),
             seconds=seconds_to_commit,
