@@ -82,10 +82,22 @@ def _clear_failed(state: JobState, save_dir_fd: int, save_id: int) -> None:
         return
     name = hold_name(row)
     with _told(state, name):
-        if _was_committed(state, row) or name not in fs.names_in(save_dir_fd, fs.HOLD):
-            hold.release(save_dir_fd, name)
-            fs.remove_ours(save_dir_fd, fs.HOLD, f"{name}.partial")
-            state.failed_holds.discard(save_id)
+        if name not in fs.names_in(save_dir_fd, fs.HOLD):
+            hold.release(save_dir_fd, name)  # what was noted of it, at most
+        elif _was_committed(state, row):
+            _release(state, save_dir_fd, name, row, "committed")
+        else:
+            return
+        fs.remove_ours(save_dir_fd, fs.HOLD, f"{name}.partial")
+        state.failed_holds.discard(save_id)
+
+
+def _release(state: JobState, save_dir_fd: int, name: str, row: SaveRow, why: str) -> None:
+    """Like one that the planner lets go: with a line that says on what that rests."""
+    if state.audit is not None:
+        rests_on = state.rests_on(row.id)
+        state.audit.write("release-hold", tag=row.save.tag, form="hold", reason=why, **rests_on)
+    hold.release(save_dir_fd, name)
 
 
 @contextlib.contextmanager
@@ -136,8 +148,7 @@ def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> No
     if isinstance(save, SealedSave) and not _is_same(save, row.save):
         _unknown(state, save_dir_fd, name)
     elif _was_committed(state, row):
-        # let go, and back with a power cut
-        hold.release(save_dir_fd, name)
+        _release(state, save_dir_fd, name, row, "committed; let go before, and back with a power cut")
     elif isinstance(save, SealedSave):
         # made, and killed before that was noted; or let go for want of room, and back with a power cut
         state.journal.set_held(row.id, held=True)
@@ -157,8 +168,10 @@ def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
         _keep_aside(state, save_dir_fd, name, save)
         return
     twins = [row for row in state.rows.values() if _is_same(row.save, save)]
-    if any(row.held or row.state == "pruned" or _was_committed(state, row) for row in twins):
-        hold.release(save_dir_fd, name)
+    needless = (row for row in twins if row.held or row.state == "pruned" or _was_committed(state, row))
+    if (twin := next(needless, None)) is not None:
+        why = "held twice" if twin.held else "pruned" if twin.state == "pruned" else "committed"
+        _release(state, save_dir_fd, name, twin, f"{why}; of a journal that is lost")
         return
     folder = scan_folder(save_dir_fd, save.tag)
     if not twins and folder is not None and same_files(save, folder):
@@ -191,7 +204,7 @@ def _keep_aside(state: JobState, save_dir_fd: int, name: str, why: str) -> None:
     """Nobody can tell what it is worth, so it stays, under a name that no hold of this journal may get."""
     held = scan_folder(save_dir_fd, f"{fs.HOLD}/{name}")
     if held is None or not held.files:
-        hold.release(save_dir_fd, name)
+        hold.release(save_dir_fd, name)  # nothing of a checkpoint
         return
     if name.rpartition(".")[2].isdecimal():
         names = (f"{name}{_ASIDE}{number}" for number in count(1))

@@ -150,9 +150,10 @@ class Job:
 
     def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
         required = tuple(remote.name for remote in self.config.remotes if remote.required)
-        state = JobState(journal, config_digest(self.config), required, problems=self.problems)
-        state.load()
         self.audit = Audit(self.state_dir / "audit.jsonl")
+        digest = config_digest(self.config)
+        state = JobState(journal, digest, required, problems=self.problems, audit=self.audit)
+        state.load()
         node_id = node_id_of(self.state_dir)
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)

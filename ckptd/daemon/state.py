@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.waiting import Waiting
     from ckptd.errors import CkptdError
     from ckptd.journal import Journal, SaveRow
+    from ckptd.observe.audit import Audit
     from ckptd.remote.documents import Stem
 
 ShipKey = tuple[int, str, str]
@@ -93,6 +94,8 @@ class JobState:
     """Of what all nodes of the job must agree on."""
     required: tuple[str, ...] = ()
     """Remotes that must hold a save before its last copy here may go (P1); none: it stays."""
+    audit: Audit | None = None
+    """None: nobody reads it (a state that no job runs on)."""
     is_shared: bool = False
     """save_dir is shared by hosts on purpose (adr/0110)."""
     sharer: Sharer | None = None

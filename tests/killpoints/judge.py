@@ -208,7 +208,17 @@ def judge_end(place: Place, *, deaths: int = 0, hurts: int = 0) -> Verdict:
     if code != "0":
         wrong.append(f"at the end the exit code would be {code}: {place.last_of('problems', '')}")
     wrong += sent_again(place, is_killed=deaths > 0)
+    gone = {place.tag(number) for number in range(place.written)} - folders
+    wrong += [f"{tag} went without a line in audit.jsonl (P1)" for tag in sorted(gone - _told(place))]
     return verdict
+
+
+def _told(place: Place) -> set[str]:
+    """Tags of which audit.jsonl says that they were pruned; what a full disk cut short is no line."""
+    path = place.save_dir / "_ckptd" / "state" / "audit.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith(b"}")]
+    return {row["tag"] for row in rows if row["action"] == "prune"}
 
 
 def _names(folder: Path) -> set[str]:

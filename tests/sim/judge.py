@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 OURS = "_ckptd"
 PERMIT_SECONDS = 60.0
+_AUDITED = {
+    SAVE_DIR: "prune",
+    f"{SAVE_DIR}/{OURS}/hold": "release-hold",
+}
+"""Where what is whole lies on the node, and what audit.jsonl calls its removal."""
 
 
 class Broken(BaseException):
@@ -51,6 +57,7 @@ class Judge:
         history: list[str],
         rules: Rules,
         clock: Callable[[], float],
+        audit: Callable[[], bytes],
     ) -> None:
         self.trainer = trainer
         self.removed: dict[int, int] = {}
@@ -95,6 +102,9 @@ class Judge:
         """A list may have hidden a COMMIT: what it is of counts as not committed for as long."""
         self.vouched: dict[tuple[str, int], float] = {}
         """(remote, save) → when it was there as ckptd asked for it last: good for one permit."""
+        self._audit = audit
+        self._told: Counter[tuple[str, str]] = Counter()
+        """(what, tag) → removals that had a line of their own in audit.jsonl."""
         self._remotes = remotes
         self._required = required
         self._history = history
@@ -317,14 +327,33 @@ class Judge:
 
     def on_move(self, inode: Inode, path: str, target: str, now_seconds: float) -> None:
         """ckptd renames: a checkpoint's folder goes to the trash or comes back, nothing else (P5, P15)."""
-        if path.rpartition("/")[0] == SAVE_DIR and target.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
-            self._leaves(path.rpartition("/")[2], now_seconds)
+        if target.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
+            self._has_line(inode, path)
+            if path.rpartition("/")[0] == SAVE_DIR:
+                self._leaves(path.rpartition("/")[2], now_seconds)
         if _is_trainers(path) and not target.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
             self.say("P5", f"{path} is renamed to {target}")
         if _is_trainers(target) and not path.startswith(f"{SAVE_DIR}/{OURS}/trash/"):
             self.say("P11", f"{path} is renamed to {target}")
         if inode.saved is not None and not path.startswith(f"{SAVE_DIR}/{OURS}/"):
             self.say("P5", f"{path} is renamed to {target}")
+
+    def _has_line(self, inode: Inode, path: str) -> None:
+        """A checkpoint or a hold leaves its place: for each of its tag that did there is a line (P1)."""
+        place, _, name = path.rpartition("/")
+        what, tag = _AUDITED.get(place, ""), name
+        if place == f"{SAVE_DIR}/{OURS}/hold":
+            tag = name.partition(".unknown")[0].rpartition(".")[0]
+        if not what or not inode.entries or name.startswith(".") or name.endswith((".partial", ".json")):
+            return  # nothing, or never whole
+        lines = sum(line["action"].startswith(what) and line["tag"] == tag for line in self._lines())
+        self._told[what, tag] += 1
+        if lines < self._told[what, tag]:
+            self.say("P1", f"{path} is removed without a line in audit.jsonl")
+
+    def _lines(self) -> list[Any]:
+        # what a full disk or a power cut left of one is no line
+        return [self._json(row, "audit.jsonl") for row in self._audit().splitlines() if row.endswith(b"}")]
 
     def on_write(self, _: Inode, path: str) -> None:
         """ckptd writes or makes something (P11)."""
@@ -366,10 +395,13 @@ class Judge:
             return
         held = self._remotes[name]()
         rules = self._rules_lately(self.clock() - self._looked_seconds)
+        lines = [row for row in self._lines() if row["action"] == "retire"]
         for live in before.values():
             stem = live.key.rsplit("/", 1)[1]
             if live.key in self._before[name] or f"{OURS}/disputes/{stem}" in held:
                 continue
+            if not any([live.key, live.sha256] in row["commits"] for row in lines):
+                self.say("P1", f"{name}: {live.key} is gone without a line in audit.jsonl")
             if live.tag in self.pinned and live.tag in self._pinned_before:
                 self.say("P5", f"{name}: {live.key} is gone and is pinned")
             newer = {o.key for o in (*before.values(), *found) if o.order > live.order}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import os
 import random
@@ -762,6 +763,38 @@ def test_an_older_one_that_a_note_held_up_is_no_rewind() -> None:
         assert orders(made)["global_step10"] == (1, 10)
         made.live_on(200, rng)
         assert orders(made) == {f"global_step{step}": (1, step) for step in (1, 8, 10)}
+    finally:
+        made.leave()
+
+
+@pytest.mark.parametrize("late", ["global_step4", "global_step5"])
+def test_an_older_one_that_the_disk_does_not_flush_at_once_is_no_rewind(
+    monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """Life 67, with the wait for older ones taken out: of the saves before a rewind one was sealed last,
+    counted as one of the run since, and what the job file keeps was pruned."""
+    made, rng = World(1, job_config(((NAS, True, None),), None, "all")), random.Random(0)
+    made.enter()
+    flushed = fs.flush
+    refused: list[str] = []
+
+    def flush_later(save_dir_fd: int, tag: str, paths: Any) -> None:
+        if tag == late and not refused:
+            refused.append(tag)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flushed(save_dir_fd, tag, paths)
+
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 1)
+        made.live_on(100, rng)
+        made.kill()
+        monkeypatch.setattr(fs, "flush", flush_later)
+        saved(made, 4, 5, 1)
+        made.live_on(300, rng)
+        assert refused == [late]
+        assert orders(made) == {"global_step4": (1, 4), "global_step5": (1, 5), "global_step1": (2, 1)}
     finally:
         made.leave()
 

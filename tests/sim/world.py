@@ -183,6 +183,7 @@ class World:
             self.kernel.history,
             rules_of(config),
             self.clock,
+            self._audit,
         )
         self.kernel.on_removal = lambda inode, path: self.judge.on_removal(
             inode, path, self.kernel.now_seconds
@@ -202,6 +203,10 @@ class World:
             lambda _path, tag: self.trainer.has_open(tag),
         )
         self._handler = _Defects(self)
+
+    def _audit(self) -> bytes:
+        path = str(STATE_DIR / "audit.jsonl")
+        return self.kernel.content_of(path) if self.kernel.exists(path) else b""
 
     def enter(self) -> None:
         """The life begins: save_dir is there."""

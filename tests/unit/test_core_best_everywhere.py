@@ -167,6 +167,15 @@ def test_the_best_stays_on_a_node_without_the_trainers_word() -> None:
     assert [a.permit.tag for a in plan(view).actions if isinstance(a, Prune)] == ["s4b1"]
 
 
+def test_what_a_remote_calls_the_best_stays_on_a_node_that_was_told_by_nobody_else() -> None:
+    """Its own rows say nothing of it, as after the loss of its journal."""
+    saves = [saved(step, best="s2b1") for step in (2, 4, 6)]
+    view = seen_by([committed(save) for save in saves], [without_word(save) for save in saves])
+    planned = plan(view)
+    assert [a.permit.tag for a in planned.actions if isinstance(a, Prune)] == ["s4b1"]
+    assert planned.local_fates[1].keeps == ("best_model_checkpoint",)
+
+
 def test_nothing_leaves_a_node_before_the_commit_that_names_the_best_was_read() -> None:
     """Committed by this very node, and not looked at since."""
     planned = plan(on_node_b(are_read=False))

@@ -12,7 +12,7 @@ from ckptd.core.permit import CommitRef, DeletePermit, OptOutPermit
 from ckptd.core.planner import plan
 from ckptd.core.retention import Ephemeral, RetentionPolicy
 from ckptd.core.view import Confirmation, Disk, JobView, SaveView
-from tests.unit.core_views import NAS, job_view, key_of, save_view, sealed
+from tests.unit.core_views import NAS, job_view, key_of, remote_commit, save_view, sealed
 
 SHORT = Disk(free_bytes=10, reserve_bytes=1000, can_clone=False)
 
@@ -80,6 +80,17 @@ def test_thin_knows_of_a_commit_before_the_next_look_at_the_remote() -> None:
     view = loose({4}, "thin")
     unseen = replace(view, remotes=tuple(replace(r, commits=()) for r in view.remotes))
     assert pruned(unseen) == ["s1b1", "s2b1", "s3b1"]
+
+
+def test_thin_lets_nothing_go_on_a_model_alone() -> None:
+    """A remote shows its COMMIT, and nothing can be resumed from that."""
+    model = replace(remote_commit(sealed(9)), is_model_only=True)
+    view = loose(set(), "thin", disk=SHORT)
+    view = replace(view, remotes=tuple(replace(r, commits=(model,)) for r in view.remotes))
+    assert pruned(view) == []
+    resumable = replace(model, is_model_only=False)
+    view = replace(view, remotes=tuple(replace(r, commits=(resumable,)) for r in view.remotes))
+    assert pruned(view) != []
 
 
 def test_thin_counts_a_commit_of_another_branch_for_nothing() -> None:

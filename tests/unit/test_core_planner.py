@@ -191,6 +191,20 @@ def test_a_remote_does_one_thing_in_a_turn_and_sends_first() -> None:
     assert moves(here) == [Retire]
 
 
+def test_what_failed_and_is_due_again_does_not_hold_up_what_is_to_go() -> None:
+    """A remote that is full refuses the upload until something went: tried first again and again, nothing
+    would."""
+    gone, here, new = sealed(1), save_view(3, sealed(3)), sealed(4)
+    commits = (remote_commit(gone), remote_commit(here.save))
+    record = committed_record(new).model_copy(update={"state": ShipState.FAILED, "retry_at_seconds": 50.0})
+    view = job_view([here, save_view(4, new, ships={(NAS, ZERO): record})])
+    nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
+    moves = [a for a in plan(replace(view, remotes=(nas,))).actions if isinstance(a, Ship | Retire)]
+    assert [type(a) for a in moves] == [Retire]
+    nothing_goes = replace(nas, retention=RetentionPolicy())
+    assert [a.save_id for a in of(replace(view, remotes=(nothing_goes,)), Ship)] == [4]
+
+
 def test_ships_the_newest_first_and_zero_before_universal() -> None:
     """The newest waiting zero form goes; a universal only when no zero waits, and only the newest one's."""
     ready = DerivedRecord(state=DerivedState.READY, is_source_verified=True)

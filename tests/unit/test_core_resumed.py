@@ -12,6 +12,8 @@ from ckptd.core.actions import Prune
 from ckptd.core.layouts import Grid
 from ckptd.core.planner import plan
 from ckptd.core.resumed import RESUMED_PATH, Resumed, read_word
+from ckptd.daemon.pruning import _check_no_save_began
+from ckptd.errors import SourceChanged
 from ckptd.local.scan import scan
 from tests.unit.core_views import job_view, save_view, sealed
 
@@ -98,3 +100,16 @@ def test_nothing_but_a_plain_file_of_ours_is_read(tmp_path: Path, kind: str) -> 
         place.parent.symlink_to(tmp_path)
     with files.opened_dir(save_dir) as fd:
         assert read_word(scan(fd).resumed) == (WORD if kind == "file" else None)
+
+
+def test_what_was_handed_out_since_its_removal_was_planned_stays(tmp_path: Path) -> None:
+    """`ckptd resume` gives away what is here: no folder changes, only its word."""
+    (tmp_path / "global_step1").mkdir()
+    with files.opened_dir(tmp_path) as fd:
+        planned = scan(fd, "auto")
+        _check_no_save_began(fd, planned, "global_step1", "auto")
+        word = Resumed(tag="global_step1", written_ns={})
+        (tmp_path / RESUMED_PATH).parent.mkdir()
+        (tmp_path / RESUMED_PATH).write_text(word.model_dump_json())
+        with pytest.raises(SourceChanged, match="gave the trainer a checkpoint"):
+            _check_no_save_began(fd, planned, "global_step1", "auto")

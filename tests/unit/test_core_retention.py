@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.core.keeping import keep_local
+from ckptd.core.keeping_remote import keep_remote
 from ckptd.core.retention import Ephemeral, Item, RetentionPolicy, keep_reasons
 from ckptd.core.save import Order
+from ckptd.core.view import UNIVERSAL, ZERO
+from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 
 ITEMS = st.lists(
     st.tuples(st.integers(1, 3), st.integers(0, 50), st.booleans()), min_size=1, max_size=12, unique=True
@@ -208,3 +212,42 @@ def test_keep_best_keeps_the_best_and_no_others(
             assert item.key in stay
         if item.score is None:
             assert item.key not in stay - always
+
+
+def test_a_save_on_the_node_is_dated_by_the_last_of_its_commits() -> None:
+    """Until a second required remote has it, it is at risk: that is when its age begins."""
+    saves = []
+    for step in range(5):
+        save = sealed(step)
+        ships = {(name, ZERO): committed_record(save, name) for name in (NAS, "cloud")}
+        saves.append(save_view(step, save, ships=ships))
+    view = job_view(saves, local_retention=RetentionPolicy(keep_within_seconds=2 * HOUR))
+
+    def kept_here(cloud_hours: float) -> tuple[str, ...]:
+        """Saved each hour; on the second remote the second one is committed at that hour."""
+        remotes = []
+        for name, second in ((NAS, 1.0), ("cloud", cloud_hours)):
+            hours = (0.0, second, 2.0, 3.0, 4.0)
+            commits = tuple(
+                replace(remote_commit(s.save), committed_at_seconds=at * HOUR)
+                for s, at in zip(saves, hours, strict=True)
+            )
+            remotes.append(replace(view.remotes[0], name=name, commits=commits))
+        return keep_local(replace(view, remotes=tuple(remotes))).zero[1].keeps
+
+    assert kept_here(1.0) == ()
+    assert kept_here(2.0) == ("keep_within 2h",)
+
+
+def test_a_form_that_was_made_late_makes_its_save_no_younger() -> None:
+    """A remote's age of a save is its ZeRO form's: else each conversion would keep it for another span."""
+    dated = [(step, ZERO, step) for step in range(5)] + [(1, UNIVERSAL, 4)]
+    commits = tuple(
+        replace(remote_commit(sealed(step), form), committed_at_seconds=hours * HOUR)
+        for step, form, hours in dated
+    )
+    view = job_view([])
+    policy = RetentionPolicy(keep_within_seconds=2 * HOUR)
+    remote = replace(view.remotes[0], commits=commits, retention=policy)
+    kept_there = keep_remote(replace(view, remotes=(remote,)))
+    assert {c.step for c in commits if kept_there[NAS, c.key].keeps} == {2, 3, 4}

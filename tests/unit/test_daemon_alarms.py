@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from ckptd import files
+from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.blocking import LONG_SECONDS, SOON_SECONDS, blocked
-from ckptd.core.lifecycle import Context, judge
+from ckptd.core.lifecycle import Context, State, Verdict, judge
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.sealing import sealed_file
 from ckptd.core.view import Disk, JobView, RemoteView
-from ckptd.daemon import alarms
+from ckptd.daemon import alarms, checks
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState, Quiet
 from ckptd.daemon.unfinished import removal, unfinished
@@ -155,6 +156,91 @@ def test_a_save_that_was_cut_short_is_counted_with_the_command_that_removes_it(w
     assert lying > 0
     assert unfinished(watched.state) == {"global_step10": lying}
     assert removal(watched.job, "global_step10") == "ckptd gc /jobs/run.toml --incomplete global_step10"
+
+
+OTHERS = (
+    "_forget_vanished", "see_conversions", "see_gets_nothing", "_see_failures", "see_stuck", "see_outlook",
+    "see_alarms", "see_waiting", "see_nodes",
+)  # fmt: skip
+
+
+@pytest.fixture
+def told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
+    """Code → text and next step of what a turn sees of saves and of the disk, without what others see."""
+    for name in OTHERS:
+        monkeypatch.setattr(checks, name, lambda *_: None)
+    job = watched.job
+    job.config.remotes = (SimpleNamespace(name="nas", required=True),)
+    job.knowledge = SimpleNamespace(has_heard_all=True, is_rebuilt=True)
+    job.links, job.watcher, job.intake = {}, None, SimpleNamespace(late=None)
+
+    def seen() -> dict[str, str]:
+        checks.see_problems(job, watched.state)
+        return {p.code: f"{p.text}; {p.next_step}" for p in job.problems.all()}
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "cure"),
+    [
+        (State.INCOMPLETE, "incomplete-save", "ckptd resume moves it aside, {gc} removes it"),
+        (
+            State.TORN_RESAVE,
+            "torn-save",
+            "ckptd resume moves it aside, {gc} removes it; an older checkpoint is used",
+        ),
+        (
+            State.SUSPECT,
+            "suspect-save",
+            "if it is one save: ckptd accept /jobs/run.toml global_step10; else ckptd resume moves it aside",
+        ),
+    ],
+    ids=["incomplete", "torn", "suspect"],
+)
+def test_what_will_never_be_safe_is_told_with_its_bytes_and_a_command(
+    watched: Watched, told: Callable[[], dict[str, str]], state: State, code: str, cure: str
+) -> None:
+    watched.is_in_flight = False
+    watched.look()
+    watched.state.verdicts["global_step10"] = Verdict(state=state, reason="one is missing")
+    lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
+    cure = cure.format(gc="ckptd gc /jobs/run.toml --incomplete global_step10")
+    assert told() == {code: f"global_step10: one is missing ({show_bytes(lying)}); {cure}"}
+
+
+def test_a_short_disk_names_what_frees_how_much(watched: Watched, told: Callable[[], dict[str, str]]) -> None:
+    """The command for what will never be safe, and its bytes; without such a save, what else helps."""
+    watched.is_in_flight = False
+    watched.look()
+    short = Disk(free_bytes=2 * 10**9, reserve_bytes=5 * 10**9, can_clone=True)
+    watched.job.view = job_view([], disk=short)
+    lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
+    text, rest = "2.0 GB free, the next save and min_free need 5.0 GB; ", "nothing uncommitted is deleted; "
+    frees = f"ckptd gc /jobs/run.toml --incomplete global_step10 frees {show_bytes(lying)}; "
+    assert told()["disk-low"] == f"{text}{frees}{rest}free space or save less often"
+    watched.state.verdicts["global_step10"] = Verdict(state=State.SUSPECT, reason="one is older")
+    assert told()["disk-low"] == f"{text}{rest}free space or save less often", "`accept` frees nothing"
+    watched.state.verdicts.clear()
+    assert told() == {"disk-low": f"{text}{rest}free space or save less often"}
+    watched.job.view = job_view([], disk=replace(short, free_bytes=5 * 10**9))
+    assert told() == {}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "can_clone", "is_told"), [(2, False, True), (1, False, False), (2, True, False)]
+)
+def test_a_trainer_that_may_outrun_the_upload_is_told_of_where_nothing_can_be_held(
+    watched: Watched, told: Callable[[], dict[str, str]], waiting: int, can_clone: bool, is_told: bool
+) -> None:
+    """A trainer that rotates by itself removes the older of two before it was sent."""
+    watched.state.verdicts.clear()
+    watched.state.can_clone = can_clone
+    saves = [save_view(n, sealed(n), committed=n > waiting) for n in (1, 2, 3)]
+    watched.job.view = job_view(saves)
+    text = f"{waiting} checkpoints wait and cannot be held: the trainer may outrun the upload; "
+    cure = "raise the trainer's own limit, or use XFS or btrfs (clones)"
+    assert told() == ({"trainer-may-outrun": text + cure} if is_told else {})
 
 
 # --- retention ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.config import job_from_arguments
 from ckptd.core.actions import Retire
+from ckptd.core.view import UNIVERSAL
 from ckptd.daemon import viewing
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.retiring import Retiring, take_up_belt
@@ -84,6 +85,25 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     remotes["nas"].name = "renamed"
     assert left(again) == [0, 0], "another name is no new belt"
     again.journal.close()
+
+
+def test_what_goes_from_a_remote_without_the_zero_form_uses_up_its_belt(tmp_path: Path) -> None:
+    """It holds nothing else. Elsewhere a derived form goes with the ZeRO form that is counted."""
+    (tmp_path / "run").mkdir()
+    job = job_from_arguments(str(tmp_path / "run"), str(tmp_path / "nas"), check_paths=False)
+    (nas,) = job.remotes
+    farm = nas.model_copy(update={"name": "farm", "forms": (UNIVERSAL,)})
+    job = job.model_copy(update={"remotes": (nas, farm)})
+    state = state_in(tmp_path)
+    links: Any = {one.name: SimpleNamespace(order=lambda *_: 1, ship_order=None) for one in job.remotes}
+    retiring = Retiring(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
+    before = [viewing._retirements_left(job, state, one) for one in job.remotes]
+    for remote in job.remotes:
+        commit = remote_commit(sealed(1), UNIVERSAL)
+        retiring.retire(Retire(remote=remote.name, commit=commit, reason="save_total_limit 2"))
+    left = [viewing._retirements_left(job, state, one) for one in job.remotes]
+    assert [was - now for was, now in zip(before, left, strict=True)] == [0, 1]
+    state.journal.close()
 
 
 def test_a_belt_of_an_older_journal_counts_for_every_remote(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,10 @@ from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.holds import settle_holds, take_up_holds
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
+from ckptd.errors import SourceChanged
 from ckptd.journal import Journal
+from ckptd.local import hold
+from ckptd.observe.audit import Audit
 from tests.stores.scene import Node
 
 
@@ -28,6 +32,41 @@ def held(save_dir: Path, tag: str, number: int, step: int) -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / f"{tag}.{number}.json").write_text(sealed.model_dump_json())
     (save_dir / tag).rename(place / f"{tag}.{number}")
+
+
+def test_a_hold_of_what_is_written_while_it_is_cloned_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer saves again in place between two clones: some of each save would be held as one (P4)."""
+    node = Node(tmp_path, tag="global_step5")
+    node.write_all()
+    save = node.sealed(step=5)
+    place, first = tmp_path / "_ckptd" / "hold", tmp_path / "global_step5" / save.files[0].path
+    is_written: list[bool] = []
+
+    def clone(source: int, target: int) -> bool:
+        os.write(target, os.pread(source, 1 << 20, 0))
+        if not is_written:
+            is_written.append(True)
+            first.write_bytes(b"again")
+        return True
+
+    monkeypatch.setattr(files, "clone_file", clone)
+    with files.opened_dir(tmp_path) as fd, pytest.raises(SourceChanged):
+        hold.make(fd, "global_step5", "global_step5.1", save.files, b"{}")
+    assert is_written
+    assert list(place.iterdir()) == []
+
+
+def lines(state_dir: Path) -> list[tuple[str, str, list[str]]]:
+    """What audit.jsonl says of holds that went: tag, reason, keys of COMMITs."""
+    try:
+        texts = (state_dir / "audit.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    rows = [json.loads(text) for text in texts]
+    assert {(row["action"], row["form"]) for row in rows} <= {("release-hold", "hold")}
+    return [(row["tag"], row["reason"], [key for key, _ in row["commits"]]) for row in rows]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -81,11 +120,13 @@ def test_what_a_hold_that_failed_leaves(
     place = tmp_path / "_ckptd" / "hold"
     save = SealedSave.model_validate_json((place / "global_step5.1.json").read_text())
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, required=REQUIRED, problems=Problems())
+    audit = Audit(tmp_path / "audit.jsonl")
+    state = JobState(journal=journal, required=REQUIRED, audit=audit, problems=Problems())
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     for remote, form in committed:
-        state.put_ship(save_id, ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED))
+        record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
+        state.put_ship(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
     state.failed_holds.add(save_id)
     state.busy[save_id] += 1
     with files.opened_dir(tmp_path) as fd:
@@ -98,6 +139,7 @@ def test_what_a_hold_that_failed_leaves(
         settle_holds(state, fd)
     assert not os.listdir(place)
     assert not state.failed_holds
+    assert lines(tmp_path) == ([("global_step5", "committed", ["nas zero", "cloud zero"])] if is_done else [])
     journal.close()
 
 
@@ -111,14 +153,72 @@ def test_a_hold_of_which_a_restart_finds_no_note(
     place = tmp_path / "_ckptd" / "hold"
     save = SealedSave.model_validate_json((place / f"global_step5.{number}.json").read_text())
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, required=REQUIRED, problems=Problems())
+    audit = Audit(tmp_path / "audit.jsonl")
+    state = JobState(journal=journal, required=REQUIRED, audit=audit, problems=Problems())
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     for remote, form in committed:
-        state.put_ship(save_id, ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED))
+        record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
+        state.put_ship(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
     with files.opened_dir(tmp_path) as fd:
         take_up_holds(state, fd)
         settle_holds(state, fd)
     assert state.rows[save_id].held != is_done
     assert sorted(os.listdir(place)) == ([] if is_done else ["global_step5.1", "global_step5.1.json"])
+    told = [(tag, reason.partition(";")[0], commits) for tag, reason, commits in lines(tmp_path)]
+    assert told == ([("global_step5", "committed", ["nas zero", "cloud zero"])] if is_done else [])
+    journal.close()
+
+
+@pytest.mark.parametrize("why", ["held twice", "pruned"])
+def test_a_hold_that_nobody_needs_goes_with_a_line(tmp_path: Path, why: str) -> None:
+    """Of a journal that is lost, and of a save that this one has or let go; half of one has no line."""
+    held(tmp_path, "global_step5", 7, 5)
+    place = tmp_path / "_ckptd" / "hold"
+    save = SealedSave.model_validate_json((place / "global_step5.7.json").read_text())
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, audit=Audit(tmp_path / "audit.jsonl"), problems=Problems())
+    save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+    shutil.copytree(place / "global_step5.7", place / "global_step5.1.partial")
+    if why == "held twice":
+        journal.set_held(save_id, held=True)
+        shutil.copytree(place / "global_step5.7", place / "global_step5.1")
+        shutil.copy(place / "global_step5.7.json", place / "global_step5.1.json")
+    else:
+        journal.end_save(save_id, "pruned")
+    state.load()
+    with files.opened_dir(tmp_path) as fd:
+        take_up_holds(state, fd)
+    assert sorted(os.listdir(place)) == (
+        ["global_step5.1", "global_step5.1.json"] if why == "held twice" else []
+    )
+    assert lines(tmp_path) == [("global_step5", f"{why}; of a journal that is lost", [])]
+    journal.close()
+
+
+@pytest.mark.parametrize("how", ["failed", "found", "lost"])
+def test_a_hold_stays_where_its_line_cannot_be_written(tmp_path: Path, how: str) -> None:
+    """A full disk: what went without a line would be told of by nothing."""
+    held(tmp_path, "global_step5", 7 if how == "lost" else 1, 5)
+    (place,) = (tmp_path / "_ckptd" / "hold").glob("*.json")
+    save = SealedSave.model_validate_json(place.read_text())
+    journal = Journal(tmp_path / "journal.db")
+    (tmp_path / "audit.jsonl").mkdir()
+    audit = Audit(tmp_path / "audit.jsonl")
+    state = JobState(journal=journal, required=("nas",), audit=audit, problems=Problems())
+    save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    state.put_ship(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+    with files.opened_dir(tmp_path) as fd:
+        if how == "failed":
+            state.failed_holds.add(save_id)
+            settle_holds(state, fd)
+        else:
+            take_up_holds(state, fd)
+        assert place.with_suffix("").is_dir()
+        assert list(state.failures) == [f"settling _ckptd/hold/{place.stem}"]
+        (tmp_path / "audit.jsonl").rmdir()
+        settle_holds(state, fd)
+    assert not place.with_suffix("").exists()
+    assert len(lines(tmp_path)) == 1
     journal.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -183,6 +184,17 @@ def test_a_save_that_begins_while_it_is_renamed_aside_comes_back(
         prune(save_dir, permit)
     assert (save_dir / TAG / "a.pt").read_text() == "new save"
     assert all((save_dir / TAG / name).exists() for name in NAMES), "nothing else went either"
+
+
+def test_what_was_written_in_the_trash_is_not_removed(save_dir: Path) -> None:
+    """A trainer that still had the file open: bytes that were never committed (P4)."""
+    permit, aside = permit_for(save_dir), save_dir / fs.TRASH / "aside"
+    aside.parent.mkdir(parents=True)
+    (save_dir / TAG).rename(aside)
+    (aside / "a.pt").write_text("another save")
+    with files.opened_dir(aside.parent) as fd, contextlib.suppress(CkptdError, OSError):
+        fs.finish_prune(fd, "aside", permit.files)
+    assert "another save" in [p.read_text() for p in save_dir.rglob("a.pt")]
 
 
 @pytest.mark.root

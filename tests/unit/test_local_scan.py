@@ -10,7 +10,8 @@ import pytest
 
 from ckptd import files
 from ckptd.core.listing import SaveDirListing
-from ckptd.daemon.intake import Intake
+from ckptd.daemon.intake import IN_FLIGHT_SECONDS, Intake
+from ckptd.daemon.state import Quiet
 from ckptd.local.scan import scan
 from tests.unit.recover_scene import Scene, known_save
 
@@ -62,4 +63,27 @@ def test_a_checkpoint_of_ours_that_was_closed_meanwhile_has_not_vanished(tmp_pat
     listing = looked(scene.save_dir)
     with files.opened_dir(scene.save_dir) as fd, pytest.raises(PermissionError, match="global_step5"):
         intake.look(listing, fd, 0.0)
+    state.journal.close()
+
+
+def test_a_folder_that_somebody_writes_to_is_in_flight_however_long_it_rests(tmp_path: Path) -> None:
+    """A rank that hangs in its save for ten minutes: nothing changes, and it is no leftover (H32)."""
+    scene = Scene(tmp_path)
+    _, state = known_save(scene, tmp_path / "journal.db")
+    intake = Intake(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    with files.opened_dir(scene.save_dir) as fd:
+        (folder,) = scan(fd).folders
+    state.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)
+
+    def is_recent(now_seconds: float) -> bool:
+        return intake._recently_changed(folder, now_seconds)
+
+    shard = scene.save_dir / folder.tag / folder.files[0].path
+    assert is_recent(IN_FLIGHT_SECONDS - 1)
+    assert not is_recent(IN_FLIGHT_SECONDS + 1)
+    with shard.open("rb"):
+        assert not is_recent(IN_FLIGHT_SECONDS + 1), "a reader is no writer"
+    with shard.open("r+b"):
+        assert is_recent(IN_FLIGHT_SECONDS + 1)
+    assert not is_recent(IN_FLIGHT_SECONDS + 1)
     state.journal.close()

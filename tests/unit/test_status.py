@@ -230,6 +230,17 @@ def test_what_is_no_status_is_said(tmp_path: Path, text: str, capsys: pytest.Cap
         assert "status.json cannot be read" in capsys.readouterr().err
 
 
+def test_retention_says_why_each_stays_and_why_one_goes() -> None:
+    kept = replace(gallery.checkpoint(5), keep=("newest complete", "pinned"))
+    rows = [asdict(kept), asdict(gallery.checkpoint(4)) | {"keep": [], "goes": "save_total_limit 1"}]
+    out = io.StringIO()
+    Console(file=out, width=200).print(checkpoints_table({"checkpoints": rows}, retention=True))
+    title, stays, goes = (line.rstrip() for line in out.getvalue().splitlines())
+    assert title.endswith("kept here because")
+    assert stays.endswith("  newest complete; pinned")
+    assert goes.endswith("  goes: save_total_limit 1")
+
+
 def test_a_tag_is_whole_on_a_narrow_terminal() -> None:
     long = replace(gallery.checkpoint(4000), tag=f"global_step{'0' * 20}", reason="word " * 9)
     job = {"checkpoints": [asdict(long)]}
