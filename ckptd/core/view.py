@@ -252,6 +252,15 @@ class Disk:
     reserve_bytes: int
     can_clone: bool
     min_free_bytes: int = 0
+    free_files: int | None = None
+    """Inodes that are left; None: this file system has no such limit (btrfs)."""
+    reserve_files: int = 0
+    """Those of the next save."""
+
+    @property
+    def lacks_files(self) -> bool:
+        """The files of the next save would not fit, however many bytes are free."""
+        return self.free_files is not None and self.free_files < self.reserve_files
 
     @property
     def is_short(self) -> bool:
