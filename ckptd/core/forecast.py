@@ -13,7 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ckptd.core.playing import Ground, Pace, play
+from ckptd.core.pieces import Ground, Pace
+from ckptd.core.playing import play
 from ckptd.core.retention import RetentionPolicy
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from ckptd.core.backfill import to_ship
 from ckptd.core.keeping import best_here, dates_of, is_committed, score_of
 from ckptd.core.keeping_remote import is_configured_otherwise
 from ckptd.core.optout import unheard
-from ckptd.core.playing import Ground, Piece
+from ckptd.core.pieces import Ground, Piece
 from ckptd.core.save import Order
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 

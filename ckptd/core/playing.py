@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from heapq import merge
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ckptd.core.optout import loose_under
-from ckptd.core.retention import Held, Item, RetentionPolicy, fates
+from ckptd.core.leaving import goes_by_number, going, moving
+from ckptd.core.pieces import Piece, Played
 from ckptd.core.save import Order
 from ckptd.core.view import UNIVERSAL, ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.permit import Unuploaded
+    from ckptd.core.pieces import Ground, Pace
 
 HORIZON_SAVES = 100
 """A disk that takes so many more does not fill, as far as anybody is told."""
@@ -37,103 +37,12 @@ _MOST_KNOWN = 500
 """A ground of more checkpoints is not remembered."""
 _ZERO = frozenset({ZERO})
 _BOTH = frozenset({ZERO, UNIVERSAL})
-_ALONE = frozenset({UNIVERSAL})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A checkpoint on this disk, as far as its future there depends on it."""
-
-    key: str
-    order: Order
-    bytes: int
-    is_committed: bool = False
-    """On every required remote."""
-    committed_at_seconds: float | None = None
-    """Unix time."""
-    is_pinned: bool = False
-    score: float | None = None
-    may_go: bool = True
-    """False: it stays whatever the policy says (found at the first start, the best, others' files)."""
-    is_sent: bool = True
-    """It waits for the link while it is not committed."""
-    is_trainers: bool = True
-    """The trainer's own rotation counts it."""
-    forms: frozenset[str] = _ZERO
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How the run goes on."""
-
-    sizes_bytes: tuple[int, ...]
-    """Of the coming saves, over and over."""
-    every_seconds: float
-    flight_seconds: float = 0.0
-    """From the first file of a save until it may be sent; nothing is let go meanwhile."""
-    last_step: int = 0
-    steps: int = 1
-    """From save to save."""
-    since_last_seconds: float = 0.0
-    now_unix_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """The disk, what lies on it, and what may leave it."""
-
-    free_bytes: int
-    """With what makes room under disk pressure before a save lacks it."""
-    pieces: tuple[Piece, ...] = ()
-    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
-    unuploaded: Unuploaded = "keep"
-    link_bytes_per_second: float | None = None
-    """Of the slowest required remote; None: it takes nothing; inf: not known, and fast enough."""
-    may_delete: bool = True
-    """False: removals rest (a pause, a drain, rights that are not proved)."""
-    sent: str | None = None
-    """Key of what is under way."""
-    left_bytes: int = 0
-    """Of that, still to be sent."""
-    written_bytes: int = 0
-    """Of the save in flight."""
-    is_in_flight: bool = False
-    reserve_bytes: int = 0
-    """P13's line."""
-    makes_universal: bool = False
-    """A ladder leaves a universal form, and those to come can be made."""
-    trainer_keeps: int | None = None
-    """What the trainer's own rotation leaves here; None: it removes nothing."""
-    others: tuple[tuple[float, int], ...] = ()
-    """(seconds from now, bytes) that other jobs will have taken of this disk by then."""
-
-    @property
-    def deletes(self) -> bool:
-        """Something of ours may go at all."""
-        return self.may_delete and self.policy.deletes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """What became of it."""
-
-    fit: int
-    """Saves that found room."""
-    full_at_seconds: float | None
-    """When the next one runs out of it; None: it did not fill."""
-    taken: tuple[tuple[float, int], ...] = ()
-    """(seconds, bytes taken by then): what other jobs on this disk must reckon with."""
-
-    @property
-    def is_full(self) -> bool:
-        """Within the horizon."""
-        return self.full_at_seconds is not None
 
 
 def play(ground: Ground, pace: Pace) -> Played:
     """Live the coming saves; the same ground and pace always give the same, so what was played is known."""
     if len(ground.pieces) > MOST_PIECES:
-        ground = replace(ground, pieces=_moving(ground))
+        ground = replace(ground, pieces=moving(ground))
         judged = sum(piece.is_committed or ground.unuploaded != "keep" for piece in ground.pieces)
         if judged > MOST_PIECES and ground.deletes:
             return Played(fit=0, full_at_seconds=None)
@@ -212,7 +121,7 @@ class _Play:
     def _comes_round(self, fit: int) -> bool:
         """The disk was as it is now before another save, and all goes by number: for ever so."""
         policy = self.ground.policy
-        if self.ground.others or not _counts_alone(policy) or self.ground.trainer_keeps is not None:
+        if self.ground.others or not goes_by_number(policy) or self.ground.trainer_keeps is not None:
             return False
         waiting = tuple(p.is_committed for p in sorted(self.pieces.values(), key=lambda p: p.order))
         sent = self.top.save_seq - self.pieces[self.sent].order.save_seq if self.sent else None
@@ -312,7 +221,7 @@ class _Play:
             return
         self.judged, self.has_news = self.judged + len(self.pieces), False
         is_short = self.free < self.ground.reserve_bytes
-        self.going = _going(list(self.pieces.values()), self.ground, self.sent, is_short=is_short)
+        self.going = going(list(self.pieces.values()), self.ground, self.sent, is_short=is_short)
 
     # --- other jobs --------------------------------------------------------------------------------------
 
@@ -323,68 +232,3 @@ class _Play:
         """What they will have taken by then, or give back."""
         place = bisect_right(self.ground.others, (at, math.inf))
         return self.ground.others[place - 1][1] if place else 0
-
-
-def _moving(ground: Ground) -> tuple[Piece, ...]:
-    """Without what stays for ever by its step, which takes no newer one's place where all goes by number."""
-    policy = ground.policy.model_copy(update={"keep_every_steps": None, "keep_steps": (), "ephemeral": None})
-    if not _counts_alone(policy):
-        return ground.pieces
-    first = (policy.save_total_limit or 0) + 1
-    newest_first = sorted(ground.pieces, key=lambda p: p.order, reverse=True)
-    rest = (
-        p for p in newest_first[first:] if not p.is_committed or not ground.policy.keeps_step(p.order.step)
-    )
-    return (*newest_first[:first], *rest)
-
-
-def _counts_alone(policy: RetentionPolicy) -> bool:
-    """What goes is a matter of how many there are."""
-    keys = (policy.keep_every_steps, policy.keep_every_seconds, policy.keep_within_seconds, policy.keep_best)
-    others = (policy.keep_steps, policy.ephemeral, policy.ladder)
-    return not any(keys) and not any(others)
-
-
-def _going(
-    pieces: Sequence[Piece], ground: Ground, sent: str | None, *, is_short: bool
-) -> dict[str, frozenset[str]]:
-    """What may go now, with the forms that stay of it: as core/keeping.py decides it for a view."""
-    committed = [p for p in pieces if p.is_committed]
-    safe = max((p.order for p in committed), default=None)
-    loose = [p for p in pieces if not p.is_committed and _may_go_uncommitted(p, ground, safe)]
-    by_policy = fates([_held(p) for p in committed], ground.policy)
-    mine = by_policy
-    if loose:
-        everything = [_held(p) for p in (*committed, *loose)]
-        policy = loose_under(ground.policy, ground.unuploaded, is_short=is_short)
-        mine = fates(everything, policy)
-        if ground.unuploaded == "delete":
-            by_policy = fates(everything, ground.policy)
-    top = max(pieces, key=lambda p: p.order, default=None)
-    found: dict[str, frozenset[str]] = {}
-    for piece in (*committed, *loose):
-        is_newest = top is not None and (piece is top or piece.order.step >= top.order.step)
-        if is_newest or not piece.may_go or piece.key == sent:
-            continue
-        fate = (by_policy if piece.is_committed else mine)[piece.key]
-        stay = frozenset(form for form, one in fate.items() if one.keeps)
-        if stay != piece.forms:
-            found[piece.key] = stay
-    return found
-
-
-def _may_go_uncommitted(piece: Piece, ground: Ground, safe: Order | None) -> bool:
-    if ground.unuploaded == "thin":
-        return safe is not None and safe > piece.order
-    return ground.unuploaded == "delete"
-
-
-def _held(piece: Piece) -> Held:
-    item = Item(
-        key=piece.key,
-        order=piece.order,
-        pinned=piece.is_pinned,
-        committed_at_seconds=piece.committed_at_seconds,
-        score=piece.score,
-    )
-    return Held(item=item, forms=piece.forms, standing=piece.forms & _ALONE)

@@ -21,7 +21,7 @@ from ckptd.daemon.viewing import unsealed
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import SaveWindow
-    from ckptd.core.playing import Ground
+    from ckptd.core.pieces import Ground
     from ckptd.core.view import Disk, JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
@@ -176,7 +176,17 @@ def see_outlook(job: Job, state: JobState) -> None:
         )
 
 
-def short_of_files(disk: Disk) -> str:
+def shortage(disk: Disk) -> str:
+    """What the next save lacks on this disk, in words; else nothing."""
+    if disk.is_short:
+        free, need = disk.free_bytes / 1e9, disk.reserve_bytes / 1e9
+        return f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
+    if disk.lacks_files:
+        return disk_files(disk)
+    return ""
+
+
+def disk_files(disk: Disk) -> str:
     """In words."""
     return f"{disk.free_files} inodes free, the next save needs {disk.reserve_files}"
 
@@ -226,7 +236,7 @@ def _see_full(job: Job, told: Forecast) -> None:
     cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
     adopt = to_adopt(job)
     if told.lacks_files and job.view is not None:
-        text, cure = short_of_files(job.view.disk), FREES_FILES
+        text, cure = f"disk full: {disk_files(job.view.disk)}", FREES_FILES
     elif not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
     elif job.view is not None and job.view.is_paused:

@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.core.forecast import Forecast, Saved, forecast
 from ckptd.core.ground import ground_of
-from ckptd.core.playing import Ground, Piece
+from ckptd.core.pieces import Ground, Piece
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order
 from ckptd.core.view import ZERO, DerivedRecord, DerivedState

@@ -16,7 +16,8 @@ from ckptd.core.forecast import Saved, forecast
 from ckptd.core.ground import ground_of, rotation_of
 from ckptd.core.ladder import Rung
 from ckptd.core.manifest import SaveWindow
-from ckptd.core.playing import LEAST_SAVES, MOST_PIECES, Ground, Pace, Piece, play, summed
+from ckptd.core.pieces import Ground, Pace, Piece
+from ckptd.core.playing import LEAST_SAVES, MOST_PIECES, play, summed
 from ckptd.core.retention import Ephemeral, RetentionPolicy
 from ckptd.core.save import Order
 from ckptd.core.view import UNIVERSAL, ZERO, Disk
@@ -131,18 +132,23 @@ def disks(draw: Any) -> Lived:
 @given(disks())
 @settings(max_examples=150, deadline=None)
 def test_what_is_foretold_is_what_is_lived(disk: Lived) -> None:
-    """Within a save, from two saves before the disk is full; and no alarm where it does not fill."""
+    """Within a save, from three saves before the disk is full; and no alarm where it does not fill.
+
+    Or within what a link of one in a hundred more or less makes of it, where that is much.
+    """
     if disk.limit is None and disk.trainer is None:
         disk.every_steps = disk.within = None
     if disk.limit is not None:
         disk.trainer = None
     full, looks = disk.live(60)
+    near = [replace(disk, link=disk.link * by).live(60)[0] or 60 for by in (0.99, 1.0, 1.01)]
     for number in range(max(2, (full or 58) - 3), full if full is not None else 59):
         told = told_after(disk, looks[number - 1], number)
         if full is not None:
             assert told.full_in_saves is not None, (disk, number, full)
-            assert abs(number + told.full_in_saves - full) <= 1, (disk, number, told)
-        else:
+            foretold = number + told.full_in_saves
+            assert min(near) - 1 <= foretold <= max(near) + 1, (disk, number, near, told)
+        elif min(near) == 60:
             assert told.full_in_saves is None or told.full_in_saves > 3, (disk, number, told)
 
 
