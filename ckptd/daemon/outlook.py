@@ -81,14 +81,20 @@ def outlook(job: Job, state: JobState) -> Forecast:
 def _ground(job: Job, state: JobState) -> Ground:
     assert job.view is not None
     latest_rows = islice(reversed(state.rows.values()), _ROWS)
+    rests = _is_paused(job.view, state)
     return ground_of(
-        job.view,
+        job.view if rests == job.view.is_paused else replace(job.view, is_paused=rests),
         _link(job, state),
         _left_bytes(job.view, state),
         written_bytes=_written_bytes(state),
         unsealed=[(folder.tag, step, folder.total_bytes) for folder, _, step in unsealed(state)],
         rotation=rotation_of(latest_rows),
     )
+
+
+def _is_paused(view: JobView, state: JobState) -> bool:
+    """By a person; a host that stands by rests as well, and another one lets go meanwhile."""
+    return view.is_paused and not (state.sharer is not None and state.sharer.stands_by)
 
 
 def _beside(job: Job) -> list[tuple[Job, JobState]]:
@@ -163,7 +169,7 @@ def see_outlook(job: Job, state: JobState) -> None:
     if job.view is None:
         return
     told, speed = outlook(job, state), link_speed(job, state)
-    _see_full(job, told)
+    _see_full(job, state, told)
     if told.save_steps_for_link is not None and speed is not None:
         _see_slow(job, told, speed, told.save_steps_for_link)
     if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
@@ -226,7 +232,7 @@ def _measured(bytes_per_second: float) -> str:
     return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
 
 
-def _see_full(job: Job, told: Forecast) -> None:
+def _see_full(job: Job, state: JobState, told: Forecast) -> None:
     saves, seconds = told.full_in_saves, told.full_in_seconds
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
@@ -239,7 +245,7 @@ def _see_full(job: Job, told: Forecast) -> None:
         text, cure = f"disk full: {disk_files(job.view.disk)}", FREES_FILES
     elif not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
-    elif job.view is not None and job.view.is_paused:
+    elif job.view is not None and _is_paused(job.view, state):
         cure = "nothing is sent or removed while the job is paused: `ckptd unpause`, or free space"
     elif adopt:  # no limit and no opt-out frees what was found here; adopted, it may be enough
         cure = adopt + "free space, or save less often"

@@ -88,6 +88,7 @@ def scene(
         link_speeds=speeds,
         listing=None,
         in_flight=frozenset(),
+        sharer=None,
         moving={(waiting - 1, "nas", ZERO): moving} if waiting else {},
     )
     return job, state
@@ -399,6 +400,8 @@ def test_a_paused_job_fills_its_disk() -> None:
     assert alarms(job, state) == {}
     job.view = replace(job.view, is_paused=True)
     assert "`ckptd unpause`" in alarms(job, state)["disk-full-soon"]
+    job.problems, state.sharer = Problems(), SimpleNamespace(stands_by=True)
+    assert alarms(job, state) == {}, "another host lets go what is due"
 
 
 @pytest.mark.parametrize(
