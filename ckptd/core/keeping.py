@@ -97,7 +97,7 @@ def keep_local(view: JobView) -> LocalFates:
 
 def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
     """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
-    dates = _dates(view)
+    dates = dates_of(view)
     required = [remote.name for remote in view.remotes if remote.is_required]
     held = [_held(view, save, required, dates) for save in committed]
     by_policy = fates(held, view.local_retention)
@@ -117,11 +117,11 @@ def _is_ready(save: SaveView) -> bool:
     return save.universal.state is DerivedState.READY
 
 
-_Dates = dict[tuple[str, str], float | None]
+Dates = dict[tuple[str, str], float | None]
 """(remote, key of a COMMIT) → when it was made; None: it carries no time."""
 
 
-def _dates(view: JobView) -> _Dates:
+def dates_of(view: JobView) -> Dates:
     """Of required remotes: the same key may be another save's on another one."""
     return {
         (remote.name, commit.key): commit.committed_at_seconds
@@ -131,7 +131,7 @@ def _dates(view: JobView) -> _Dates:
     }
 
 
-def _held(view: JobView, save: SaveView, required: Sequence[str], dates: _Dates) -> Held:
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> Held:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
     keys = ((name, save.ship(name, ZERO).commit_key or "") for name in required)

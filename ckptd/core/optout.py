@@ -12,6 +12,7 @@ from ckptd.core.permit import CommitRef
 from ckptd.core.view import ZERO, ShipState
 
 if TYPE_CHECKING:
+    from ckptd.core.permit import Unuploaded
     from ckptd.core.retention import RetentionPolicy
     from ckptd.core.save import Order
     from ckptd.core.view import JobView, RemoteView, SaveView
@@ -77,7 +78,12 @@ def loose_policy(view: JobView) -> RetentionPolicy:
     Without pressure it stays within the limit for as long as the link may still take it. No ladder: what was
     never committed does not age.
     """
-    policy = view.local_retention.model_copy(update={"ladder": ()})
-    if view.unuploaded == "thin" and view.disk.is_short and policy.save_total_limit is not None:
+    return loose_under(view.local_retention, view.unuploaded, is_short=view.disk.is_short)
+
+
+def loose_under(policy: RetentionPolicy, unuploaded: Unuploaded, *, is_short: bool) -> RetentionPolicy:
+    """The same of a disk that is only thought of."""
+    policy = policy.model_copy(update={"ladder": ()})
+    if unuploaded == "thin" and is_short and policy.save_total_limit is not None:
         return policy.model_copy(update={"save_total_limit": 0})
     return policy

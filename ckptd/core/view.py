@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptd.core.best import Best
+from ckptd.core.disk import Disk as Disk
 from ckptd.core.identity import Model
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.save import Order, SealedFile, SealedSave
@@ -247,26 +248,6 @@ class Confirmation:
 
     commits: tuple[CommitRef, ...]
     at_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """The file system of save_dir, in bytes; `reserve_bytes` = next save × 1.1 + min_free (P13)."""
-
-    free_bytes: int
-    reserve_bytes: int
-    can_clone: bool
-    min_free_bytes: int = 0
-
-    @property
-    def is_short(self) -> bool:
-        """The next save would not fit beside `min_free`: what is ours makes room (P13)."""
-        return self.free_bytes < self.reserve_bytes
-
-    @property
-    def is_full(self) -> bool:
-        """A save in flight is larger than all before it, or others write here: half work of ours goes too."""
-        return self.free_bytes < self.min_free_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

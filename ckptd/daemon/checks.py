@@ -25,7 +25,7 @@ from ckptd.core.save import Order
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
-from ckptd.daemon.outlook import see_outlook, to_adopt
+from ckptd.daemon.outlook import FREES_FILES, see_outlook, shortage, to_adopt
 from ckptd.daemon.stuck import see_stuck
 from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out, what_reads_it
 from ckptd.daemon.waiting import see_nodes, see_waiting
@@ -125,10 +125,9 @@ def see_problems(job: Job, state: JobState) -> None:
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
         see.see("waiting-for-remote", "journal", text, "it asks by itself; bring back one that is away")
-    if job.view is not None and job.view.disk.free_bytes < job.view.disk.reserve_bytes:
-        free, need = job.view.disk.free_bytes / 1e9, job.view.disk.reserve_bytes / 1e9
-        text = f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
-        see.see("disk-low", "disk", text, _what_frees(job, state))
+    if job.view is not None and (short := shortage(job.view.disk)):
+        frees = _what_frees(job, state) if job.view.disk.is_short else FREES_FILES
+        see.see("disk-low", "disk", short, frees)
     for link in job.links.values():
         if link.observation is not None and link.observation.damaged:
             text = f"{link.name}: {link.observation.damaged[0]}"

@@ -7,24 +7,42 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, cast
 
 from ckptd.config_quantities import show_bandwidth, show_seconds
 from ckptd.core.blocking import adopting
-from ckptd.core.forecast import Forecast, Saved, forecast, room_of
+from ckptd.core.forecast import Forecast, Saved, forecast, pace_of
+from ckptd.core.ground import ground_of, rotation_of
+from ckptd.core.playing import play, summed
 from ckptd.core.view import ZERO
 from ckptd.daemon.viewing import unsealed
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import SaveWindow
-    from ckptd.core.view import JobView
+    from ckptd.core.pieces import Ground
+    from ckptd.core.view import Disk, JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
 
 FULL_SOON_SAVES = 3
 RUNNING_SECONDS = 10.0
 """An upload that has run for so long tells the speed of its link before it ends."""
+_ROWS = 200
+"""The latest ones tell how the trainer rotates."""
+_NO_LIMIT = 1 << 62
 
+FREES_FILES = "remove small files on this disk (df -i): it has room, and no inodes left for a save"
+_CURES = {
+    "keep_every_steps": "raise keep_every_steps",
+    "keep_every_seconds": "raise keep_every",
+    "keep_within_seconds": "shorten keep_within",
+    "keep_best": "lower keep_best",
+    "keep_steps": "shorten keep_steps",
+    "ephemeral": "raise every_steps or lower keep of ephemeral",
+    "ladder": "let the ladder end sooner",
+}
 _THIN_IS_NOT_ENOUGH = (
     'unuploaded = "thin" is not enough here (none goes before a newer one is committed), "delete" is'
 )
@@ -51,16 +69,49 @@ def running_speed(state: JobState, remote: str, least_seconds: float) -> float |
 
 
 def outlook(job: Job, state: JobState) -> Forecast:
-    """What to expect of this job if the trainer goes on as it did."""
+    """What to expect of this job if the trainer goes on as it did, and those beside it on its disk."""
+    now = time.time()
+    ground = replace(_ground(job, state), others=_taken_by_others(job, now))
+    told = forecast(_saves(job, state), ground, now_seconds=now)
+    if job.view is not None and job.view.disk.lacks_files:
+        return replace(told, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
+    return told
+
+
+def _ground(job: Job, state: JobState) -> Ground:
     assert job.view is not None
-    room = room_of(
-        job.view,
+    latest_rows = islice(reversed(state.rows.values()), _ROWS)
+    rests = _is_paused(job.view, state)
+    return ground_of(
+        job.view if rests == job.view.is_paused else replace(job.view, is_paused=rests),
         _link(job, state),
         _left_bytes(job.view, state),
         written_bytes=_written_bytes(state),
-        unsealed=len(unsealed(state)),
+        unsealed=[(folder.tag, step, folder.total_bytes) for folder, _, step in unsealed(state)],
+        rotation=rotation_of(latest_rows),
     )
-    return forecast(_saves(job, state), room, now_seconds=time.time())
+
+
+def _is_paused(view: JobView, state: JobState) -> bool:
+    """By a person; a host that stands by rests as well, and another one lets go meanwhile."""
+    return view.is_paused and not (state.sharer is not None and state.sharer.stands_by)
+
+
+def _beside(job: Job) -> list[tuple[Job, JobState]]:
+    """Other jobs of this daemon on the same disk, as far as they are looked at."""
+    others = ((other, other.state) for other in cast("list[Job]", job.way.beside(job)))
+    return [(other, state) for other, state in others if state is not None and other.view is not None]
+
+
+def _taken_by_others(job: Job, now: float) -> tuple[tuple[float, int], ...]:
+    """What the coming saves of other jobs will have taken of the disk that this one counts on, by time."""
+    taken: list[tuple[float, int]] = []
+    for other, state in _beside(job):
+        pace = pace_of(_saves(other, state), now)
+        if pace is not None:
+            alone = replace(_ground(other, state), free_bytes=_NO_LIMIT)
+            taken = summed(taken, play(alone, pace).taken)
+    return tuple(taken)
 
 
 def _saves(job: Job, state: JobState) -> list[Saved]:
@@ -118,7 +169,7 @@ def see_outlook(job: Job, state: JobState) -> None:
     if job.view is None:
         return
     told, speed = outlook(job, state), link_speed(job, state)
-    _see_full(job, told)
+    _see_full(job, state, told)
     if told.save_steps_for_link is not None and speed is not None:
         _see_slow(job, told, speed, told.save_steps_for_link)
     if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
@@ -129,6 +180,21 @@ def see_outlook(job: Job, state: JobState) -> None:
         job.problems.see(
             "save-overdue", "saves", f"{text} ({late} late)", "has the run ended, or does it hang?"
         )
+
+
+def shortage(disk: Disk) -> str:
+    """What the next save lacks on this disk, in words; else nothing."""
+    if disk.is_short:
+        free, need = disk.free_bytes / 1e9, disk.reserve_bytes / 1e9
+        return f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
+    if disk.lacks_files:
+        return disk_files(disk)
+    return ""
+
+
+def disk_files(disk: Disk) -> str:
+    """In words."""
+    return f"{disk.free_files} inodes free, the next save needs {disk.reserve_files}"
 
 
 def to_adopt(job: Job) -> str:
@@ -166,23 +232,36 @@ def _measured(bytes_per_second: float) -> str:
     return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
 
 
-def _see_full(job: Job, told: Forecast) -> None:
+def _see_full(job: Job, state: JobState, told: Forecast) -> None:
     saves, seconds = told.full_in_saves, told.full_in_seconds
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
+    if (beside := len(_beside(job))) > 0:
+        text += f" and that of {beside} other job{'s' * (beside > 1)} on this disk"
     cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
     adopt = to_adopt(job)
-    if not job.config.local.policy.deletes:
+    if told.lacks_files and job.view is not None:
+        text, cure = f"disk full: {disk_files(job.view.disk)}", FREES_FILES
+    elif not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
+    elif job.view is not None and _is_paused(job.view, state):
+        cure = "nothing is sent or removed while the job is paused: `ckptd unpause`, or free space"
     elif adopt:  # no limit and no opt-out frees what was found here; adopted, it may be enough
         cure = adopt + "free space, or save less often"
     elif told.is_limit_too_high:
         cure = "lower save_total_limit in [local], free space, or save less often"
-    elif told.is_kept_by_steps:
-        cure = "raise keep_every_steps in [local], or free space"
+    elif told.kept_by:
+        cure = f"{_less(job, told.kept_by)} in [local], or free space"
     elif how == "keep" and told.is_spared_by_thin:
         cure += '; unuploaded = "thin" lets go what is older than a committed one'
     elif how != "delete":
         cure += f"; {_THIN_IS_NOT_ENOUGH}"
     job.problems.see("disk-full-soon", "disk", text, cure)
+
+
+def _less(job: Job, keys: tuple[str, ...]) -> str:
+    """What lets these keys of the policy keep less; of ephemeral alone the others have no limit."""
+    if keys == ("ephemeral",) and not job.config.local.policy.limits:
+        return "set save_total_limit"
+    return ", ".join(_CURES[key] for key in keys)

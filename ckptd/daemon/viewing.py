@@ -71,6 +71,14 @@ def next_save_bytes(state: JobState) -> int:
     return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
 
 
+def next_save_files(state: JobState) -> int:
+    """Files and folders of the next save: the most of the last five."""
+    rows = sorted(state.rows.values(), key=lambda row: row.id)[-5:]
+    counts = [len(row.save.files) + 1 for row in rows]
+    counts += [len(folder.files) + 1 for folder, _, _ in unsealed(state)]
+    return max(counts[-5:], default=0)
+
+
 def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
     """Free bytes of save_dir's file system and P13's line."""
     total = os.fstatvfs(save_dir_fd)
@@ -80,6 +88,8 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
         reserve_bytes=next_save_bytes(state) + min_free,
         min_free_bytes=min_free,
         can_clone=state.can_clone,
+        free_files=total.f_favail if total.f_files > 0 else None,
+        reserve_files=next_save_files(state),
     )
 
 

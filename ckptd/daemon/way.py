@@ -42,6 +42,13 @@ class Way:
         self.tell(job, is_saving=False)
         self._places.pop(job, None)
 
+    def beside(self, job: Hashable) -> list[Hashable]:
+        """Other jobs on the disk of this one."""
+        if job not in self._places:
+            return []
+        mine = self._places[job][0]
+        return [other for other, (device, _) in self._places.items() if other is not job and device == mine]
+
     def is_taken(self, job: Hashable) -> bool:
         """Somebody saves on the disk of this job."""
         now_seconds = time.monotonic()

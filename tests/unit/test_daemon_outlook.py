@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,20 @@ from typing import Any
 
 import pytest
 
+from ckptd.config_model import LocalConfig
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.lifecycle import State, Verdict
 from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
 from ckptd.core.manifest import SaveWindow
-from ckptd.core.retention import RetentionPolicy
+from ckptd.core.retention import Ephemeral, RetentionPolicy
+from ckptd.core.save import Order
 from ckptd.core.view import ZERO, Disk
 from ckptd.daemon.backoff import LeftAlone
 from ckptd.daemon.outlook import link_speed, outlook, see_outlook
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState, Moving
-from ckptd.daemon.viewing import next_save_bytes
+from ckptd.daemon.viewing import disk_of, next_save_bytes
+from ckptd.daemon.way import Way
 from ckptd.journal import Journal
 from tests.unit.core_views import job_view, resized, save_view, sealed
 
@@ -54,6 +58,8 @@ def scene(
                 tag=f"global_step{9000 - 500 * n}",
             ),
             seen_at=last - 600.0 * n,
+            state="present",
+            ended_at=None,
         )
         for n in range(6)
     ]
@@ -74,6 +80,7 @@ def scene(
             settle_seconds=10.0,
         ),
         links={r.name: SimpleNamespace(is_away=is_away, left_alone=None) for r in remotes},
+        way=SimpleNamespace(beside=lambda job: []),
         problems=Problems(),
     )
     state = SimpleNamespace(
@@ -81,6 +88,7 @@ def scene(
         link_speeds=speeds,
         listing=None,
         in_flight=frozenset(),
+        sharer=None,
         moving={(waiting - 1, "nas", ZERO): moving} if waiting else {},
     )
     return job, state
@@ -93,9 +101,9 @@ def alarms(job: Any, state: Any) -> dict[str, str]:
 
 def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> None:
     """100 MB/s are made and 30 MB/s carried: 500 steps become 1,700."""
-    found = alarms(*scene(speeds={"nas": 30e6, "s3": 1e9}))
+    found = alarms(*scene(free_gb=3000, speeds={"nas": 30e6, "s3": 1e9}))
     assert found == {
-        "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 19h50m; "
+        "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 11h40m; "
         'set unuploaded = "thin" or save every 1,700 steps, or make the link faster'
     }
 
@@ -221,8 +229,11 @@ def replace_listing(folder: FolderListing, tag: str) -> FolderListing:
 
 
 def test_a_disk_fills_though_nothing_was_ever_sealed(tmp_path: Path) -> None:
-    """A remote that never attached: what lies here complete is forecast, from the second save on."""
-    for count, full in ((1, None), (2, 2), (5, 2)):
+    """A remote that never attached: what lies here complete is forecast, from the second save on.
+
+    Three more fit: the one that is written just now, which has its room, is one of them.
+    """
+    for count, full in ((1, None), (2, 3), (5, 3)):
         root = tmp_path / str(count)
         root.mkdir()
         state = never_sealed(root, count=count)
@@ -270,7 +281,7 @@ def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.Monk
     ("changes", "cure"),
     [
         (
-            {"free_gb": 90, "speeds": {"nas": 60e6}, "waiting": 4, "limit": 2},
+            {"free_gb": 50, "speeds": {"nas": 60e6}, "waiting": 4, "limit": 2},
             'unuploaded = "thin" lets go',
         ),
         ({}, 'unuploaded = "thin" is not enough here'),
@@ -326,4 +337,99 @@ def test_a_save_that_does_not_come_is_said_unless_one_is_under_way() -> None:
     assert "usually every 10m" in alarms(job, state)["save-overdue"]
     job, state = scene(speeds={"nas": 1e9}, ago=3000.0)
     state.in_flight = frozenset({"global_step9500"})
+    assert alarms(job, state) == {}
+
+
+def test_jobs_on_one_disk_know_of_each_other() -> None:
+    """Two that nothing leaves: half as many saves fit, and it is said why."""
+    mine, state = scene(free_gb=330, speeds={}, limit=None)
+    assert outlook(mine, state).full_in_saves == 5
+    other, other_state = scene(free_gb=330, speeds={}, limit=None)
+    other.state = other_state
+    mine.way = SimpleNamespace(beside=lambda job: [other])
+    assert outlook(mine, state).full_in_saves == 2
+    assert "and that of 1 other job on this disk" in alarms(mine, state)["disk-full-soon"]
+    rotated, rotated_state = scene(free_gb=330, speeds={"nas": 1e9}, limit=6)
+    rotated.state = rotated_state
+    mine.way = SimpleNamespace(beside=lambda job: [rotated])
+    assert outlook(mine, state).full_in_saves == 4, "it has its room, and needs that of the save that comes"
+    unknown = SimpleNamespace(state=None, view=None)
+    mine.way = SimpleNamespace(beside=lambda job: [unknown])
+    assert outlook(mine, state).full_in_saves == 5
+
+
+def test_the_way_knows_who_is_beside_whom() -> None:
+    way = Way()
+    for job, device in (("a", 1), ("b", 1), ("c", 2)):
+        way.join(job, device, lambda: None)
+    assert (way.beside("a"), way.beside("c"), way.beside("d")) == (["b"], [], [])
+
+
+def test_a_disk_without_inodes_is_short() -> None:
+    """However many bytes are free; a file system without such a limit (btrfs) has none."""
+    for free_files, is_short in ((4, True), (5, False), (None, False)):
+        job, state = scene(free_gb=5000, speeds={"nas": 1e9})
+        disk = replace(job.view.disk, free_files=free_files, reserve_files=5)
+        job.view = replace(job.view, disk=disk)
+        assert (outlook(job, state).full_in_saves == 0) is is_short
+        found = alarms(job, state)
+        assert ("disk-full-soon" in found) is is_short
+        assert not is_short or "4 inodes free, the next save needs 5; remove small" in found["disk-full-soon"]
+
+
+def test_inodes_are_asked_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "j").mkdir()
+    state = never_sealed(tmp_path / "j", count=2)
+    job: Any = SimpleNamespace(local=LocalConfig())
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        seen = os.fstatvfs(fd)
+        assert disk_of(job, state, fd).reserve_files == 2, "a shard and its folder"
+        for total, expected in ((100, 7), (0, None)):
+            fields = {name: getattr(seen, name) for name in dir(seen) if name.startswith("f_")}
+            fake = SimpleNamespace(**fields | {"f_files": total, "f_favail": 7})
+            monkeypatch.setattr(os, "fstatvfs", lambda fd, fake=fake: fake)
+            assert disk_of(job, state, fd).free_files == expected
+    finally:
+        os.close(fd)
+
+
+def test_a_paused_job_fills_its_disk() -> None:
+    """Nothing is sent and nothing removed: said with what ends it."""
+    job, state = scene(free_gb=130, speeds={"nas": 1e9})
+    assert alarms(job, state) == {}
+    job.view = replace(job.view, is_paused=True)
+    assert "`ckptd unpause`" in alarms(job, state)["disk-full-soon"]
+    job.problems, state.sharer = Problems(), SimpleNamespace(stands_by=True)
+    assert alarms(job, state) == {}, "another host lets go what is due"
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"keep_within_seconds": 86_400.0, "save_total_limit": 2}, "shorten keep_within in [local]"),
+        ({"keep_every_seconds": 60.0, "save_total_limit": 2}, "raise keep_every in [local]"),
+        ({"ephemeral": Ephemeral(every_steps=1000, keep=1)}, "set save_total_limit in [local]"),
+    ],
+)
+def test_the_key_that_fills_a_disk_is_named(changes: dict[str, Any], cure: str) -> None:
+    job, state = scene(free_gb=70, speeds={"nas": 1e9})
+    policy = RetentionPolicy(**changes)
+    job.view = replace(job.view, local_retention=policy, saves=job.view.saves[:2])
+    job.config.local.policy = policy
+    assert cure in alarms(job, state)["disk-full-soon"]
+
+
+def test_a_trainer_that_rotates_is_not_told_to_set_a_limit() -> None:
+    """The disk never fills, though nothing of ours rotates."""
+    job, state = scene(free_gb=130, speeds={"nas": 1e9}, limit=None)
+    assert "set save_total_limit" in alarms(job, state)["disk-full-soon"]
+    job, state = scene(free_gb=130, speeds={"nas": 1e9}, limit=None)
+    rows = sorted(state.rows.values(), key=lambda row: row.save.step)
+    for n, row in enumerate(rows):
+        row.save.order = Order(1, row.save.step, n)
+        if n < 4:
+            row.state, row.ended_at = "vanished", rows[n + 2].seen_at + 1
+    state.rows = dict(enumerate(rows))
+    job.view = replace(job.view, saves=job.view.saves[:2])
     assert alarms(job, state) == {}
