@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core import manifest as mf
-from ckptd.core.decision import Decision
+from ckptd.core.decision import PINS, Decision, newest_words
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 
@@ -52,17 +52,12 @@ def write_decision(state_dir: Path, decision: Decision) -> None:
 
 def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
     """Tags whose newest pin or unpin is a pin."""
-    return frozenset(tag for tag, decision in _newest_words(decisions).items() if decision.kind == "pin")
+    return frozenset(tag for tag, decision in newest_words(decisions).items() if decision.kind == "pin")
 
 
-def _newest_words(decisions: Iterable[Decision]) -> dict[str, Decision]:
-    """Tag → its newest pin or unpin."""
-    newest: dict[str, Decision] = {}
-    for decision in decisions:
-        old = newest.get(decision.tag, decision)
-        if decision.kind in ("pin", "unpin") and decision.serial >= old.serial:
-            newest[decision.tag] = decision
-    return newest
+def _is_to_publish(decision: Decision) -> bool:
+    """A first start of a release that noted no directory would count for any of that node's name."""
+    return decision.kind != "first-start" or bool(decision.place)
 
 
 class Decisions:
@@ -73,7 +68,7 @@ class Decisions:
         """Of own files and of remotes that are there."""
         self._journal = journal
         self._state_dir = state_dir
-        self._kept = _newest_words(journal.decisions())
+        self._kept = newest_words(journal.decisions())
         self._own: list[Decision] = []
         self._read_as_of_ns: int | None = None
 
@@ -86,7 +81,7 @@ class Decisions:
 
     def _keep(self, seen: list[Decision]) -> None:
         """Pins alone: what lets something go (adopt, accept) counts where it can be read."""
-        for tag, decision in _newest_words(seen).items():
+        for tag, decision in newest_words(seen).items():
             old = self._kept.get(tag)
             if old is None or old.serial < decision.serial:
                 self._journal.put_decision(decision)
@@ -113,6 +108,17 @@ class Decisions:
         if (own := read_decisions(self._state_dir)) != self._own:
             self._read_as_of_ns = None  # whatever the folder's time says
         return tag in self._pins((*self.known, *own))
+
+    @property
+    def words(self) -> tuple[Decision, ...]:
+        """What every remote is to have: the newest pin or unpin of each tag, whoever said it, and what else
+        this state directory holds. What lets something go (adopt, accept) is published where it was said.
+        """
+        pins = self.pins
+        newest = newest_words([*self._kept.values(), *self.known]).values()
+        # an unpin that the journal alone has ends no pin, there either
+        words = [word for word in newest if (word.kind == "pin") == (word.tag in pins)]
+        return (*words, *(d for d in self._own if d.kind not in PINS and _is_to_publish(d)))
 
     def _pins(self, known: tuple[Decision, ...]) -> frozenset[str]:
         # the journal alone ends no pin: a remote that was made anew may count its serials from lower ones

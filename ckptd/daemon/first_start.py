@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from ckptd.core.decision import Decision
 from ckptd.core.view import ZERO
 from ckptd.daemon.decisions import read_decisions, write_decision
-from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from ckptd.daemon.beginning import Beginning
@@ -31,11 +30,13 @@ class FirstStart:
         state_dir: Path,
         links: Mapping[str, RemoteLink],
         node: str,
+        wake: Callable[[], None],
     ) -> None:
         self._beginning = beginning
         self._state_dir = state_dir
         self._links = links
         self._node = node
+        self._wake = wake
         self._settled: Decision | None = None
 
     def settled(self, *, has_heard_all: bool) -> Decision | None:
@@ -83,6 +84,5 @@ class FirstStart:
             serial=time.time_ns(),
         )
         write_decision(self._state_dir, decision)
-        for link in self._links.values():
-            link.order(m.Record(decision=decision), lambda _: None)
+        self._wake()  # the next turn publishes it
         return decision

@@ -35,6 +35,7 @@ from ckptd.daemon.seen import (
     unreadable_in,
 )
 from ckptd.daemon.sharing import look_for_sharer
+from ckptd.daemon.telling import Telling
 from ckptd.daemon.waiting import hear_of_parts
 from ckptd.journal_past import ANY_TAG
 
@@ -75,8 +76,9 @@ class Knowledge(Recogniser):
         self._forms = forms
         self._wake = wake
         self._beginning = beginning
-        self._first = FirstStart(beginning, state_dir, links, node)
+        self._first = FirstStart(beginning, state_dir, links, node, wake)
         self._decisions = Decisions(state.journal, state_dir)
+        self._telling = Telling(state, links, wake)
 
     @property
     def has_heard_all(self) -> bool:
@@ -89,10 +91,15 @@ class Knowledge(Recogniser):
         return self._state.journal.meta("rebuilt") == "1"
 
     def refresh(self) -> bool:
-        """Read decisions again: own files, and what the last observations showed; whether any is new."""
+        """Read decisions again: own files, and what the last observations showed; whether any is new.
+
+        What a remote lacks of them is published there again (adr/0165).
+        """
         seen = {name: link.observation for name, link in self._links.items() if link.observation is not None}
         self._state.heard |= seen.keys()
-        return self._decisions.refresh([d for one in seen.values() for d in one.decisions])
+        has_news = self._decisions.refresh([d for one in seen.values() for d in one.decisions])
+        self._telling.turn(self._decisions.words)
+        return has_news
 
     @property
     def pins(self) -> frozenset[str]:

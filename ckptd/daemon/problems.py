@@ -27,6 +27,7 @@ Code = Literal[
     "remote-full",
     "remote-damaged",
     "remote-left-alone",
+    "decision-unpublished",
     "transfer-stalled",
     "remote-object-damaged",
     "remote-object-unreadable",
@@ -71,6 +72,7 @@ _SEVERITY: dict[str, Severity] = {
     "remote-unreachable": "behind",
     "remote-full": "attention",
     "remote-left-alone": "behind",
+    "decision-unpublished": "behind",
     "transfer-stalled": "behind",
     "upload-failed": "behind",
     "local-failed": "behind",
@@ -98,6 +100,7 @@ _MAY_HEAL: frozenset[Code] = frozenset(
         "shard-missing",
         "conversion-failed",
         "job-interrupted",
+        "decision-unpublished",
         "waiting-for-remote",
         "vanished-kept",
     }

@@ -176,7 +176,7 @@ class Retiring:
         """
         for link in () if rests else self._links.values():
             seen = link.observation
-            if seen is None or not link.may_move:
+            if seen is None or not link.may_move or link.name in self._state.untold:
                 continue
             stone = next((t for t in seen.retired if self._is_to_finish(link, seen, t)), None)
             if stone is not None:

@@ -106,6 +106,8 @@ class JobState:
     """(remote, stem) → when a removal that is under way was first seen; monotonic."""
     heard: set[str] = field(default_factory=set)
     """Remotes that were observed since the start, though they may be away by now."""
+    untold: set[str] = field(default_factory=set)
+    """Remotes that lack a decision that is known here: nothing is retired from them (adr/0165)."""
     listing: SaveDirListing | None = None
     listing_at_seconds: float = 0.0
     verdicts: dict[str, Verdict] = field(default_factory=dict)

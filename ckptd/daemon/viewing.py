@@ -142,7 +142,7 @@ def build_view(
         due_since_seconds=_since_when(state),
         not_to_prune=state.blocked_lately(),
         not_to_supplement=unsent_lately(state.late_unsent),
-        not_to_retire=state.refused_lately(),
+        not_to_retire=state.refused_lately() | of_untold(state, links),
         unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.generations,
@@ -150,6 +150,12 @@ def build_view(
         is_converting=state.converting is not None,
         now_seconds=time.monotonic(),
     )
+
+
+def of_untold(state: JobState, links: Mapping[str, RemoteLink]) -> frozenset[tuple[str, str]]:
+    """All COMMITs of remotes that a decision is yet to be published to."""
+    seen = [(name, links[name].observation) for name in state.untold if name in links]
+    return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
 
 
 def _since_when(state: JobState) -> dict[tuple[str, str], float]:

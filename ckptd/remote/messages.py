@@ -146,7 +146,8 @@ class Retire(Model):
 
 
 class Record(Model):
-    """Put a person's decision in the remote; returns when it is durable there (P8)."""
+    """Put a decision that is known here in the remote, as it is, unless a newer one of its subject is there;
+    answered when it is durable (P8, adr/0165)."""
 
     op: Literal["record"] = "record"
     decision: Decision

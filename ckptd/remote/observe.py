@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.coverage import choose_pointers
-from ckptd.core.decision import Decision
+from ckptd.core.decision import PINS, Decision, lacking
 from ckptd.core.lateness import supplement_of
 from ckptd.core.manifest import (
     ROOT,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 _POINTER_TRIES = 3
 _SERIAL_TRIES = 20
-_PINS = ("pin", "unpin")
 _MOST_KNOWN = 1024
 _whole: dict[bytes, bool] = {}
 """Digests of listings that were looked at, in this process."""
@@ -261,18 +260,45 @@ def record(store: Store, decision: Decision, identity: RemoteIdentity | None = N
     are one subject); saying the same thing twice changes nothing.
     """
     still_ours(store, identity)
-    folder: Literal["pins", "decisions"] = "pins" if decision.kind in _PINS else "decisions"
     for _ in range(_SERIAL_TRIES):
-        newest = _newest(store, folder, decision)
+        newest = _newest(store, decision)
         if newest is not None and newest.model_copy(update=_of(decision)) == decision:
             return newest
         if newest is not None and newest.serial >= decision.serial:
             decision = decision.model_copy(update={"serial": newest.serial + 1})
-        key = side_key(folder, f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}")
-        if store.put_if_absent(key, to_bytes(decision)):
+        if store.put_if_absent(_key_of(decision), to_bytes(decision)):
             return decision
+    raise _changes_too_fast(store, decision)
+
+
+def publish(store: Store, decision: Decision, identity: RemoteIdentity | None = None) -> None:
+    """Put what was decided before in a remote that lacks it, create-only (P8, adr/0165).
+
+    Unlike `record`, it overrides nothing: a pin or unpin keeps its serial, so that a newer word counts.
+    """
+    still_ours(store, identity)
+    for _ in range(_SERIAL_TRIES):
+        if not lacking([decision], _of_subject(store, decision)):
+            return
+        key, data = _key_of(decision), to_bytes(decision)
+        if store.put_if_absent(key, data) or decision.kind in PINS or store.get(key) == data:
+            return
+        decision = decision.model_copy(update={"serial": decision.serial + 1})
+    raise _changes_too_fast(store, decision)
+
+
+def _changes_too_fast(store: Store, decision: Decision) -> RemoteNotOurs:
     msg = f"{store.url} changes faster than a decision on {decision.tag} can be put there"
-    raise RemoteNotOurs(msg, hint="something else writes there; see `ckptd check`")
+    return RemoteNotOurs(msg, hint="something else writes there; see `ckptd check`")
+
+
+def _folder_of(decision: Decision) -> Literal["pins", "decisions"]:
+    return "pins" if decision.kind in PINS else "decisions"
+
+
+def _key_of(decision: Decision) -> str:
+    name = f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}"
+    return side_key(_folder_of(decision), name)
 
 
 def _of(decision: Decision) -> dict[str, object]:
@@ -280,21 +306,25 @@ def _of(decision: Decision) -> dict[str, object]:
     return {"serial": decision.serial, "at": decision.at, "by": decision.by}
 
 
-def _newest(store: Store, folder: str, decision: Decision) -> Decision | None:
-    kinds = _PINS if folder == "pins" else (decision.kind,)
-    found: Decision | None = None
-    for info in store.list(f"{ROOT}/{folder}/"):
+def _newest(store: Store, decision: Decision) -> Decision | None:
+    return max(_of_subject(store, decision), key=lambda held: held.serial, default=None)
+
+
+def _of_subject(store: Store, decision: Decision) -> list[Decision]:
+    """What the remote holds on the same subject; of others the names alone are read."""
+    kinds = PINS if decision.kind in PINS else (decision.kind,)
+    found: list[Decision] = []
+    for info in store.list(f"{ROOT}/{_folder_of(decision)}/"):
         kind, _, rest = info.key.rsplit("/", 1)[1].removesuffix(".json").partition("~")
         if kind not in kinds or rest.rpartition("~")[0] != encode_name(decision.tag):
             continue
         data = store.get(info.key)
-        held = None if data is None else parse(Decision, data, info.key)
-        if held is not None and (found is None or held.serial > found.serial):
-            found = held
+        if data is not None:
+            found.append(parse(Decision, data, info.key))
     return found
 
 
 def is_pinned(store: Store, tag: str) -> bool:
     """True when the newest pin or unpin of the tag in the remote is a pin."""
-    newest = _newest(store, "pins", Decision(kind="pin", tag=tag))
+    newest = _newest(store, Decision(kind="pin", tag=tag))
     return newest is not None and newest.kind == "pin"

@@ -45,7 +45,7 @@ from ckptd.remote.messages import (
     Unchanged,
     known,
 )
-from ckptd.remote.observe import confirm, describe, observe, point, record, still_ours
+from ckptd.remote.observe import confirm, describe, observe, point, publish, still_ours
 from ckptd.remote.open import WINDOW_BYTES, open_store
 from ckptd.remote.origin import sealed
 from ckptd.remote.pacing import Cancelled, Pacer
@@ -280,7 +280,7 @@ class _Reporter:
 def _note(ground: Ground, order: Order) -> None:
     """Small changes: a person's word, the pointers, uploads that nobody goes on with."""
     if isinstance(order, Record):
-        record(ground.store, order.decision, ground.identity)
+        publish(ground.store, order.decision, ground.identity)
     elif isinstance(order, Discard):
         still_ours(ground.store, ground.identity)
         for key, token in order.uploads:

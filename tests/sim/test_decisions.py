@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.remote import observe
+from ckptd.remote.open import open_store
 from tests.sim.decisions import HOUR_SECONDS, Keys
 from tests.sim.judge import Broken
 from tests.sim.life import HEALED_SECONDS
@@ -126,6 +128,20 @@ def test_what_was_decided_holds_and_the_judge_sees_it(name: str) -> None:
         assert {s.step for s in world.trainer.saves if world.is_intact(s)} == play.stay
     with living(play) as world, seeded(defect), pytest.raises(Broken, match=f"P5.*{play.words}"):
         play.script(world)
+
+
+def test_a_remote_that_lost_a_pin_has_it_again() -> None:
+    """Put back from a snapshot: a node that knows that remote alone would let the checkpoint go."""
+    play = Play(script=_pinned_here, local=1, words="", stay={1, 4})
+    with living(play) as world:
+        play.script(world)
+        store = open_store(NAS_URL)
+        for info in list(store.list("_ckptd/pins/")):
+            store.delete(info.key)
+        assert not observe.is_pinned(store, "global_step1")
+        save(world, 4)
+        assert observe.is_pinned(store, "global_step1")
+        assert {s.step for s in world.trainer.saves if world.is_intact(s)} == play.stay
 
 
 def test_a_pin_that_was_taken_back_keeps_nothing() -> None:
