@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.manifest import Decision
+from ckptd.core.decision import Decision
 from ckptd.daemon.decisions import Decisions, write_decision
 from ckptd.journal import Journal
 
