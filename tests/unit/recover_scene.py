@@ -88,7 +88,10 @@ class Scene:
 
     def turn_a_byte(self, tag: str) -> None:
         """Of the tensors in rank 0's optimizer shard in the remote; size and times stay what they were."""
-        shard = self.nas / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        self.turn_a_byte_of(self.nas / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+    def turn_a_byte_of(self, shard: Path) -> None:
+        """The same of any shard."""
         with shard.open("rb") as stream:
             records = read_directory(stream.fileno(), shard.name).records.values()
         data, times = bytearray(shard.read_bytes()), shard.stat()
