@@ -88,7 +88,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
     needs_remote = bool(away) and view.unuploaded != "delete"
     needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
     return [
-        (view.is_paused, "the job is paused", "ckptd unpause", SOON_SECONDS),
+        (view.is_paused, "the job is paused", "`ckptd unpause`", SOON_SECONDS),
         (not view.may_delete, "ckptd may not delete here", "see the other problems", SOON_SECONDS),
         (
             any(is_configured_otherwise(view, remote) for remote in view.remotes),
@@ -123,7 +123,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         (
             needs_commit and first.id not in view.confirmations,
             "its COMMIT is not confirmed by every required remote",
-            "ckptd verify shows what the remote holds; see the log",
+            "`ckptd verify` shows what the remote holds; see the log",
             SOON_SECONDS,
         ),
     ]
@@ -135,7 +135,7 @@ def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
         return None
     counts = Counter(_strongest(view, s, fates[s.id].keeps) for s in here)
     why = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    others = "ckptd status --retention names each; unpin, lower the limit, or free space"
+    others = "`ckptd status --retention` names each; unpin, lower the limit, or free space"
     return Blocked(
         what="all are kept",
         text=f"the disk is short, and every checkpoint here is kept: {why}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptd import files
-from ckptd.config_places import this_node
+from ckptd.config_places import command_for, this_node, typed
 from ckptd.config_relations import check_job_paths
 from ckptd.core.listing import SaveDirListing
 from ckptd.errors import (
@@ -226,7 +226,7 @@ class Resume:
     def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
         """None: something was left out, choose again."""
         for note in plan.notes:
-            self._say(note)
+            self._say(typed(self._job, note))
         path = path_of(self._job.save_dir, plan.path)
         for step in plan.steps:
             self._say(f"{'would ' if self._options.dry_run else ''}{step}")
@@ -321,9 +321,8 @@ class Resume:
         if suspect is not None:
             verdict = suspect.verdict
             msg = f"only {suspect.tag} is there, and it is {verdict.state.value}: {verdict.reason}"
-            raise RefusedError(
-                msg, hint="`ckptd accept` makes a suspect one usable; move it away to start fresh"
-            )
+            accepts = f"`{command_for(job, 'accept', suspect.tag)}` makes a suspect one usable"
+            raise RefusedError(msg, hint=f"{accepts}; move it away to start fresh")
         self._clear(fd, seen)
         where = ", ".join(remote.url for remote in self._sources.remotes)
         msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"

@@ -66,6 +66,13 @@ class Scene:
         """Where fetches lie."""
         return self.save_dir / "_ckptd" / "staging"
 
+    def known_node(self) -> Path:
+        """A state directory that has the id of this node and no status."""
+        place = self.root / "state"
+        place.mkdir(exist_ok=True)
+        (place / "node_id").write_text(f"id-{self.node}")
+        return place
+
     def save(self, step: int, tag: str = "", *, salt: str = "") -> str:
         """What a trainer leaves: shards, `latest`, an extra file."""
 
