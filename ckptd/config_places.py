@@ -25,6 +25,10 @@ NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY
 HOSTNAME = "hostname"
 _SLURM = ("SLURM_", "SLURMD_")
 _KEPT = {"dir"}
+_GENERAL = re.compile(
+    r"`ckptd (accept|adopt|check|gc|list|pin|status|takeover|unpause|unpin|verify)"
+    r"(?: JOB((?: [^` ]+)*)|((?: --[a-z-]+)*))`"
+)
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -80,6 +84,11 @@ def command_for(job: JobConfig, verb: str, *rest: str) -> str:
     elif job.remotes:
         return f"CKPTD_URL={shlex.quote(job.remotes[0].url)} {shlex.join(['ckptd', verb, *words, *rest])}"
     return shlex.join(["ckptd", verb, *words, *rest])
+
+
+def typed(job: JobConfig, text: str) -> str:
+    """Commands that a message names in general (`ckptd pin JOB TAG`), as they are typed for this job."""
+    return _GENERAL.sub(lambda m: f"`{command_for(job, m[1], *(m[2] or m[3] or '').split())}`", text)
 
 
 def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def register(app: typer.Typer) -> None:
                 raise NotFoundError(msg, hint="is it mounted, and spelt so?")
             if not dry_run:
                 removal.carry_out(pieces, with_uncommitted=uncommitted)
-        _show(pieces, dry_run=dry_run, with_uncommitted=uncommitted)
+            _show(pieces, dry_run=dry_run, with_uncommitted=uncommitted)
+            if dry_run and not uncommitted:
+                removal.refuse_what_is_only_here(pieces)
 
 
 def _state_dir(job: str, directory: Path) -> Path | None:

@@ -93,7 +93,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
     needs_remote = bool(away) and view.unuploaded != "delete"
     needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
     return [
-        (view.is_paused, "the job is paused", "ckptd unpause", SOON_SECONDS),
+        (view.is_paused, "the job is paused", "`ckptd unpause`", SOON_SECONDS),
         (not view.may_delete, "ckptd may not delete here", "see the other problems", SOON_SECONDS),
         (
             any(is_configured_otherwise(view, remote) for remote in view.remotes),
@@ -128,7 +128,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         (
             needs_commit and first.id not in view.confirmations,
             "its COMMIT is not confirmed by every required remote",
-            "ckptd verify shows what the remote holds; see the log",
+            "`ckptd verify` shows what the remote holds; see the log",
             SOON_SECONDS,
         ),
     ]
@@ -142,7 +142,7 @@ def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     counted = ", ".join(f"{count} {reason}" for reason, count in Counter(why.values()).most_common())
     left = _left_by_a_ladder(view)
     beside = f", and {left} universal form{'s' if left > 1 else ''} that the ladder left" if left else ""
-    others = "ckptd status --retention names each; unpin, lower the limit, or free space"
+    others = "`ckptd status --retention` names each; unpin, lower the limit, or free space"
     ending = _ending(view, [s for s in here if why[s.id] == _NO_ROOM], left)
     return Blocked(
         what="all are kept",

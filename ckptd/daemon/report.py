@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config_places import command_for
+from ckptd.config_places import typed
 from ckptd.core.backfill import to_ship
 from ckptd.core.keeping import is_committed
 from ckptd.core.keeping import newest as newest_save
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
-_GENERAL = re.compile("`ckptd (check|list|adopt)`")
-_LEFT = "found at the first start: not sent (backfill); ckptd adopt sends and rotates it"
+_LEFT = "found at the first start: not sent (backfill); `ckptd adopt` sends and rotates it"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 
@@ -94,7 +92,7 @@ def problems_of(job: Job) -> tuple[st.ProblemStatus, ...]:
             severity=p.severity,
             since=rfc3339(p.since),
             text=p.text,
-            next_step=_typed(job, p.next_step),
+            next_step=typed(job.config, p.next_step),
             about=p.about,
         )
         for p in job.problems.all()
@@ -267,7 +265,8 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: 
         step=save.step,
         state=_state(row, zero),
         bytes=save.total_bytes,
-        reason=damaged or (_LEFT if is_left and row.state == "present" else why_gone(state, row)),
+        reason=damaged
+        or (typed(job.config, _LEFT) if is_left and row.state == "present" else why_gone(state, row)),
         next_step=None if damaged is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",
@@ -301,11 +300,6 @@ def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
         return "uploading"
     refused = [r for r in zero if r.state in (ShipState.REFUSED, ShipState.RETIRED, ShipState.WAITING)]
     return str(refused[0].state) if refused else "complete"
-
-
-def _typed(job: Job, text: str) -> str:
-    """Commands that a message names in general, as they are typed for this job."""
-    return _GENERAL.sub(lambda said: f"`{command_for(job.config, said[1])}`", text)
 
 
 def _form(

@@ -16,7 +16,7 @@ from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.local.fs import ensure_ours
-from ckptd.local.state_dir import prepare_state_dir, state_base
+from ckptd.local.state_dir import NODE_ID, prepare_state_dir, read_node_id, state_base
 from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ckptd.journal import Journal
 
 log = logging.getLogger("ckptd")
-
-_NODE_ID_LIMIT_BYTES = 256
 
 
 def must_wait(state_dir: Path, save_dir: Path) -> bool:
@@ -67,10 +65,11 @@ def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
 def node_id_of(state_dir: Path) -> str:
     """The random id of this node, made once and kept in the state directory."""
     with opened_ours(state_dir) as fd:
-        with contextlib.suppress(FileNotFoundError):
-            return files.read_beneath(fd, "node_id", limit_bytes=_NODE_ID_LIMIT_BYTES).decode().strip()
+        known = read_node_id(fd)
+        if known is not None:
+            return known
         node_id = secrets.token_hex(8)
-        files.write_atomic(fd, "node_id", node_id.encode())
+        files.write_atomic(fd, NODE_ID, node_id.encode())
     return node_id
 
 

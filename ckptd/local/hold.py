@@ -27,6 +27,11 @@ def about_name(name: str) -> str:
     return f"{name}.json"
 
 
+def hold_of(name: str) -> str:
+    """The hold that a file beside holds is about; any other name as it is."""
+    return name.removesuffix(".json")
+
+
 def make(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile], about: bytes) -> None:
     """Clone a sealed save into `_ckptd/hold/<name>`; whole or not at all (P1). Never a hard link (H14).
 

@@ -37,6 +37,8 @@ _NETWORK = (
     "afs",
     "wekafs",
 )
+NODE_ID = "node_id"
+_NODE_ID_LIMIT_BYTES = 256
 _LOCAL_FUSE = ("fuse.fuse-overlayfs",)
 
 
@@ -85,6 +87,17 @@ def state_base(configured: Path | None, environ: Mapping[str, str], jobs_in_daem
         msg = "state_dir is missing: several jobs in one daemon, or a glob in save_dir, need one"
         raise ConfigError(msg, hint='set state_dir = "/var/lib/ckptd" in ckptd.toml')
     return base
+
+
+def read_node_id(state_dir_fd: int) -> str | None:
+    """The random id of this node, where a daemon made one; nothing is created.
+
+    Raises:
+        OSError, CkptdError, UnicodeDecodeError: it is there and cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return files.read_beneath(state_dir_fd, NODE_ID, limit_bytes=_NODE_ID_LIMIT_BYTES).decode().strip()
+    return None
 
 
 def private_place(save_dir: Path) -> Path:

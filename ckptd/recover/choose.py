@@ -7,6 +7,7 @@ where they stand. Clocks are never asked.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import order_of
@@ -181,7 +182,8 @@ def choose(
     if nodes.count == 1:
         rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
         for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
-            stands = standing_of(sight.tag, sight.verdict.step or 0, known, remotes, memory)
+            own = partial(_is_own, memory, choice)
+            stands = standing_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
             known.append(stands.order)
             if stands.doubt is not None and sight.tag != tag:
                 choice.notes.append(stands.doubt)
@@ -325,6 +327,16 @@ def _is_here(here: LocalSight, candidate: Candidate) -> bool:
         return is_held(here, candidate.copies[0])
     ours, marks = here.fingerprints, candidate.fingerprints
     return here.is_complete and bool(marks) and all(ours.get(path) == mark for path, mark in marks.items())
+
+
+def _is_own(memory: Memory, choice: Choice, remote: RemoteSight, view: CommitView) -> bool:
+    try:
+        return memory.is_own(view, lambda: remote.manifests(view.commit))
+    except DamagedError:
+        return False
+    except (RemoteError, NotPermitted, StorageError) as error:
+        choice.lost[remote.name] = error
+        return False
 
 
 def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:

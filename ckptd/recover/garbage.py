@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.config_places import command_for
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.lifecycle import Context, State, judge
 from ckptd.core.sealing import same_files
@@ -267,7 +268,7 @@ class Collector:
         """
         tag = listing.tag
         if tag in pins:
-            raise RefusedError(f"{tag} is pinned", hint="`ckptd unpin` first")
+            raise RefusedError(f"{tag} is pinned", hint=f"{command_for(job, 'unpin', tag)} first")
         if not listing.is_checkpoint:
             raise RefusedError(f"{job.save_dir}/{tag} is no checkpoint folder", hint="ckptd leaves it alone")
         busy = unrest(str(job.save_dir), fd, tag)

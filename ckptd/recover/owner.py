@@ -44,7 +44,7 @@ class Owner:
             return
         if known is not None:
             msg = f"{url} belongs to job {found.job} ({found.job_id}), this is job {self.job} ({known})"
-            raise RemoteNotOurs(msg, hint="another share is mounted there? else `ckptd takeover`")
+            raise RemoteNotOurs(msg, hint="another share is mounted there? else `ckptd takeover JOB`")
         msg = f"{url} belongs to job {found.job}, this is job {self.job} ({IDENTITY_KEY})"
         hint = f"if it is the one you mean: CKPTD_NAME={found.job}, or name the job file"
         raise RemoteNotOurs(msg, hint=hint)

@@ -201,7 +201,8 @@ def _notes(
     notes = [s.copy.all_for_each for s in steps if isinstance(s, Fetch) and s.copy.all_for_each]
     for sight in local:
         if sight.verdict.state is State.SUSPECT:
-            notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; `ckptd accept` makes it usable")
+            cure = f"`ckptd accept JOB {sight.tag}` makes it usable"
+            notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; {cure}")
         elif sight.is_complete and sight.listing.is_model_only:
             notes.append(f"{sight.tag} is only a model: nothing to resume from")
         elif needs_commit and sight.is_complete and sight.tag != candidate.tag:

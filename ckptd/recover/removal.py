@@ -19,7 +19,7 @@ from ckptd.core.resumed import RESUMED
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.errors import LockHeld, RefusedError
 from ckptd.journal import Journal
-from ckptd.local import fs
+from ckptd.local import fs, hold
 from ckptd.local.scan import scan_folder
 from ckptd.place import opened_ours, path_of
 from ckptd.recover.lock import lock, one_at_a_time
@@ -94,10 +94,7 @@ class Removal:
         if fd is None:
             return
         rows, ships = self._known()
-        for name in fs.names_in(fd, fs.HOLD):
-            row = rows.get(_id_of(name))
-            is_its = row is not None and name == f"{row.save.tag}.{row.id}"  # not another journal's
-            yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, ships))
+        yield from self._holds(fd, rows, ships)
         by_tag = {row.save.tag: row for row in rows.values() if row.derived.state is DerivedState.READY}
         for name in fs.names_in(fd, _MADE):
             yield self._piece(_MADE, name, *self._made(fd, by_tag.get(name), ships))
@@ -117,6 +114,20 @@ class Removal:
             yield Piece(folder=OURS, name=RESUMED, bytes=0, fate="goes", why="what was resumed from last")
         if self._pointer(fd).startswith(f"{OURS}/"):
             yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
+
+    def _holds(
+        self, fd: int, rows: Mapping[int, SaveRow], ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+    ) -> Iterator[Piece]:
+        """The word beside a hold goes with it; alone it is nothing to keep."""
+        names = set(fs.names_in(fd, fs.HOLD))
+        words = {hold.about_name(name) for name in names}
+        for name in sorted(names - words):
+            row = rows.get(_id_of(name))
+            is_its = row is not None and name == f"{row.save.tag}.{row.id}"  # not another journal's
+            if _id_of(hold.hold_of(name)) >= 0 and hold.hold_of(name) != name:
+                yield self._piece(fs.HOLD, name, "goes", "noted of a hold that is gone")
+            else:
+                yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, ships))
 
     def _piece(self, folder: str, name: str, fate: Fate, why: str) -> Piece:
         assert self._fd is not None
@@ -182,17 +193,26 @@ class Removal:
 
     # --- carrying it out -------------------------------------------------------------------------------
 
+    def refuse_what_is_only_here(self, pieces: list[Piece]) -> None:
+        """What a removal begins with; a dry run ends with it.
+
+        Raises:
+            RefusedError: something lies only here (65).
+        """
+        alone = [piece for piece in pieces if piece.fate == "only here"]
+        if alone:
+            names = "; ".join(f"{piece.path}: {piece.why}" for piece in alone)
+            hint = f"{command_for(self._job, 'drain')} commits it; --uncommitted removes it for good"
+            raise RefusedError(f"nothing was removed, for this is nowhere else: {names}", hint=hint)
+
     def carry_out(self, pieces: list[Piece], *, with_uncommitted: bool) -> list[Piece]:
         """Remove what goes; what was removed.
 
         Raises:
             RefusedError: something lies only here, and nobody said that it may go; nothing was removed.
         """
-        alone = [piece for piece in pieces if piece.fate == "only here"]
-        if alone and not with_uncommitted:
-            names = "; ".join(f"{piece.path}: {piece.why}" for piece in alone)
-            hint = f"{command_for(self._job, 'drain')} commits it; --uncommitted removes it for good"
-            raise RefusedError(f"nothing was removed, for this is nowhere else: {names}", hint=hint)
+        if not with_uncommitted:
+            self.refuse_what_is_only_here(pieces)
         going = [piece for piece in pieces if piece.fate != "stays"]
         fd = self._fd
         if fd is not None and path_of(self._job.save_dir, OURS).exists():
@@ -216,6 +236,8 @@ class Removal:
     def _remove_ours(self, fd: int, piece: Piece) -> None:
         if piece.folder == fs.TRASH:
             fs.empty_our_trash(fd)
+        elif piece.folder == fs.HOLD:
+            hold.release(fd, hold.hold_of(piece.name))
         else:
             fs.remove_ours(fd, piece.folder, piece.name)
 
@@ -253,7 +275,7 @@ class Removal:
         files.fsync_dir(fd)
 
 
-def _id_of(hold: str) -> int:
+def _id_of(name: str) -> int:
     """The save that a hold's name ends with; -1: it is no name of ours."""
-    number = hold.rpartition(".")[2]
+    number = name.rpartition(".")[2]
     return int(number) if number.isdecimal() else -1

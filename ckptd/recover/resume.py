@@ -7,17 +7,15 @@ running daemon, and needs neither its journal nor its status.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptd import files
-from ckptd.config_places import this_node
+from ckptd.config_places import command_for, this_node, typed
 from ckptd.config_relations import check_job_paths
 from ckptd.core.listing import SaveDirListing
-from ckptd.core.trainers import Trainer
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -27,9 +25,10 @@ from ckptd.errors import (
     StorageError,
     from_os_error,
 )
-from ckptd.place import is_numbered_tag, make_beside, path_of
+from ckptd.place import make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
+from ckptd.recover.damage import damage_in
 from ckptd.recover.derived import derived_accelerate, derived_universals, put_in_universals
 from ckptd.recover.execute import Execution
 from ckptd.recover.lock import one_at_a_time
@@ -106,6 +105,7 @@ class Resume:
         self._say = say
         self._on_progress = on_progress
         self._damaged_here: set[str] = set()
+        self._proven: set[str] = set()
         self._sources = Sources(say=say)
         self._one = OneSave(
             job=job,
@@ -136,7 +136,7 @@ class Resume:
         try:
             if self._options.dry_run:
                 return self._resume(fd)
-            make_beside(fd, os.fstat(fd).st_mode & 0o777, is_sure=self._is_numbered())
+            make_beside(fd, os.fstat(fd).st_mode & 0o777, is_sure=self._sources.is_numbered())
             with one_at_a_time(fd):
                 return self._resume(fd)
         finally:
@@ -155,22 +155,6 @@ class Resume:
             return None
         except OSError as error:
             raise from_os_error(error, f"opening {path}") from error
-
-    def _is_numbered(self) -> bool:
-        """A remote knows this save_dir as one that Accelerate names itself: nothing of ours goes into it."""
-        numbered = [
-            (remote, view.commit)
-            for remote in self._sources.remotes
-            for view in remote.commits[-1:]
-            if is_numbered_tag(view.commit.tag)
-        ]
-        with contextlib.suppress(DamagedError):
-            return any(
-                manifest.writer.trainer == Trainer.ACCELERATE
-                for remote, commit in numbered
-                for manifest in remote.manifests(commit)
-            )
-        return True
 
     def _see(self, fd: int | None) -> _Seen:
         node = self._job.node_name or this_node(os.environ)
@@ -220,6 +204,8 @@ class Resume:
             candidate = self._one.candidate(choice, self._sources)
             if candidate is None:
                 self._nothing(fd, seen, choice)
+            if not self._is_proven(fd, candidate, seen):
+                continue
             self._is_surely_newest(candidate, seen)
             plan = make_plan(
                 candidate,
@@ -240,7 +226,7 @@ class Resume:
     def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
         """None: something was left out, choose again."""
         for note in plan.notes:
-            self._say(note)
+            self._say(typed(self._job, note))
         path = path_of(self._job.save_dir, plan.path)
         for step in plan.steps:
             self._say(f"{'would ' if self._options.dry_run else ''}{step}")
@@ -278,8 +264,26 @@ class Resume:
         elif not self._sources.give_up_on(step, plan.steps, error):
             raise error
         if isinstance(error, DamagedError):
-            then = "another copy of it is looked for" if self._one.is_bound else "the next best is taken"
-            self._say(f"{plan.candidate.tag}: {error.message}; {then}")
+            self._say_damaged(plan.candidate.tag, error)
+
+    def _say_damaged(self, tag: str, error: DamagedError) -> None:
+        self._one.why = error
+        then = "another copy of it is looked for" if self._one.is_bound else "the next best is taken"
+        self._say(f"{tag}: {error.message}; {then}")
+
+    def _is_proven(self, fd: int | None, candidate: Candidate, seen: _Seen) -> bool:
+        """What the daemon refused is read again: its word is a hint, the bytes are the proof (adr/0162)."""
+        here = candidate.local
+        if fd is None or here is None or here.tag not in seen.memory.refused - self._proven:
+            return True
+        self._say(f"{here.tag}: the daemon refused it, a byte may be wrong; it is read to its end")
+        reason = damage_in(fd, here.listing)
+        if reason is None:
+            self._proven.add(here.tag)
+        else:
+            self._damaged_here.add(here.tag)
+            self._say_damaged(here.tag, DamagedError(reason))
+        return reason is None
 
     def _is_surely_newest(self, candidate: Candidate, seen: _Seen) -> None:
         """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
@@ -317,9 +321,8 @@ class Resume:
         if suspect is not None:
             verdict = suspect.verdict
             msg = f"only {suspect.tag} is there, and it is {verdict.state.value}: {verdict.reason}"
-            raise RefusedError(
-                msg, hint="`ckptd accept` makes a suspect one usable; move it away to start fresh"
-            )
+            accepts = f"`{command_for(job, 'accept', suspect.tag)}` makes a suspect one usable"
+            raise RefusedError(msg, hint=f"{accepts}; move it away to start fresh")
         self._clear(fd, seen)
         where = ", ".join(remote.url for remote in self._sources.remotes)
         msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"

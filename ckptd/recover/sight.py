@@ -6,6 +6,7 @@ daemon may run or be dead. Local folders are judged by the daemon's own rules.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from ckptd.core.shared import shares_folder
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
 from ckptd.local.scan import has_open_writer, scan
+from ckptd.local.state_dir import read_node_id
+from ckptd.place import opened_ours
 from ckptd.recover.standing import Memory
 from ckptd.recover.trust import distrust, path_problem
 from ckptd.remote.access import Access
@@ -239,10 +242,10 @@ def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageE
 
 
 def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
-    """What this node knows of its saves: its name and the daemon's last status, never needed."""
-    known = Memory(node=node, is_shared=job.shared_fs)
+    """What this node knows of its saves: its name, its id and the daemon's last status, never needed."""
     if state_dir is None:
-        return known
+        return Memory(node=node, is_shared=job.shared_fs)
+    known = Memory(node=node, node_id=_node_id(state_dir), is_shared=job.shared_fs)
     try:
         status = json.loads((state_dir / "status.json").read_bytes())
         rows = [
@@ -257,8 +260,15 @@ def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
             for row in here
             if row["step"] is not None
         }
+        refused = frozenset(str(row["tag"]) for row in rows if row.get("state") == "refused")
         forms = [form for row in rows for by in row.get("remotes", {}).values() for form in by.values()]
         commits = frozenset(str(form["commit_sha256"]) for form in forms if form.get("commit_sha256"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
         return known
-    return replace(known, orders=orders, commits=commits)
+    return replace(known, orders=orders, commits=commits, refused=refused)
+
+
+def _node_id(state_dir: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, CkptdError), opened_ours(state_dir) as fd:
+        return read_node_id(fd)
+    return None

@@ -6,12 +6,14 @@ half-way is left out and the next one is asked (P18).
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.config import remote_from_arguments, resolve_job
 from ckptd.config_values import shown_remote
+from ckptd.core.trainers import Trainer
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -22,6 +24,7 @@ from ckptd.errors import (
     SourceChanged,
     StorageError,
 )
+from ckptd.place import is_numbered_tag
 from ckptd.recover.owner import owner_of, state_dir_hint
 from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, ConvertFrom, Fetch, RestoreExtras
@@ -115,6 +118,22 @@ class Sources:
                 self.remotes.append(sight)
                 for text in sight.observation.damaged:
                     self.say(said_of(remote.name, remote.url, text))
+
+    def is_numbered(self) -> bool:
+        """A remote knows this save_dir as one that Accelerate names itself: nothing of ours goes into it."""
+        numbered = [
+            (remote, view.commit)
+            for remote in self.remotes
+            for view in remote.commits[-1:]
+            if is_numbered_tag(view.commit.tag)
+        ]
+        with contextlib.suppress(DamagedError):
+            return any(
+                manifest.writer.trainer == Trainer.ACCELERATE
+                for remote, commit in numbered
+                for manifest in remote.manifests(commit)
+            )
+        return True
 
     def drop(self, name: str, error: CkptdError) -> None:
         """A remote failed half-way: it is asked no more."""

@@ -14,27 +14,36 @@ from ckptd.core.order import next_order, rebuilt_order
 from ckptd.core.save import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from ckptd.core.manifest import NodeManifest
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.messages import CommitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What this node knows of its saves, none of it needed: the daemon's last status, and its own name."""
+    """What this node knows of its saves, none of it needed: its name and id, the daemon's last status."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
     """Tag → the order that the daemon gave to the folder here."""
     commits: frozenset[str] = frozenset()
     """Digests of COMMITs that the daemon knew as those of saves here."""
+    refused: frozenset[str] = frozenset()
+    """Tags of folders here that the daemon would not send: a byte may be wrong."""
     node: str = ""
+    node_id: str | None = None
+    """None: not known, and nothing is this node's by its name alone, which another disk may bear too."""
     is_shared: bool = False
     """All nodes have this one save_dir: whatever was committed came from it."""
 
-    def is_own(self, view: CommitView) -> bool:
-        """Whether a COMMIT is of a save that lay here."""
-        return self.is_shared or view.commit.committed_by == self.node or view.sha256 in self.commits
+    def is_own(self, view: CommitView, manifests: Callable[[], Iterable[NodeManifest]]) -> bool:
+        """Whether a COMMIT is of a save that lay here; `manifests`: asked where the name alone would tell."""
+        if self.is_shared or view.sha256 in self.commits:
+            return True
+        if self.node_id is None or view.commit.committed_by != self.node:
+            return False
+        return any(manifest.node_id == self.node_id for manifest in manifests())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +55,14 @@ class Standing:
 
 
 def standing_of(
-    tag: str, step: int, known: Sequence[Order], remotes: Sequence[RemoteSight], memory: Memory
+    tag: str,
+    step: int,
+    known: Sequence[Order],
+    remotes: Sequence[RemoteSight],
+    memory: Memory,
+    is_own: Callable[[RemoteSight, CommitView], bool],
 ) -> Standing:
-    """Of a complete folder here at `step`; `known`: every order known by now.
+    """Of a complete folder here at `step`; `known`: every order known by now; `is_own`: of a save from here.
 
     The daemon's word where it is of this content; behind everything known, where the tag was saved again here
     or no rewind is in question; else below what was committed later, be it elsewhere.
@@ -62,10 +76,10 @@ def standing_of(
         return Standing(order=hint)
     if not same_tag or highest is None:
         return Standing(order=Order(highest.branch if highest else 1, step, 0))
-    later = [view for view in views if order_of(view.commit) >= newest]
-    if step >= highest.step or all(memory.is_own(view) for view in later):
+    later = [(remote, v) for remote in remotes for v in remote.commits if order_of(v.commit) >= newest]
+    if step >= highest.step or all(is_own(remote, view) for remote, view in later):
         return Standing(order=next_order(step, highest))
-    return _doubtful(tag, step, highest, later)
+    return _doubtful(tag, step, highest, [view for _, view in later])
 
 
 def _doubtful(tag: str, step: int, highest: Order, later: Sequence[CommitView]) -> Standing:

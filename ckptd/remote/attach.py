@@ -71,10 +71,10 @@ def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) 
     owner = f"job {found.job} ({found.job_id})"
     if settings.job_id is not None and found.job_id != settings.job_id:
         msg = f"{store.url} belongs to {owner}, this is job {settings.job} ({settings.job_id})"
-        raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover`")
+        raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover JOB`")
     if settings.job_id is None and found.job != settings.job:
         msg = f"{store.url} belongs to {owner}, this is job {settings.job}"
-        raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover`")
+        raise RemoteNotOurs(msg, hint="give this job a url of its own, or `ckptd takeover JOB`")
     if settings.remote_id is not None and found.remote_id != settings.remote_id:
         msg = f"{store.url} is remote {found.remote_id} of {owner}, known was {settings.remote_id}"
         hint = "another share is mounted there? else it was made again: stop the daemon, `ckptd takeover JOB`"

@@ -68,7 +68,11 @@ def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
         raise RemoteNotOurs(msg, hint="not mounted, or emptied? see `ckptd check`")
     if identity is not None and (found.remote_id, found.job_id) != (identity.remote_id, identity.job_id):
         msg = f"{store.url} belongs to job {found.job} ({found.job_id}) now"
-        raise RemoteNotOurs(msg, hint="another share is mounted there, or the job was taken over")
+        hint = "another share is mounted there, or the job was taken over"
+        if found.job == identity.job:
+            msg = f"{store.url} is not the remote that it was: its {IDENTITY_KEY} was made again"
+            hint = "another share is mounted there? else stop the daemon, `ckptd takeover JOB`"
+        raise RemoteNotOurs(msg, hint=hint)
     return found
 
 

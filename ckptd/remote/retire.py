@@ -131,7 +131,7 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
     # last, for another node's pin may come while all that is read
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
-        raise RefusedError(msg, hint="`ckptd unpin` first")
+        raise RefusedError(msg, hint=f"`ckptd unpin JOB {order.tag}` first")
 
 
 def _spared(ground: Ground, order: Retire, commit: CommitView) -> None:

@@ -51,10 +51,8 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         here.wait("the reasons", lambda: here.checkpoint("global_step3")["keep"] == why)
         left = here.checkpoint("global_step3")
         assert {form["state"] for forms in left["remotes"].values() for form in forms.values()} == {"none"}
-        assert (
-            left["reason"]
-            == "found at the first start: not sent (backfill); ckptd adopt sends and rotates it"
-        )
+        adopts = f"`ckptd adopt {here.job_file}` sends and rotates it"
+        assert left["reason"] == f"found at the first start: not sent (backfill); {adopts}"
         assert left["next_step"] is None, "it is whole: nothing to remove"
         here.stop()
         decide(here, "unpin", "global_step2")

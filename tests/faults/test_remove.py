@@ -100,6 +100,7 @@ def test_what_is_nowhere_else_is_named_and_refused(tmp_path: Path) -> None:
         (mine,) = (here.save_dir / "_ckptd/hold").glob("global_step1.*")
         shutil.copytree(mine, mine.with_name(f"another{mine.suffix}"))  # of another journal
         done = here.ckptd("remove", here.job_file, "--dry-run")
+        assert done.returncode == 65, done.stderr
         assert "refused without --uncommitted: _ckptd/hold/global_step2." in done.stdout
         assert f"refused without --uncommitted: _ckptd/hold/another{mine.suffix}" in done.stdout
         assert "would remove: _ckptd/hold/global_step1." in done.stdout

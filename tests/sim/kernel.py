@@ -82,6 +82,8 @@ class Space:
 
     f_frsize = 4096
     f_blocks = CAPACITY_BYTES // 4096
+    f_files = f_favail = 0
+    """As of file systems that make inodes as they are wanted."""
 
     def __init__(self, used_bytes: int) -> None:
         self.f_bavail = self.f_bfree = max(0, self.f_blocks - used_bytes // 4096)

@@ -66,6 +66,13 @@ class Scene:
         """Where fetches lie."""
         return self.save_dir / "_ckptd" / "staging"
 
+    def known_node(self) -> Path:
+        """A state directory that has the id of this node and no status."""
+        place = self.root / "state"
+        place.mkdir(exist_ok=True)
+        (place / "node_id").write_text(f"id-{self.node}")
+        return place
+
     def save(self, step: int, tag: str = "", *, salt: str = "") -> str:
         """What a trainer leaves: shards, `latest`, an extra file."""
 
@@ -88,7 +95,10 @@ class Scene:
 
     def turn_a_byte(self, tag: str) -> None:
         """Of the tensors in rank 0's optimizer shard in the remote; size and times stay what they were."""
-        shard = self.nas / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        self.turn_a_byte_of(self.nas / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+    def turn_a_byte_of(self, shard: Path) -> None:
+        """The same of any shard."""
         with shard.open("rb") as stream:
             records = read_directory(stream.fileno(), shard.name).records.values()
         data, times = bytearray(shard.read_bytes()), shard.stat()

@@ -67,7 +67,7 @@ def test_the_node_still_has_what_the_remote_let_go(aged: RestoreScene) -> None:
 def test_a_universal_form_of_another_save_is_not_the_folder_here(aged: RestoreScene) -> None:
     """The tag was saved again here: that folder is a save of its own, behind all that is known."""
     aged.save(5, salt="again")
-    done = aged.resume(world_size=1, node_name=aged.node)
+    done = aged.resume(world_size=1, node_name=aged.node, state_dir=aged.known_node())
     assert done.plan.candidate.tag == OLD
     assert done.plan.candidate.local is not None
     assert not done.plan.candidate.universals

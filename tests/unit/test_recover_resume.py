@@ -191,7 +191,8 @@ def test_a_tag_that_was_saved_again_is_the_newest(scene: Scene) -> None:
         scene.save(step)
         scene.commit(f"global_step{step}", step)
     scene.save(60, salt="again")
-    assert scene.resume(node_name=scene.node).path.name == "global_step60"
+    here = scene.known_node()
+    assert scene.resume(node_name=scene.node, state_dir=here).path.name == "global_step60"
 
 
 def test_a_tag_that_another_node_committed_is_no_rewind(scene: Scene) -> None:

@@ -70,6 +70,9 @@ def test_a_renamed_job(scene: RepairScene, job: Path, capsys: pytest.CaptureFixt
     assert new.remote_id != old.remote_id
     with pytest.raises(RemoteNotOurs):
         still_ours(store, old)
+    with pytest.raises(RemoteNotOurs, match="was made again") as made_again:
+        still_ours(store, new.model_copy(update={"remote_id": "ab" * 16}))
+    assert "`ckptd takeover JOB`" in made_again.value.hint
     with pytest.raises(RemoteNotOurs):
         attach(store, settings(scene, "run", job_id=old.job_id, remote_id=old.remote_id))
     journal = Journal(_state(scene) / "journal.db")

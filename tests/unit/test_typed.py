@@ -1,0 +1,30 @@
+"""Commands in messages are typed as they are for the job (`command_for`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptd.config import job_from_arguments
+from ckptd.config_places import typed
+
+
+@pytest.mark.parametrize(
+    ("general", "said"),
+    [
+        ("`ckptd unpause`", "`ckptd unpause {run}`"),
+        ("`ckptd status --retention` names each", "`ckptd status {run} --retention` names each"),
+        ("`ckptd adopt` sends; `ckptd list`", "`ckptd adopt {run}` sends; `ckptd list {run}`"),
+        ("stop the daemon, `ckptd takeover JOB`", "stop the daemon, `ckptd takeover {run}`"),
+        ("`ckptd unpin JOB global_step5` first", "`ckptd unpin {run} global_step5` first"),
+        ("`ckptd gc JOB --gone n1`", "`ckptd gc {run} --gone n1`"),
+        ("`ckptd verify run.toml global_step5 --repair`", "`ckptd verify run.toml global_step5 --repair`"),
+        ("`ckptd status URL`", "`ckptd status URL`"),
+    ],
+)
+def test_the_job_is_filled_in_once(tmp_path: Path, general: str, said: str) -> None:
+    job = job_from_arguments(str(tmp_path / "run"), None, {})
+    once = typed(job, general)
+    assert once == said.format(run=tmp_path / "run")
+    assert typed(job, once) == once
