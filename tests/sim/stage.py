@@ -27,7 +27,7 @@ from ckptd.core.facts import FileFacts
 from ckptd.daemon import backoff, intake, job, loop, processes, totals, workers
 from ckptd.errors import JournalDamaged
 from ckptd.local import rights
-from ckptd.remote import directory, flights, folders, pacing, service, transfer, watched
+from ckptd.remote import flights, folders, pacing, service, transfer, watched
 from ckptd.remote import store as _store
 from tests.sim.kernel import Kernel, Killed
 
@@ -229,8 +229,7 @@ class Stage:
         self._plan(workers, "ThreadPoolExecutor", lambda *_, **__: Queued(tasks))
         self._plan(transfer, "ThreadPoolExecutor", Inline)
         self._plan(flights, "SMALL_BYTES", SMALL_BYTES)
-        for module in (directory, folders):
-            self._plan(module, "buffer_of", lambda size: memoryview(bytearray(size)))
+        self._plan(folders, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
         for module in (files, pages, rights):
             if hasattr(module, "clone_file"):
