@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.view import Disk
-from ckptd.daemon import reserve
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.reserve import BYTES, NAME, Reserve
 from ckptd.errors import JournalDamaged, JournalFailed, NoSpaceError, StorageError
@@ -107,7 +106,7 @@ def test_a_state_on_another_disk_needs_none(scene: Scene, monkeypatch: pytest.Mo
         status[2] += os.readlink(f"/proc/self/fd/{fd}").endswith("state")
         return os.stat_result(status)
 
-    monkeypatch.setattr(reserve.os, "fstat", elsewhere)
+    monkeypatch.setattr(os, "fstat", elsewhere)
     scene.keep()
     assert not scene.file.exists()
 
