@@ -27,7 +27,7 @@ from ckptd.core.facts import FileFacts
 from ckptd.daemon import backoff, intake, job, loop, processes, reserve, totals, workers
 from ckptd.errors import JournalDamaged
 from ckptd.local import rights
-from ckptd.remote import flights, folders, pacing, service, transfer, watched
+from ckptd.remote import directory, flights, folders, pacing, service, transfer, watched
 from ckptd.remote import store as _store
 from tests.sim.kernel import Kernel, Killed
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stage"]
 assert loop is not None
+assert directory is not None
 assert _store is not None
 
 SMALL_BYTES = 6000
