@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptd.cli import status_words as words
-from ckptd.cli.status_places import STATUS, state_places, written_in
+from ckptd.cli.status_places import STATUS, newest_of, state_places, written_in
 from ckptd.cli.status_tables import checkpoints_table, remote_table
 from ckptd.cli.status_url import is_remote, show_url
 from ckptd.cli.text import ENV_JOB, cell, printable_everywhere, say, tell
@@ -235,7 +235,7 @@ def published(
                 denied = denied or error
                 continue
             if document is not None:
-                found.append((place, document))
+                found.append((place, newest_of(place, document, _read)))
                 if job is not None:
                     break
     except NotFoundError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.errors import CkptdError
 
@@ -42,6 +42,21 @@ def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
         # whoever asks: a job of the node's services, by its name
         yield from _of_services(job)
     yield from _configured(job, config_dir)
+
+
+def newest_of(
+    place: Path, document: dict[str, Any], read: Callable[[Path], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """What a daemon said last: while the disk of save_dir takes nothing, it is in the user's own place."""
+    from ckptd.errors import CkptdError
+    from ckptd.place import lies_in_ours
+
+    for job in document["jobs"] if lies_in_ours(place) else ():
+        with contextlib.suppress(CkptdError, KeyError, TypeError):
+            other = read(_private(Path(job["save_dir"])) / STATUS)
+            if other is not None and str(other["generated_at"]) > str(document["generated_at"]):
+                return other
+    return document
 
 
 def _all_known(config_dir: Path | None) -> list[Path]:
@@ -152,18 +167,19 @@ def _dirs_of(name: str, save_dir: Path, base: Path | None) -> list[Path]:
 
 
 def _state_dirs(save_dir: Path) -> list[Path]:
-    import hashlib
-
     from ckptd.place import path_of
 
-    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
     inside = save_dir / "_ckptd" / "state"
     with contextlib.suppress(PermissionError):  # said when it is read, unless another place answers
         inside = path_of(save_dir, "_ckptd/state")
-    return [
-        inside,
-        Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest,  # noqa: S108 — read only
-    ]
+    return [inside, _private(save_dir)]
+
+
+def _private(save_dir: Path) -> Path:
+    import hashlib
+
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+    return Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest  # noqa: S108 — read only
 
 
 def _base_dirs(name: str) -> list[Path]:

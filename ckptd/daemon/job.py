@@ -303,6 +303,7 @@ class Job:
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
         )
+        self.patience.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         state.plan = planned(self.view)
         self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
 

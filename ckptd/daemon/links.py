@@ -17,6 +17,7 @@ from ckptd.daemon.backoff import Asking, Breaker
 from ckptd.daemon.processes import Process, error_of
 from ckptd.daemon.seen import seen_in
 from ckptd.daemon.standstill import NEXT_STEP, Standstill
+from ckptd.daemon.trouble import tell
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.generation import SeenCommit, SeenManifest
     from ckptd.daemon.backoff import LeftAlone
     from ckptd.daemon.places import Places
-    from ckptd.daemon.problems import Code, Problems
+    from ckptd.daemon.problems import Problems
 
 log = logging.getLogger("ckptd.remote")
 
@@ -78,6 +79,8 @@ class RemoteLink:
         self._answering = Breaker()
         self._moving = Breaker()
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
+        self._lacks_room = False
+        """The last upload or removal found none: looks that are answered do not mean that it is over."""
         self._standstill = Standstill()
         self._is_asking = self._is_regular_look = False
         self._knows_what_child_said = True
@@ -263,9 +266,8 @@ class RemoteLink:
             if not can.create_only and (self.attached is None or self.attached.abilities != can):
                 log.warning("%s: only one node may write there: %s", self._shown, "; ".join(can.notes))
             self.attached, self.is_away = answer, False
-            self.settings = self.settings.model_copy(
-                update={"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}
-            )
+            seen = {"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}
+            self.settings = self.settings.model_copy(update={**seen, "abilities": can})
             self._on_attached(answer)
             self.observe()
         elif isinstance(answer, m.Failed):
@@ -292,6 +294,7 @@ class RemoteLink:
 
     def _moves(self) -> None:
         """An upload or removal works."""
+        self._lacks_room = False
         self._problems.clear("transfer-stalled", self.name)
         if self._moving.succeeded():
             self._wake()
@@ -301,29 +304,24 @@ class RemoteLink:
         if self._answering.succeeded():
             self._wake()
         for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
-            self._problems.clear(code, self.name)
+            if code != "remote-full" or not self._lacks_room:
+                self._problems.clear(code, self.name)
         if self.observation is not None and not self.observation.damaged:
             self._problems.clear("remote-damaged", self.name)
 
     def move_failed(self, error: errors.CkptdError, *, is_answering: bool = False) -> None:
         """An upload or removal failed for a reason that lies with the remote."""
         self._moving.failed(error.message)
+        self._lacks_room = isinstance(error, errors.NoSpaceError)
         if not is_answering:
             self.trouble(error)
 
     def trouble(self, error: errors.CkptdError) -> None:
         """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
         self._answering.failed(error.message)
-        code: Code = "remote-unreachable"
-        if isinstance(error, errors.RemoteNotOurs | errors.ConfigError):
-            code = "remote-not-ours"
-        elif isinstance(error, errors.DocumentDamaged):
-            code = "remote-damaged"
-        elif isinstance(error, errors.NoSpaceError | errors.NotPermitted):
-            code = "remote-full" if isinstance(error, errors.NoSpaceError) else "remote-denied"
+        code = tell(self._problems, self.name, error, lacks_room=self._lacks_room)
         if code not in ("remote-full", "remote-denied"):
             self.attached, self.observation, self.is_away = None, None, True
-        self._problems.put(code, self.name, f"{self.name}: {error.message}", error.hint)
         log.warning("%s: %s", self._shown, error)
         self._wake()
 

@@ -2,7 +2,8 @@
 
 When a statement of the journal or a call in the deciding thread fails, what the job holds in memory may say
 more than the journal does. Nothing of it is trusted then: the job is closed and opened anew from journal,
-disk and remotes, which is what every restart does.
+disk and remotes, which is what every restart does. On a full disk a reserve of ours makes the room for that,
+and nothing is waited for (reserve.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.daemon.reserve import Reserve
 from ckptd.errors import CkptdError, JournalDamaged, NotPermitted, StorageError, from_os_error
 from ckptd.observe import logs
 
@@ -31,6 +33,7 @@ class Patience:
     def __init__(self, job: Job, post: Callable[[Callable[[], None]], None], *, is_patient: bool) -> None:
         self._job = job
         self._post = post
+        self.reserve = Reserve(job.problems, job.config.save_dir)
         self._is_patient = is_patient
         self._again_at_seconds = 0.0
         self._ending: CkptdError | None = None
@@ -82,14 +85,15 @@ class Patience:
 
     def _begin_again(self, error: CkptdError) -> None:
         job = self._job
-        log.error("job %s begins again in %.0f s: %s", job.config.name, AGAIN_SECONDS, error)
+        wait_seconds = 0.0 if self.reserve.helps(error, job.state_dir) else AGAIN_SECONDS
+        log.error("job %s begins again in %.0f s: %s", job.config.name, wait_seconds, error)
         hint = error.hint or "tried again by itself; if it lasts, see to the disk of the state directory"
         job.problems.put("job-interrupted", job.config.name, error.message, hint)
         if isinstance(error, JournalDamaged) and job.state is not None:
             job.state.journal.give_up()
-        self._again_at_seconds = time.monotonic() + AGAIN_SECONDS
+        self._again_at_seconds = time.monotonic() + wait_seconds
         job.close()
-        job.needs_turn = False
+        job.needs_turn = wait_seconds == 0.0
 
 
 def _in_words(error: OSError | RuntimeError) -> CkptdError | None:

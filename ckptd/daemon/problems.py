@@ -43,6 +43,7 @@ Code = Literal[
     "conversion-refused",
     "conversion-failed",
     "disk-low",
+    "disk-full",
     "disk-full-soon",
     "link-slow",
     "save-overdue",

@@ -22,12 +22,14 @@ from ckptd import __version__, files
 from ckptd.daemon.memory import tree_bytes
 from ckptd.daemon.patience import say_internal
 from ckptd.daemon.report import job_status, problems_of
+from ckptd.daemon.reserve import FULL
 from ckptd.daemon.service import start_command
+from ckptd.daemon.setup import must_wait
 from ckptd.errors import CkptdError, LockHeld
 from ckptd.local.state_dir import drop_status, prepare_state_dir, private_place
 from ckptd.observe import status as st
 from ckptd.observe.space import pid_space
-from ckptd.place import opened_ours
+from ckptd.place import lies_in_ours, opened_ours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,29 +196,47 @@ class Publisher:
         return self._started_before[job]
 
     def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:
-        """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11):
-        of a job that waits for its first checkpoint the user's own place tells.
+        """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11): of
+        a job that waits for its first checkpoint, or whose disk takes nothing, the user's own place tells.
         """
-        place: Path = job.state_dir
+        if job.state is not None or not must_wait(job.state_dir, job.config.save_dir):
+            if self._written(job, document):
+                if job in self._waiting:
+                    drop_status(self._waiting.pop(job), st.FILE_NAME)
+                return
+            if not lies_in_ours(job.state_dir):
+                return
+        place = private_place(job.config.save_dir)
+        if not alive:
+            self._waiting.pop(job, None)
+            drop_status(place, st.FILE_NAME)
+            return
+        self._waiting[job] = place
         try:
-            if job.state is None:
-                if place.is_relative_to(job.config.save_dir):
-                    place = private_place(job.config.save_dir)
-                    if not alive:
-                        drop_status(place, st.FILE_NAME)
-                        return
-                    self._waiting[job] = place
-                prepare_state_dir(place)
-            elif job in self._waiting:
-                drop_status(self._waiting.pop(job), st.FILE_NAME)
+            prepare_state_dir(place)
             with opened_ours(place) as fd:
                 files.write_atomic(fd, st.FILE_NAME, document, mode=0o644)
         except OSError as error:
             log.error("cannot publish status in %s: %s", place, error.strerror)
         except CkptdError as error:
-            if job not in self._waiting:
-                raise
             log.debug("no status before the first checkpoint: %s", error)
+
+    def _written(self, job: Job, document: bytes) -> bool:
+        """Into the state directory; on a full disk out of the reserve, once."""
+        for _ in range(2):
+            try:
+                if job.state is None:
+                    prepare_state_dir(job.state_dir)
+                with opened_ours(job.state_dir) as fd:
+                    files.write_atomic(fd, st.FILE_NAME, document, mode=0o644)
+            except OSError as error:
+                if error.errno in FULL and job.patience.reserve.release(job.state_dir):
+                    self.has_unsaid = True
+                    continue
+                log.error("cannot publish status in %s: %s", job.state_dir, error.strerror)
+                return False
+            return True
+        return False
 
 
 def _status(job: Job, before: st.JobStatus | None) -> st.JobStatus:

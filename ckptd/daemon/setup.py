@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.core.identity import Model
 from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
@@ -21,6 +22,7 @@ from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
+from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,6 +90,7 @@ def remote_settings(
         job=config.name,
         job_id=journal.meta(f"job_id:{remote.name}"),
         remote_id=journal.meta(f"remote_id:{remote.name}"),
+        abilities=_abilities_of(journal, remote),
         same_filesystem=remote.same_filesystem,
         save_dir=str(config.save_dir),
         verify=remote.verify,
@@ -98,6 +101,26 @@ def remote_settings(
     )
 
 
+class _Known(Model):
+    """What a remote was seen to do, where, and which it was."""
+
+    url: str
+    remote_id: str
+    abilities: Abilities
+
+
+def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
+    """Of that very remote, as it was attached last; None: it was not, or another version wrote that."""
+    text = journal.meta(f"abilities:{remote.name}")
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        known = _Known.model_validate_json(text)
+        if (known.url, known.remote_id) == (remote.url, journal.meta(f"remote_id:{remote.name}")):
+            return known.abilities
+    return None
+
+
 def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
     """What is kept of a remote that was proved to be ours."""
 
@@ -106,6 +129,9 @@ def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
         job.job_id = answer.identity.job_id
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
         job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
+        where = job.links[name].settings.url
+        known = _Known(url=where, remote_id=answer.identity.remote_id, abilities=answer.abilities)
+        job.state.journal.set_meta(f"abilities:{name}", known.model_dump_json())
         job.wake()
 
     return attached

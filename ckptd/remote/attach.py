@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.manifest import ROOT, RemoteIdentity, to_bytes
-from ckptd.errors import RemoteNotOurs, RemoteUnreachable, from_os_error
+from ckptd.errors import NoSpaceError, RemoteNotOurs, RemoteUnreachable, from_os_error
 from ckptd.remote.documents import IDENTITY_KEY, read_identity
 from ckptd.remote.messages import Attached
 from ckptd.remote.open import directory_path
 
 if TYPE_CHECKING:
     from ckptd.remote.messages import RemoteSettings
-    from ckptd.remote.store import Store
+    from ckptd.remote.store import Abilities, Store
 
 _NOT_MOUNTED = "is it mounted? see `ckptd check`"
 _MOVED = (
@@ -37,7 +37,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
     Raises:
         RemoteUnreachable: the directory or its mount is not there.
         RemoteNotOurs: no identity though one is known, another job's, or a place that may not become one.
-        NotPermitted, NoSpaceError, StorageError: it cannot be written.
+        NotPermitted, StorageError: it cannot be written. NoSpaceError: it is full, and was never probed.
     """
     path = directory_path(settings.url)
     if path is not None:
@@ -58,13 +58,22 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         msg = f"{store.url} lost {IDENTITY_KEY} right after it was created"
         raise RemoteNotOurs(msg)
     _check_owner(found, store, settings)
-    abilities = store.probe()
     return Attached(
         identity=found,
-        abilities=abilities,
+        abilities=_abilities(store, settings, found),
         initialised=initialised,
         free_bytes=store.free_bytes(),
     )
+
+
+def _abilities(store: Store, settings: RemoteSettings, found: RemoteIdentity) -> Abilities:
+    """What the store can; a full one lets nothing be tried, and what is retired there makes the room."""
+    try:
+        return store.probe()
+    except NoSpaceError:
+        if settings.abilities is None or settings.remote_id != found.remote_id:
+            raise
+        return settings.abilities
 
 
 def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:

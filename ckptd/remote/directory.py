@@ -21,22 +21,21 @@ from ckptd import files
 from ckptd.errors import (
     CkptdError,
     DamagedError,
+    NoSpaceError,
     RefusedError,
     RemoteUnreachable,
-    SourceChanged,
     StorageError,
     VerifyError,
 )
-from ckptd.remote.checksums import crc64
 from ckptd.remote.folders import (
     GONE,
-    buffer_of,
     copy_rights,
     explained,
     lock_partial,
     make_parents,
     prune_empty,
     publish,
+    pump,
     read_back,
     share_notes,
     try_folder,
@@ -81,6 +80,8 @@ class DirectoryStore:
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
+        self._lacked: set[str] = set()
+        """Objects that found no room: not begun again in vain."""
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
 
@@ -177,7 +178,26 @@ class DirectoryStore:
     def upload(
         self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
-        """Write beside the target, flush and drop each window, fsync, rename, fsync the folder."""
+        """Write beside the target, flush and drop each window, fsync, rename, fsync the folder.
+
+        Where there is no room for it, what was written goes: it cannot end, and tombstones need that room.
+        """
+        if key in self._lacked and (self.free_bytes() or 0) < source.size_bytes:
+            msg = f"{self._path}: writing {key}: {source.size_bytes} bytes have no room there"
+            raise NoSpaceError(msg)
+        try:
+            crc = self._upload(key, source, resume, on_progress)
+        except NoSpaceError:
+            self._lacked.add(key)
+            with contextlib.suppress(CkptdError):
+                self.discard(key)
+            raise
+        self._lacked.discard(key)
+        return crc
+
+    def _upload(
+        self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
         name, partial = files.check_relative(key)[-1], self._partial(key)
         with self._at_root(f"writing {key}") as root, contextlib.ExitStack() as opened:
             with self._folders:
@@ -185,7 +205,8 @@ class DirectoryStore:
                 opened.callback(os.close, folder)
                 fd, start, crc = self._open_partial(folder, partial, resume)
             try:
-                crc = self._pump(fd, source, start, crc, on_progress)
+                sizes = (self._window_bytes, self._buffer_bytes)
+                crc = pump(fd, source, (start, crc), on_progress, *sizes)
                 copy_rights(fd, source.mode, source.gid)
                 os.fsync(fd)
                 files.drop_pages(fd)
@@ -321,28 +342,3 @@ class DirectoryStore:
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         lock_partial(fd)
         return fd, 0, 0
-
-    def _pump(
-        self, fd: int, source: Source, start: int, crc: int, on_progress: Callable[[Progress], None]
-    ) -> int:
-        view = buffer_of(self._buffer_bytes)
-        size = source.size_bytes
-        done, flushed, flushed_crc = start, start, crc
-        while done < size:
-            room = min(len(view), size - done, flushed + self._window_bytes - done)
-            count = source.read_into(done, view[:room])
-            if count == 0:
-                msg = f"the source ended {size - done} bytes early"
-                raise SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
-            files.write_all(fd, view[:count])
-            # the share writes while the next buffer is read; what counts as flushed is flushed below
-            files.start_flush(fd, done, count)
-            crc = crc64(view[:count], crc)
-            done += count
-            if done - flushed >= self._window_bytes or done == size:
-                os.fdatasync(fd)
-                files.drop_pages(fd, flushed, done - flushed)
-                source.drop(flushed, done - flushed)
-                flushed, flushed_crc = done, crc
-            on_progress(Progress(done_bytes=done, flushed_bytes=flushed, crc64=flushed_crc))
-        return crc

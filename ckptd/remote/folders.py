@@ -16,12 +16,14 @@ import stat
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.errors import CkptdError, NotPermitted, RefusedError, TargetExists, from_os_error
+from ckptd.errors import CkptdError, NotPermitted, RefusedError, SourceChanged, TargetExists, from_os_error
 from ckptd.remote.checksums import crc64
-from ckptd.remote.store import ObjectInfo
+from ckptd.remote.store import ObjectInfo, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ckptd.remote.store import Source
 
 _OURS = ".ckptd-"
 _REMEMBERED = 4096
@@ -209,6 +211,38 @@ def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
         os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
         return
     files.remove_file(folder, partial)
+
+
+def pump(
+    fd: int,
+    source: Source,
+    begun: tuple[int, int],
+    on_progress: Callable[[Progress], None],
+    window_bytes: int,
+    buffer_bytes: int,
+) -> int:
+    """Write what follows of a source, one window of it dirty at most; CRC64 of all. `begun`: offset, CRC."""
+    view = buffer_of(buffer_bytes)
+    size = source.size_bytes
+    (done, crc), (flushed, flushed_crc) = begun, begun
+    while done < size:
+        room = min(len(view), size - done, flushed + window_bytes - done)
+        count = source.read_into(done, view[:room])
+        if count == 0:
+            msg = f"the source ended {size - done} bytes early"
+            raise SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
+        files.write_all(fd, view[:count])
+        # the share writes while the next buffer is read; what counts as flushed is flushed below
+        files.start_flush(fd, done, count)
+        crc = crc64(view[:count], crc)
+        done += count
+        if done - flushed >= window_bytes or done == size:
+            os.fdatasync(fd)
+            files.drop_pages(fd, flushed, done - flushed)
+            source.drop(flushed, done - flushed)
+            flushed, flushed_crc = done, crc
+        on_progress(Progress(done_bytes=done, flushed_bytes=flushed, crc64=flushed_crc))
+    return crc
 
 
 def read_back(fd: int, buffer_bytes: int, on_progress: Callable[[int], None]) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ckptd.core.identity import Model
 from ckptd.remote.access import Access
+from ckptd.remote.store import Abilities
 
 
 class RemoteSettings(Model):
@@ -23,6 +24,8 @@ class RemoteSettings(Model):
     """What a new remote.json gets: the id that the job's other remotes know it by."""
     remote_id: str | None = None
     """The identity seen before; another one, or none, is "not there" (P2)."""
+    abilities: Abilities | None = None
+    """What the remote of that identity was seen to do, for a time when it is full (adr/0161)."""
     may_initialise: bool = True
     same_filesystem: bool = False
     save_dir: str

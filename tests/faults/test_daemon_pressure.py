@@ -80,3 +80,66 @@ def test_a_shard_that_does_not_come_is_an_alarm_of_the_real_daemon(tmp_path: Pat
         here.save(2)
         here.wait_committed("global_step2~g1", 60)
         here.wait("its end", lambda: "shard-missing" not in here.problems(), 60)
+
+
+@pytest.fixture
+def whole_disk(tmp_path: Path) -> Iterator[Path]:
+    """A save_dir on a tmpfs of 24 MiB, its state in it as by default."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    place = tmp_path / "nvme"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_with_the_journal_on_it_empties_itself(whole_disk: Path) -> None:
+    """Not a byte is left when the second save is there: it is committed from the reserve, the first goes."""
+    with node(whole_disk.parent, local="save_total_limit = 1\nforms = []", remote='forms = ["zero"]') as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1", 60)
+        reserve = here.state / "reserve"
+        here.wait("the reserve", reserve.exists, 60)
+        filler = whole_disk / "filler"
+        here.save(2)
+        with filler.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space left"):
+            while True:
+                stream.write(b"x" * 4096)
+        here.wait_committed("global_step2~g1", 60)
+        here.wait("the first to go", lambda: here.local_tags() == {"global_step2"}, 60)
+        here.wait("its words", lambda: "disk-full" in here.problems(), 60)
+        assert "works from its reserve" in here.ckptd("status", here.job_file).stdout
+        assert not reserve.exists()
+        assert "Traceback" not in here.log.read_text()
+        filler.unlink()
+        here.save(3)
+        here.wait("another reserve", reserve.exists, 60)
+        here.wait("the end of it", lambda: "disk-full" not in here.problems(), 60)
+
+
+def test_a_daemon_that_starts_on_a_full_disk_is_seen(whole_disk: Path) -> None:
+    """The reserve is gone as well: no document can be written there, and status tells what is still."""
+    with node(whole_disk.parent, local="forms = []", remote='forms = ["zero"]') as here:
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1", 60)
+        assert here.stop() == 0
+        assert "was stopped" in here.ckptd("status", here.job_file).stdout
+        (here.state / "reserve").unlink(missing_ok=True)
+        with (
+            (whole_disk / "filler").open("wb", buffering=0) as stream,
+            pytest.raises(OSError, match="No sp"),
+        ):
+            while True:
+                stream.write(b"x" * 4096)
+        daemon = here.start()
+        here.wait("the truth", lambda: "tries again" in here.ckptd("status", here.job_file).stdout, 60)
+        said = here.ckptd("status", here.job_file).stdout
+        assert "stopped" not in said
+        assert "SAFE" not in said.splitlines()[0] or "NOT SAFE" in said.splitlines()[0]
+        assert daemon.poll() is None
+        assert "Traceback" not in here.log.read_text()

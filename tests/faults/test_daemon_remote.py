@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from tests.e2e.harness import RUN, made_before, node, same_bytes
 from tests.faults.test_daemon_ground import mount
+from tests.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -83,6 +85,31 @@ def test_a_full_remote(tmp_path: Path, mounted: Path) -> None:
         filler.unlink()
         here.wait_committed("global_step2~g1", 40)
         assert same_bytes(here, "global_step2", RUN, 2)
+
+
+@needs_root
+@pytest.mark.root
+def test_a_full_remote_is_emptied_by_a_lower_keep_last(tmp_path: Path, mounted: Path) -> None:
+    """No half object keeps the room that a tombstone needs, and what the new policy lets go makes more."""
+    size = sum(path.stat().st_size for path in (save_dir_of(RUN) / "global_step1").iterdir())
+    filler = mounted / "filler"
+    filler.write_bytes(b"x" * ((6 << 20) - int(2.7 * size)))
+    with node(tmp_path, local="save_total_limit = 1", remote='forms = ["zero"]\nkeep_last = 9') as here:
+        here.start()
+        for step in (1, 2):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        here.save(3)
+        here.wait("said", lambda: "remote-full" in here.problems(), 40)
+        (told,) = (p for p in here.status()["problems"] if p["code"] == "remote-full")
+        assert "keep_last" in told["next_step"]
+        assert not list(mounted.rglob(".ckptd-part-*"))
+        here.write_job(remote='forms = ["zero"]\nkeep_last = 1')
+        here.processes[-1].send_signal(signal.SIGHUP)
+        here.wait_committed("global_step3~g1", 60)
+        here.wait("the rest to go", lambda: set(here.commits()) == {"global_step3~g1"}, 60)
+        here.wait("its end", lambda: "remote-full" not in here.problems(), 60)
+        assert same_bytes(here, "global_step3", RUN, 3)
 
 
 @needs_root

@@ -62,8 +62,8 @@ class Status:
     """A stat result."""
 
     __slots__ = (
-        "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink", "st_size",
-        "st_uid",
+        "st_blocks", "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink",
+        "st_size", "st_uid",
     )  # fmt: skip
 
     def __init__(self, inode: Inode) -> None:
@@ -73,6 +73,7 @@ class Status:
         self.st_nlink = 1
         self.st_uid = self.st_gid = 0
         self.st_size = len(inode.data)
+        self.st_blocks = -(-self.st_size // 4096) * 8
         self.st_mtime_ns = inode.written_ns
         self.st_ctime_ns = inode.changed_ns
 
@@ -307,6 +308,9 @@ class Kernel:
         content[offset : offset + len(data)] = data
         self._touch(opened.inode, opened.path)
         return len(data)
+
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
+        self.pwrite(fd, bytes(length), offset)
 
     def ftruncate(self, fd: int, length: int) -> None:
         opened = self._fd(fd)

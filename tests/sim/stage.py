@@ -24,7 +24,7 @@ import tenacity.wait
 from ckptd import files, journal, pages
 from ckptd.convert import inspect_child, inspection, supervise
 from ckptd.core.facts import FileFacts
-from ckptd.daemon import backoff, intake, job, loop, processes, totals, workers
+from ckptd.daemon import backoff, intake, job, loop, processes, reserve, totals, workers
 from ckptd.errors import JournalDamaged
 from ckptd.local import rights
 from ckptd.remote import directory, flights, folders, pacing, service, transfer, watched
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stage"]
 assert loop is not None
+assert directory is not None
 assert _store is not None
 
 SMALL_BYTES = 6000
@@ -229,8 +230,8 @@ class Stage:
         self._plan(workers, "ThreadPoolExecutor", lambda *_, **__: Queued(tasks))
         self._plan(transfer, "ThreadPoolExecutor", Inline)
         self._plan(flights, "SMALL_BYTES", SMALL_BYTES)
-        for module in (directory, folders):
-            self._plan(module, "buffer_of", lambda size: memoryview(bytearray(size)))
+        self._plan(reserve, "BYTES", WINDOW_BYTES)
+        self._plan(folders, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
         for module in (files, pages, rights):
             if hasattr(module, "clone_file"):
@@ -296,7 +297,7 @@ def _system(kernel: Kernel) -> Any:
         "open", "dup", "close", "read", "pread", "preadv", "write", "pwrite", "ftruncate", "lseek", "fsync",
         "fdatasync", "stat", "lstat", "fstat", "listdir", "scandir", "access", "readlink", "fstatvfs",
         "mkdir", "unlink", "remove", "rmdir", "link", "rename", "replace", "fchmod", "fchown",
-        "posix_fadvise",
+        "posix_fadvise", "posix_fallocate",
     )  # fmt: skip
     system = _copy(__import__("os"), **{name: getattr(kernel, name) for name in names})
     system.path = _copy(posixpath, lexists=kernel.exists, exists=kernel.exists)

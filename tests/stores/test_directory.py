@@ -299,7 +299,8 @@ def test_file_systems_without_links_or_noreplace(nas: Path, monkeypatch: pytest.
 
 @needs_root
 @pytest.mark.root
-def test_a_full_share_is_named_and_the_transfer_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_share_is_named_and_keeps_no_half_object(tmp_path: Path) -> None:
+    """What cannot end gives its room back, is not begun again in vain, and is sent when there is room."""
     for point in mounted(tmp_path / "nas", "-t", "tmpfs", "-o", "size=4m", "none"):
         store = DirectoryStore(str(point), owner="n0", window_bytes=WINDOW_BYTES)
         filler = point / "filler"
@@ -307,12 +308,17 @@ def test_a_full_share_is_named_and_the_transfer_goes_on_when_there_is_room(tmp_p
         seen: list[Progress] = []
         with pytest.raises(NoSpaceError):
             store.upload("t/x", Meter(DATA), resume=None, on_progress=seen.append)
+        assert not list(point.rglob(f"{PARTIAL_PREFIX}*")), "room for tombstones and probes"
+        assert store.probe().create_only
+        again = Meter(DATA)
+        with pytest.raises(NoSpaceError):
+            store.upload("t/x", again, resume=None, on_progress=lambda _: None)
+        assert again.asked == 0
         filler.unlink()
         subprocess.run(["mount", "-o", "remount,size=16m", str(point)], check=True)
         resume = Resume(flushed_bytes=seen[-1].flushed_bytes, crc64=seen[-1].crc64)
         meter = Meter(DATA)
         store.upload("t/x", meter, resume=resume, on_progress=seen.append)
-        assert 0 < meter.asked < len(DATA)
         assert store.get("t/x") == DATA
 
 

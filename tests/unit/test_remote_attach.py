@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.manifest import RemoteIdentity, parse
-from ckptd.errors import CkptdError, ConfigError, RemoteNotOurs, RemoteUnreachable
+from ckptd.errors import CkptdError, ConfigError, NoSpaceError, RemoteNotOurs, RemoteUnreachable
 from ckptd.remote.attach import attach
 from ckptd.remote.open import directory_path, open_store
 from tests.stores.scene import Node
@@ -119,3 +119,27 @@ def test_urls(tmp_path: Path) -> None:
     for url in ("ftp://bucket/x", "nothing://host/x", "relative/path"):
         with pytest.raises(ConfigError, match=url):
             open_store(url)
+
+
+@ROOT_ONLY
+@pytest.mark.root
+def test_a_full_remote_is_attached_with_what_it_was_seen_to_do(node: Node, tmp_path: Path) -> None:
+    """Nothing can be tried there: retention has to be able to make room; never of a remote not yet known."""
+    point = tmp_path / "nas"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(point)], check=True)
+    try:
+        first = do(node, point)
+        with pytest.raises(OSError, match="No space"):
+            (point / "filler").write_bytes(b"x" * (2 << 20))
+        known = {"job_id": first.identity.job_id, "remote_id": first.identity.remote_id}
+        with pytest.raises(NoSpaceError):
+            do(node, point, **known)
+        with pytest.raises(NoSpaceError):
+            do(node, point, job_id=first.identity.job_id, abilities=first.abilities)
+        with pytest.raises(RemoteNotOurs):
+            do(node, point, **known | {"remote_id": "another"}, abilities=first.abilities)
+        again = do(node, point, **known, abilities=first.abilities)
+        assert (again.identity, again.abilities) == (first.identity, first.abilities)
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
