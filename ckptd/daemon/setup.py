@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
+from ckptd.daemon.twins import settle
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import prepare_state_dir, state_base
@@ -100,10 +101,12 @@ def remote_settings(
 
 
 def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
-    """What is kept of a remote that was proved to be ours."""
+    """What is kept of a remote that was proved to be ours, and no other one of the job."""
 
     def attached(answer: m.Attached) -> None:
         assert job.state is not None
+        if not settle(job, name, answer, job.state.journal):
+            return
         job.job_id = answer.identity.job_id
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
         job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)

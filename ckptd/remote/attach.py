@@ -64,7 +64,17 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         abilities=abilities,
         initialised=initialised,
         free_bytes=store.free_bytes(),
+        place=None if path is None else _place_of(path),
     )
+
+
+def _place_of(root: Path) -> str:
+    """Alike for all paths to one directory, bind mounts too."""
+    try:
+        status = root.stat()
+    except OSError as error:
+        raise from_os_error(error, f"looking at {root}") from error
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:

@@ -214,6 +214,8 @@ class Attached(Model):
     abilities: Abilities
     initialised: bool = False
     free_bytes: int | None = None
+    place: str | None = None
+    """`device:inode` of a directory's root, as this child sees it; None: another kind of store."""
 
 
 class Observation(Model):
