@@ -37,6 +37,7 @@ Code = Literal[
     "torn-save",
     "shard-missing",
     "incomplete-save",
+    "linked-save",
     "suspect-save",
     "tag-refused",
     "conversion-refused",
