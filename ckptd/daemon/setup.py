@@ -22,6 +22,7 @@ from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
+from ckptd.remote.living import NEXT_STEP, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd")
 
 _NODE_ID_LIMIT_BYTES = 256
+_TOLD_SECONDS = 86_400.0
+"""How long after its first start a job says that another node writes under its name."""
 
 
 def must_wait(state_dir: Path, save_dir: Path) -> bool:
@@ -107,6 +110,9 @@ def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
         assert job.state is not None
         if not settle(job, name, answer, job.state.journal):
             return
+        if answer.living and not job.config.shared_fs:
+            text = said_of(answer.living, name, answer.identity.created)
+            job.problems.put("name-shared", name, text, NEXT_STEP, lasts_seconds=_TOLD_SECONDS)
         job.job_id = answer.identity.job_id
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
         job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)

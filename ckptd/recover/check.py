@@ -37,6 +37,8 @@ from ckptd.recover.owner import owner_of
 from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.living import NEXT_STEP as IS_OWN_RUN
+from ckptd.remote.living import said_of
 from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.remote.one_place import NEXT_STEP, are_one, one_place
 
@@ -173,6 +175,9 @@ def _remote(
         yield failed(what, error)
         return
     seen[remote.name] = answer
+    if answer.living and not job.shared_fs:
+        text = said_of(answer.living, remote.url, answer.identity.created)
+        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
     made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
     free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
     text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.manifest import ROOT, RemoteIdentity, to_bytes
-from ckptd.errors import RemoteNotOurs, RemoteUnreachable, from_os_error
+from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable, from_os_error
 from ckptd.remote.documents import IDENTITY_KEY, read_identity
+from ckptd.remote.living import living
 from ckptd.remote.messages import Attached
 from ckptd.remote.open import directory_path
 
 if TYPE_CHECKING:
+    from ckptd.core.heartbeat import SeenNode
     from ckptd.remote.messages import RemoteSettings
     from ckptd.remote.store import Store
 
@@ -65,7 +67,15 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         initialised=initialised,
         free_bytes=store.free_bytes(),
         place=None if path is None else _place_of(path),
+        living=_living(store, settings) if settings.job_id is None and not initialised else (),
     )
+
+
+def _living(store: Store, settings: RemoteSettings) -> tuple[SeenNode, ...]:
+    """Words alone: what keeps them from being read keeps nobody from attaching."""
+    with contextlib.suppress(CkptdError):
+        return living(store, but_node=settings.node, but_node_id=settings.node_id)
+    return ()
 
 
 def _place_of(root: Path) -> str:

@@ -9,10 +9,17 @@ from ckptd.core.heartbeat import HEARTBEATS
 from ckptd.core.manifest import ROOT
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.heartbeats import Heartbeats
+from ckptd.words import ago
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptd.core.heartbeat import SeenNode
     from ckptd.remote.store import Store
+
+NEXT_STEP = (
+    "a run of its own needs a name and a url of its own; for a second node of this run nothing is to do"
+)
 
 
 def living(store: Store, *, but_node: str = "", but_node_id: str = "") -> tuple[SeenNode, ...]:
@@ -29,6 +36,16 @@ def living(store: Store, *, but_node: str = "", but_node_id: str = "") -> tuple[
         if seen.seconds_ago is not None and not seen.is_dead and not _is_own(seen, but_node_id)
     ]
     return tuple(seen for _, _, seen in sorted(here, key=lambda one: one[:2]))
+
+
+def said_of(found: Sequence[SeenNode], remote: str, since: str) -> str:
+    """Of the last heard of: somebody who begins a run may have meant another remote, or another name."""
+    seen = found[0]
+    newest = seen.heartbeat.newest if seen.heartbeat is not None else None
+    step = f", its newest step {newest.step}" if newest is not None else ""
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    heard = f"heard of {ago(seen.seconds_ago or 0.0)} ago{step}; that remote was made {since}"
+    return f"node {seen.node}{more} writes to {remote} under this name, too: {heard}"
 
 
 def _is_own(seen: SeenNode, node_id: str) -> bool:
