@@ -109,11 +109,18 @@ def _verdict(job: dict[str, Any], life: Life) -> str:
         return "NOT WATCHED"
     if job.get("paused"):
         return "PAUSED"
+    if _is_linked(job):
+        return "NOT SAFE"
     if job["state"] == "waiting":
         return "WAITING"
     if job.get("safe") is None:
         return "NOT SAFE"
     return "BEHIND" if job.get("steps_at_risk") else "SAFE"
+
+
+def _is_linked(job: dict[str, Any]) -> bool:
+    """The newest checkpoint is a link, which is not followed (P15): what is committed is older."""
+    return any(p["code"] == "linked-save" and p["severity"] == "attention" for p in job["problems"])
 
 
 def _committed(job: dict[str, Any], since_seconds: float) -> str:

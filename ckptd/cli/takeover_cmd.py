@@ -9,6 +9,8 @@ import typer
 from ckptd.cli.text import ENV_JOB, tell
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.journal import Journal
 
@@ -56,7 +58,37 @@ def register(app: typer.Typer) -> None:
                 journal = Journal(state_dir / "journal.db")
                 closing.callback(journal.close)
             for one in where.remotes:
+                _must_be_silent(config, one, state_dir)
+            for one in where.remotes:
                 tell(f"{one.name}: {_one(config, one, journal)}")
+
+
+def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | None) -> None:
+    """No node of another job writes there any more: its newest checkpoint would be without a copy.
+
+    Raises:
+        LockHeld: one does.
+    """
+    from ckptd.core.heartbeat import DEAD_SECONDS
+    from ckptd.daemon.setup import node_id_of
+    from ckptd.errors import LockHeld
+    from ckptd.remote.access import access_of
+    from ckptd.remote.living import living
+    from ckptd.remote.open import open_store
+    from ckptd.remote.takeover import identity_of
+    from ckptd.words import ago
+
+    store = open_store(remote.url, access=access_of(remote))
+    found = identity_of(store)
+    if found.job == config.name:
+        return
+    has_id = state_dir is not None and (state_dir / "node_id").exists()
+    own = node_id_of(state_dir) if state_dir is not None and has_id else ""
+    for seen in living(store, but_node_id=own):
+        heard = ago(seen.seconds_ago or 0.0)
+        msg = f"{remote.name}: node {seen.node} of job {found.job} writes there, heard of {heard} ago"
+        hint = f"stop that daemon first; one that is gone counts for {ago(DEAD_SECONDS)}, then call it again"
+        raise LockHeld(msg, hint=hint)
 
 
 def _one(config: JobConfig, remote: RemoteConfig, journal: Journal | None) -> str:

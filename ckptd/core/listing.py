@@ -106,3 +106,5 @@ class SaveDirListing:
     """Folders without a shard, perhaps not yet one; `foreign` has them as well."""
     closed: tuple[str, ...] = ()
     """Other users' folders that we may not enter, perhaps checkpoints; `foreign` has them as well."""
+    linked: tuple[str, ...] = ()
+    """Links that are named as checkpoints are, or by `latest`; of a folder a shard that is no plain file."""

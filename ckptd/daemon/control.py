@@ -20,6 +20,7 @@ from ckptd.core.draining import Drain
 from ckptd.core.lifecycle import State
 from ckptd.core.planner import open_saves
 from ckptd.core.view import ZERO, ShipState
+from ckptd.daemon.linked import linked_here
 from ckptd.daemon.outlook import running_speed
 from ckptd.errors import CkptdError
 from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
@@ -186,13 +187,15 @@ class Control:
         if self._drain is None or time.monotonic() > self._drain.deadline_seconds + TOLD_SECONDS:
             return None
         told = state.plan.drained if state.plan is not None else None
+        linked, left, refused = linked_here(job), missing_after(job), refused_here(job)
+        is_rest_done = is_drained(job) or (bool(left) and set(left) <= set(refused))
         return DrainStatus(
             asked_at=rfc3339(self._drain.asked_at_unix),
             deadline_at=rfc3339(self._drain.deadline_unix),
-            is_done=is_drained(job),
-            missing=told.missing if told is not None else missing_after(job),
+            is_done=is_drained(job) and not linked,
+            missing=(*(told.missing if told is not None else missing_after(job)), *linked),
             late=told.late if told is not None else (),
-            refused=refused_here(job),
+            refused=(*refused, *(linked if is_rest_done else ())),
             unsent=unsent_here(job),
         )
 
@@ -209,7 +212,16 @@ def unsent_here(job: Job) -> tuple[str, ...]:
 
 def drained_words(jobs: Sequence[Job]) -> str:
     """Of jobs that are drained."""
-    return all_committed(sum(len(unsent_here(job)) for job in jobs))
+    linked = [tag for job in jobs for tag in linked_here(job)]
+    but = f"; not {', '.join(linked)}: no link is followed" if linked else ""
+    return all_committed(sum(len(unsent_here(job)) for job in jobs)) + but
+
+
+def drain_code(jobs: Sequence[Job]) -> int:
+    """Of a drain that ended. 0: all is committed; 1: some of it cannot be as it is; 3: the time was over."""
+    if all(is_drained(job) for job in jobs):
+        return 1 if any(linked_here(job) for job in jobs) else 0
+    return 1 if any(refused_here(job) for job in jobs) else 3
 
 
 def refused_here(job: Job) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from ckptd.daemon.chores import Chores
 from ckptd.daemon.control import Control
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.knowledge import Knowledge
+from ckptd.daemon.linked import look
 from ckptd.daemon.links import RemoteLink
 from ckptd.daemon.patience import Patience
 from ckptd.daemon.problems import Problems
@@ -46,7 +47,6 @@ from ckptd.daemon.tenancy import finish_begun
 from ckptd.daemon.viewing import build_view, folders_to_watch, planned
 from ckptd.daemon.way import Ear
 from ckptd.journal import Journal
-from ckptd.local.scan import scan
 from ckptd.local.watch import Watcher
 from ckptd.observe.audit import Audit
 
@@ -246,7 +246,7 @@ class Job:
         if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.listing if self.state else None
-        listing = scan(save_dir_fd, self.config.trainer, before)
+        listing = look(self, save_dir_fd)
         self.way.join(self, listing.device, lambda: self.control.pace(self))
         if self._first_look.look(listing):
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))

@@ -82,8 +82,8 @@ class Knowledge(Recogniser):
 
     @property
     def has_heard_all(self) -> bool:
-        """Every remote has been observed since the start."""
-        return all(link.observation is not None for link in self._links.values())
+        """Every remote has been observed since the start; of two that are one place the first."""
+        return all(link.observation is not None or link.is_twin for link in self._links.values())
 
     @property
     def is_rebuilt(self) -> bool:

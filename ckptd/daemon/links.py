@@ -54,8 +54,8 @@ class RemoteLink:
         self.bandwidth = bandwidth or constant(settings.bytes_per_second)
         """The remote's own limit."""
         self.attached: m.Attached | None = None
-        self.is_away = False
-        """It was asked in vain; at a start nobody knows yet."""
+        self.is_away = self.is_twin = False
+        """It was asked in vain, at a start nobody knows yet; it is another one's directory (twins.py)."""
         self.observation: m.Observation | None = None
         self.observed_at_seconds = 0.0
         self.is_current = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.config_places import this_node
 from ckptd.daemon.beating import say_ended
 from ckptd.daemon.checks import exit_code, is_idle
-from ckptd.daemon.control import drained_words, is_drained, missing_after, refused_here
+from ckptd.daemon.control import drain_code, drained_words, is_drained, missing_after, refused_here
 from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
@@ -338,9 +338,8 @@ class Daemon:
 
     def _exit_code(self) -> int:
         if self._deadline is not None and not self._once:
-            if not all(is_drained(job) for job in self.jobs):
-                return 1 if any(refused_here(job) for job in self.jobs) else 3
-            return max((one.error.exit_code for one in self.invalid), default=0)
+            invalid = max((one.error.exit_code for one in self.invalid), default=0)
+            return drain_code(self.jobs) or invalid
         codes = [exit_code(job) for job in self.jobs] + [one.error.exit_code for one in self.invalid]
         if not self._once:
             return 0 if self.jobs else max(codes, default=0)

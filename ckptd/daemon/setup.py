@@ -15,6 +15,7 @@ from ckptd import files
 from ckptd.core.identity import Model
 from ckptd.core.listing import OURS
 from ckptd.daemon.tenancy import own_state
+from ckptd.daemon.twins import settle
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.local.fs import ensure_ours
 from ckptd.local.state_dir import NODE_ID, prepare_state_dir, read_node_id, state_base
@@ -22,6 +23,7 @@ from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
+from ckptd.remote.living import NEXT_STEP, said_of
 from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from ckptd.journal import Journal
 
 log = logging.getLogger("ckptd")
+
+_TOLD_SECONDS = 86_400.0
+"""How long after its first start a job says that another node writes under its name."""
 
 
 def must_wait(state_dir: Path, save_dir: Path) -> bool:
@@ -122,10 +127,15 @@ def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
 
 
 def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
-    """What is kept of a remote that was proved to be ours."""
+    """What is kept of a remote that was proved to be ours, and no other one of the job."""
 
     def attached(answer: m.Attached) -> None:
         assert job.state is not None
+        if not settle(job, name, answer, job.state.journal):
+            return
+        if answer.living and not job.config.shared_fs:
+            text = said_of(answer.living, name, answer.identity.created)
+            job.problems.put("name-shared", name, text, NEXT_STEP, lasts_seconds=_TOLD_SECONDS)
         job.job_id = answer.identity.job_id
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
         job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)

@@ -18,6 +18,7 @@ from ckptd.core.names import name_problem, shown
 from ckptd.core.resumed import RESUMED_PATH
 from ckptd.core.trainers import WRITES_AS, layout_of
 from ckptd.errors import CkptdError
+from ckptd.local.links import leads_elsewhere, linked_shard, may_be_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,8 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
     nameless: list[str] = []
     bare: list[str] = []
     closed: list[str] = []
+    linked: list[str] = []
+    latest = read_pointer(save_dir_fd, "latest")
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
             continue
@@ -56,6 +59,7 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
                     closed += [shown(entry.name)] if entry.name != LOST_AND_FOUND else []
                     continue
                 listing = scan_folder(save_dir_fd, entry.name, known.get(entry.name))
+                linked += linked_shard(listing)
                 is_one = listing is not None and listing.is_checkpoint and wanted in ("auto", listing.trainer)
                 if listing is None or not is_one or shown(entry.name) != entry.name:
                     foreign.append(entry.name)
@@ -70,17 +74,20 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
                     extras.append(_listed(entry.name, status))
             else:
                 foreign.append(entry.name)
+                if stat.S_ISLNK(status.st_mode) and may_be_checkpoint(entry.name, latest):
+                    linked += [entry.name] if leads_elsewhere(save_dir_fd, entry.name) else []
     return SaveDirListing(
         device=os.fstat(save_dir_fd).st_dev,
         folders=tuple(folders),
         extras=tuple(extras),
-        latest=read_pointer(save_dir_fd, "latest"),
+        latest=latest,
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
         resumed=read_pointer(save_dir_fd, RESUMED_PATH, limit_bytes=_WORD_LIMIT_BYTES),
         foreign=tuple(foreign),
         nameless=tuple(nameless),
         bare=tuple(bare),
         closed=tuple(closed),
+        linked=tuple(linked),
     )
 
 

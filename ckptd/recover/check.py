@@ -37,7 +37,10 @@ from ckptd.recover.owner import owner_of
 from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.living import NEXT_STEP as IS_OWN_RUN
+from ckptd.remote.living import said_of
 from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
+from ckptd.remote.one_place import NEXT_STEP, are_one, one_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -66,8 +69,9 @@ def check_job(
     if job.shared_fs:
         yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
+    seen: dict[str, Attached] = {}
     for remote in job.remotes:
-        yield from _remote(job, remote, owner, writes=writes, init_remote=init_remote)
+        yield from _remote(job, remote, owner, seen, writes=writes, init_remote=init_remote)
         if ZERO not in remote.forms and not job.shared_fs:
             yield _without_zero(remote)
     yield _children()
@@ -135,7 +139,13 @@ def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], job
 
 
 def _remote(
-    job: JobConfig, remote: RemoteConfig, owner: Owner, *, writes: bool, init_remote: bool
+    job: JobConfig,
+    remote: RemoteConfig,
+    owner: Owner,
+    seen: dict[str, Attached],
+    *,
+    writes: bool,
+    init_remote: bool,
 ) -> Iterator[Finding]:
     what, access = shown_remote(remote.name, remote.url), access_of(remote)
     if not writes:
@@ -161,6 +171,13 @@ def _remote(
     if isinstance(answer, CkptdError):
         yield _absent(what, remote, job, owner, answer)
         return
+    if (error := _twin(job, remote, answer, seen)) is not None:
+        yield failed(what, error)
+        return
+    seen[remote.name] = answer
+    if answer.living and not job.shared_fs:
+        text = said_of(answer.living, remote.url, answer.identity.created)
+        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
     made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
     free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
     text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
@@ -176,6 +193,16 @@ def _remote(
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
+
+
+def _twin(
+    job: JobConfig, remote: RemoteConfig, answer: Attached, seen: Mapping[str, Attached]
+) -> ConfigError | None:
+    """The same directory under two paths is one copy (docs/adr/0166)."""
+    for other in job.remotes:
+        if other.name in seen and are_one(seen[other.name], answer):
+            return ConfigError(one_place(remote.url, other.name, other.url), hint=NEXT_STEP)
+    return None
 
 
 def _without_zero(remote: RemoteConfig) -> Finding:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core.manifest import ROOT, RemoteIdentity, to_bytes
-from ckptd.errors import NoSpaceError, RemoteNotOurs, RemoteUnreachable, from_os_error
+from ckptd.errors import CkptdError, NoSpaceError, RemoteNotOurs, RemoteUnreachable, from_os_error
 from ckptd.remote.documents import IDENTITY_KEY, read_identity
+from ckptd.remote.living import living
 from ckptd.remote.messages import Attached
 from ckptd.remote.open import directory_path
 
 if TYPE_CHECKING:
+    from ckptd.core.heartbeat import SeenNode
     from ckptd.remote.messages import RemoteSettings
     from ckptd.remote.store import Abilities, Store
 
@@ -63,6 +65,8 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         abilities=_abilities(store, settings, found),
         initialised=initialised,
         free_bytes=store.free_bytes(),
+        place=None if path is None else _place_of(path),
+        living=_living(store, settings) if settings.job_id is None and not initialised else (),
     )
 
 
@@ -74,6 +78,22 @@ def _abilities(store: Store, settings: RemoteSettings, found: RemoteIdentity) ->
         if settings.abilities is None or settings.remote_id != found.remote_id:
             raise
         return settings.abilities
+
+
+def _living(store: Store, settings: RemoteSettings) -> tuple[SeenNode, ...]:
+    """Words alone: what keeps them from being read keeps nobody from attaching."""
+    with contextlib.suppress(CkptdError):
+        return living(store, but_node=settings.node, but_node_id=settings.node_id)
+    return ()
+
+
+def _place_of(root: Path) -> str:
+    """Alike for all paths to one directory, bind mounts too."""
+    try:
+        status = root.stat()
+    except OSError as error:
+        raise from_os_error(error, f"looking at {root}") from error
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from ckptd.core.decision import Decision
+from ckptd.core.heartbeat import SeenNode
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.manifest import Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
@@ -215,6 +216,10 @@ class Attached(Model):
     abilities: Abilities
     initialised: bool = False
     free_bytes: int | None = None
+    place: str | None = None
+    """`device:inode` of a directory's root, as this child sees it; None: another kind of store."""
+    living: tuple[SeenNode, ...] = ()
+    """At the first time: other nodes that write there under this job's name."""
 
 
 class Observation(Model):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from ckptd import files
+from ckptd.core.heartbeat import DEAD_SECONDS, Heartbeat, heartbeat_key
 from ckptd.errors import RemoteNotOurs
 from ckptd.journal import Journal
 from ckptd.remote.attach import attach
+from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.messages import RemoteSettings
 from ckptd.remote.observe import still_ours
 from ckptd.remote.open import open_store
@@ -91,6 +94,46 @@ def test_a_renamed_job(scene: RepairScene, job: Path, capsys: pytest.CaptureFixt
     assert "this node knows it now" in run_here(capsys, "takeover", job).stdout
     assert json.loads((scene.nas / "_ckptd" / "remote.json").read_bytes())["remote_id"] == new.remote_id
     assert run_here(capsys, "takeover", scene.nas).returncode == 2
+
+
+def beat(scene: RepairScene, node_id: str, *, seconds_ago: float = 0.0, ended: bool = False) -> None:
+    """The heartbeat of node `x` of job `run`, as the store dates it."""
+    said = Heartbeat(
+        job_id="j", job="run", node="x", node_id=node_id, config_digest="d", ckptd_version="1",
+        as_of="2026-01-01T00:00:00Z", state="ok", ended=ended,
+    )  # fmt: skip
+    Heartbeats(open_store(str(scene.nas))).put(said)
+    at = time.time() - seconds_ago
+    os.utime(scene.nas / heartbeat_key("x"), (at, at))
+
+
+def test_not_while_another_job_writes_there(
+    scene: RepairScene, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its newest checkpoints would be without a copy, and what it has here would go by our limits."""
+    attach(open_store(str(scene.nas)), settings(scene, "run"))
+    before = (scene.nas / "_ckptd" / "remote.json").read_bytes()
+    beat(scene, "other", seconds_ago=DEAD_SECONDS - 60)
+    done = run_here(capsys, "takeover", job)
+    assert done.returncode == 75
+    assert "node x of job run writes there, heard of 4 min ago" in done.stderr
+    assert "stop that daemon first" in done.stderr
+    assert (scene.nas / "_ckptd" / "remote.json").read_bytes() == before
+    assert not list((scene.nas / "_ckptd").glob("probe*"))
+
+
+@pytest.mark.parametrize("how", ["dead", "ended", "own"])
+def test_a_node_that_is_gone_or_our_own_holds_nothing_up(
+    scene: RepairScene, job: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    attach(open_store(str(scene.nas)), settings(scene, "run"))
+    Journal(_state(scene) / "journal.db").close()
+    (_state(scene) / "node_id").write_text("ours")
+    said = {"dead": {"seconds_ago": DEAD_SECONDS + 60}, "ended": {"ended": True}, "own": {}}[how]
+    beat(scene, "ours" if how == "own" else "other", **said)  # type: ignore[arg-type]
+    done = run_here(capsys, "takeover", job)
+    assert done.returncode == 0, done.stderr
+    assert "is renamed's now" in done.stdout
 
 
 def _state(scene: RepairScene) -> Path:

@@ -1,0 +1,56 @@
+"""Checkpoints that are links, or are made of them: not followed, so not protected, and that is said (P15)."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ckptd.local.scan import scan
+
+if TYPE_CHECKING:
+    from ckptd.core.listing import SaveDirListing
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.problems import Problem
+
+_NUMBER = re.compile(r"(\d+)$")
+_NEXT_STEP = (
+    "ckptd follows no links below save_dir; move the folder itself into save_dir, or make save_dir the place "
+    "where it lies"
+)
+
+
+def look(job: Job, save_dir_fd: int) -> SaveDirListing:
+    """A look at save_dir, and what is said of links in it."""
+    before = job.state.listing if job.state is not None else None
+    listing = scan(save_dir_fd, job.config.trainer, before)
+    seen = {path.partition("/")[0]: path for path in listing.linked}
+    for problem in job.problems.all():
+        if problem.code == "linked-save" and problem.about not in seen:
+            job.problems.clear("linked-save", problem.about)
+    for tag, path in seen.items():
+        is_newest = is_at_risk(tag, listing)
+        names = " (latest names it)" if tag == listing.latest else ""
+        what = "a link" if path == tag else f"made of links ({path})"
+        text = f"{tag}{names} is {what}: it is not watched, and nothing of it is sent"
+        job.problems.put("linked-save", tag, text, _NEXT_STEP, severity="attention" if is_newest else "note")
+    return listing
+
+
+def is_at_risk(tag: str, listing: SaveDirListing) -> bool:
+    """What `latest` names, or what by its number is newer than all that is listed here."""
+    if tag == listing.latest:
+        return True
+    number = _NUMBER.search(tag)
+    steps = [
+        int(found[1]) for one in listing.folders if one.tag != tag and (found := _NUMBER.search(one.tag))
+    ]
+    return number is not None and int(number[1]) > max(steps, default=-1)
+
+
+def linked_here(job: Job) -> tuple[str, ...]:
+    """Checkpoints at risk that nothing will commit."""
+    return tuple(problem.about for problem in job.problems.all() if _is_alarm(problem))
+
+
+def _is_alarm(problem: Problem) -> bool:
+    return problem.code == "linked-save" and problem.lasting == "attention"
