@@ -72,6 +72,7 @@ MAY_REMOVE = {
     "local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
     "local/incomplete.py": "one folder that a person gave up",
     "local/state_dir.py": "the status of a job that waits, out of its user's own place",
+    "daemon/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "local/rights.py": "proves rights on its own temporaries (P19)",
     "local/probe.py": "proves rights on its own temporaries (P19)",
     "remote/directory.py": "remote retention, its own parts",

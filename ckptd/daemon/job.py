@@ -15,7 +15,7 @@ from ckptd.config import config_digest
 from ckptd.config_places import this_node
 from ckptd.daemon.acting import Actor
 from ckptd.daemon.beating import nodes_of
-from ckptd.daemon.beginning import FirstLook, beginning
+from ckptd.daemon.beginning import FirstLook
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
 from ckptd.daemon.control import Control
@@ -30,8 +30,8 @@ from ckptd.daemon.recovery import recover
 from ckptd.daemon.rest import RESCAN_SECONDS, Rest
 from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.setup import (
+    begun,
     check_device,
-    is_default_state,
     is_still,
     let_go,
     make_state,
@@ -164,10 +164,7 @@ class Job:
             own = (settings, self.problems, self.patience.post, heard, self.wake)
             self.links[remote.name] = RemoteLink(*own, remote.bandwidth, self._totals.places)
         forms = {remote.name: remote.forms for remote in self.config.remotes}
-        inode = os.fstat(save_dir_fd).st_ino
-        save_dir, here = self.config.save_dir, self._first_look.tags
-        is_inside = is_default_state(self.state_dir, save_dir)
-        found = beginning(journal, str(save_dir), inode, here, holds_state=is_inside)
+        found = begun(self.config, journal, self.state_dir, save_dir_fd, self._first_look.tags)
         spread = self.config.save_spread_seconds
         self.knowledge = Knowledge(
             state, self.state_dir, self.links, self.node, found, spread, forms, self.wake

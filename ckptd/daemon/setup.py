@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.core.identity import Model
 from ckptd.core.listing import OURS
+from ckptd.daemon.beginning import Beginning, beginning
 from ckptd.daemon.tenancy import own_state
 from ckptd.daemon.twins import settle
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
@@ -57,6 +58,15 @@ def must_wait(state_dir: Path, save_dir: Path) -> bool:
 def is_default_state(state_dir: Path, save_dir: Path) -> bool:
     """Whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
     return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
+
+
+def begun(
+    config: JobConfig, journal: Journal, state_dir: Path, save_dir_fd: int, here: frozenset[str]
+) -> Beginning:
+    """What lay in save_dir before us; `here`: its tags when this daemon first looked."""
+    save_dir, inode = config.save_dir, os.fstat(save_dir_fd).st_ino
+    holds_state = is_default_state(state_dir, save_dir)
+    return beginning(journal, str(save_dir), inode, here, holds_state=holds_state)
 
 
 def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:

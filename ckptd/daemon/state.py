@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.core.sealing import shards_of
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.backoff import doubled
+from ckptd.daemon.moving import Moving as Moving
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.refusals import Refusal, Stays, Unsent
 from ckptd.errors import RefusedError, SourceChanged
@@ -59,20 +60,6 @@ class Quiet:
     digest: str
     since_seconds: float
     first_seen_unix: float
-
-
-@dataclass(slots=True)
-class Moving:
-    """An upload under way."""
-
-    done_bytes: int
-    total_bytes: int
-    started_seconds: float
-    start_bytes: int = 0
-    objects: dict[str, int] = field(default_factory=dict)
-    """Bytes done, by key."""
-    durable: tuple[str, int, str] = ("", 0, "")
-    """Key, flushed bytes and token last noted in the journal."""
 
 
 @dataclass(slots=True)

@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from ckptd.core.decision import Decision
-from ckptd.core.heartbeat import SeenNode
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.manifest import Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
+from ckptd.remote.attach_messages import Attach as Attach
+from ckptd.remote.attach_messages import Attached as Attached
 from ckptd.remote.beat_messages import Beat as Beat
 from ckptd.remote.beat_messages import Beats as Beats
 from ckptd.remote.events import Alive as Alive
@@ -27,16 +28,8 @@ from ckptd.remote.seen_messages import ManifestView as ManifestView
 from ckptd.remote.seen_messages import NamedManifest as NamedManifest
 from ckptd.remote.seen_messages import SupplementView as SupplementView
 from ckptd.remote.settings import RemoteSettings as RemoteSettings
-from ckptd.remote.store import Abilities
 
 # --- orders: daemon → child -----------------------------------------------------------------------------
-
-
-class Attach(Model):
-    """Prove that the remote is there, ours and writable; create remote.json where that is right."""
-
-    op: Literal["attach"] = "attach"
-    settings: RemoteSettings
 
 
 class Observe(Model):
@@ -206,20 +199,6 @@ class OrderLine(Model):
 
 
 # --- answers: child → daemon ----------------------------------------------------------------------------
-
-
-class Attached(Model):
-    """The remote is there and ours."""
-
-    kind: Literal["attached"] = "attached"
-    identity: RemoteIdentity
-    abilities: Abilities
-    initialised: bool = False
-    free_bytes: int | None = None
-    place: str | None = None
-    """`device:inode` of a directory's root, as this child sees it; None: another kind of store."""
-    living: tuple[SeenNode, ...] = ()
-    """At the first time: other nodes that write there under this job's name."""
 
 
 class Observation(Model):
