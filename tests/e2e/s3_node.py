@@ -60,12 +60,13 @@ class S3Node(Node):
         return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{PREFIX}/{key}")["Body"].read())
 
     def commits(self, form: str = "zero") -> dict[str, dict[str, Any]]:
-        """`<tag>~g<n>` → COMMIT, straight from the bucket."""
+        """`<tag>~g<n>` → COMMIT, straight from the bucket; one may go between list and reading."""
         found = {}
         for key in self.objects("_ckptd/commits/"):
             if key.endswith(f"~{form}.json"):
                 name = key.rsplit("/", 1)[1].removesuffix(f"~{form}.json")
-                found[name] = json.loads(self.read(key))
+                with contextlib.suppress(self.client.exceptions.NoSuchKey):
+                    found[name] = json.loads(self.read(key))
         return found
 
     def wait_committed(self, key: str, seconds: float = PATIENCE_SECONDS) -> None:

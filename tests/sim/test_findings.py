@@ -342,15 +342,16 @@ def test_all_jobs_of_a_disk_make_way_at_the_first_event(world: World) -> None:
     assert not is_paused(world), "what was written was no save"
     assert world.job is not None and world.job.state is not None and world.job.state.listing is not None
     way, disk = world.totals.way, world.job.state.listing.device
-    way.join("neighbour", disk, lambda: None)
-    way.join("elsewhere", disk + 1, lambda: None)
-    way.tell("elsewhere", is_saving=True)
+    neighbour, elsewhere = Neighbour(), Neighbour()
+    way.join(neighbour, disk, lambda: None)
+    way.join(elsewhere, disk + 1, lambda: None)
+    way.tell(elsewhere, is_saving=True)
     assert not is_paused(world)
-    way.tell("neighbour", is_saving=True)
+    way.tell(neighbour, is_saving=True)
     assert is_paused(world)
     world.live_on(20, rng)
     assert is_paused(world), "a turn without a save of its own forgot the neighbour's"
-    way.leave("neighbour")
+    way.leave(neighbour)
     assert not is_paused(world)
 
 
@@ -399,8 +400,9 @@ def test_what_never_settles_is_not_made_way_for_for_ever(world: World) -> None:
     assert world.job.state is not None
     assert world.job.state.listing is not None
     way, disk = world.totals.way, world.job.state.listing.device
-    way.join("neighbour", disk, lambda: None)
-    way.tell("neighbour", is_saving=True)
+    neighbour = Neighbour()
+    way.join(neighbour, disk, lambda: None)
+    way.tell(neighbour, is_saving=True)
     world.live_on(20, rng)
     assert is_paused(world)
     world.kernel.now_seconds += 3600
@@ -416,6 +418,12 @@ def followed(world: World) -> list[str]:
     """Folders in which writes are heard."""
     assert world.job is not None
     return world.job._ear.newcomers(world.kernel.now_seconds)
+
+
+class Neighbour:
+    """Another job of this daemon, of which nothing is known yet."""
+
+    state = view = None
 
 
 def is_paused(world: World) -> bool:

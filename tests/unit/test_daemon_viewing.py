@@ -212,6 +212,8 @@ def _planned(
         actor=SimpleNamespace(
             scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), carry_out=lambda *_: None
         ),
+        patience=SimpleNamespace(reserve=SimpleNamespace(keep=lambda *_: None)),
+        state_dir=house.save_dir,
     )
     with files.opened_dir(house.save_dir) as fd:
         Job._plan_and_act(job, house.state, fd)

@@ -338,7 +338,7 @@ def test_a_remote_that_changed_hands_while_files_were_sent_gets_no_manifest(
         if event.key.endswith(MODEL) and other.exists():
             os.replace(other, identity)
 
-    with pytest.raises(RemoteNotOurs, match="belongs to"):
+    with pytest.raises(RemoteNotOurs, match="was made again"):
         ship(ground, order, replace(control, on_done=on_done))
     assert not list((nas / "_ckptd").glob("nodes/*/*"))
 
