@@ -27,6 +27,8 @@ class Decision(Document):
     """first-start: those of them that had a COMMIT then: what it lists was not found, a resume brought it."""
     place: str = ""
     """first-start: of which directory (a digest of path and inode); empty: of a release that noted none."""
+    adopted: Many[str] = ()
+    """first-start: when each `adopt` was said that was known then: those were of what others had found."""
     by: str = ""
     at: str = ""
     serial: int = 0

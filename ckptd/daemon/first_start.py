@@ -47,6 +47,10 @@ class FirstStart:
             self._settled = self._recorded_in_remote() or self._record()
         return self._settled
 
+    def is_meant(self, adopt: Decision) -> bool:
+        """Whether an `adopt` was said after this first start: one before it was of another."""
+        return self._settled is not None and adopt.at not in self._settled.adopted
+
     def had_commit(self, tag: str) -> bool:
         """Whether a remote had a COMMIT of that name when the first start was recorded."""
         return self._settled is not None and tag in self._settled.committed
@@ -68,6 +72,7 @@ class FirstStart:
 
     def _record(self) -> Decision:
         seen = [link.observation for link in self._links.values() if link.observation is not None]
+        known = [*read_decisions(self._state_dir), *(d for one in seen for d in one.decisions)]
         committed = {
             view.commit.tag
             for one in seen
@@ -80,6 +85,7 @@ class FirstStart:
             tags=tuple(sorted(self._beginning.first)),
             committed=tuple(sorted(self._beginning.first & committed)),
             place=self._beginning.place,
+            adopted=tuple(sorted({one.at for one in known if one.kind == "adopt" and one.at})),
             by=self._node,
             serial=time.time_ns(),
         )

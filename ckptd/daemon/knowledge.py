@@ -118,7 +118,7 @@ class Knowledge(Recogniser):
     def adopt(self) -> None:
         """Apply adopt decisions to the journal."""
         for decision in self._decisions.known:
-            if decision.kind == "adopt":
+            if decision.kind == "adopt" and self._first.is_meant(decision):
                 tags = None if decision.tag == "*" else [decision.tag, *decision.tags]
                 rows = self._state.rows.values()
                 if any(not r.adopted and (tags is None or r.save.tag in tags) for r in rows):

@@ -261,12 +261,14 @@ def record(store: Store, decision: Decision, identity: RemoteIdentity | None = N
     """Put a person's decision in the remote, create-only, as the newest of its subject (P8).
 
     Returns it as it stands there: its serial is raised above every other of the same subject (pin and unpin
-    are one subject); saying the same thing twice changes nothing.
+    are one subject); saying the same thing twice changes nothing, but for `adopt`.
     """
     still_ours(store, identity)
     for _ in range(_SERIAL_TRIES):
         newest = _newest(store, decision)
-        if newest is not None and newest.model_copy(update=_of(decision)) == decision:
+        # an adopt is of the first starts before it: said again, it means those since
+        is_new = decision.kind == "adopt"
+        if not is_new and newest is not None and newest.model_copy(update=_of(decision)) == decision:
             return newest
         if newest is not None and newest.serial >= decision.serial:
             decision = decision.model_copy(update={"serial": newest.serial + 1})

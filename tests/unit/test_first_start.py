@@ -24,6 +24,7 @@ from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
 from ckptd.remote import messages as m
+from tests.unit.core_views import sealed
 from tests.unit.recover_scene import Scene
 from tests.unit.test_daemon_links import IDENTITY
 from tests.unit.test_daemon_links import Scene as LinkScene
@@ -217,3 +218,23 @@ def test_what_a_resume_brought_to_a_new_disk_is_rotated(tmp_path: Path) -> None:
         wait_for(lambda: lying_here(again) == {other, "global_step9"})
     [decision] = read_decisions(again.save_dir / "_ckptd" / "state")
     assert decision.committed == ("global_step5",)
+
+
+def test_an_adopt_is_of_the_first_starts_before_it(tmp_path: Path) -> None:
+    """What a job adopted once was of another directory; said again, it is of this one."""
+    before = Decision(kind="adopt", tag="*", at="2026-01-01T00:00:00+00:00", serial=3)
+    told = Told(tmp_path, decisions=(before,))
+    told.state.journal.add_save(sealed(1), found_first=True, adopted=False, seen_at=0.0)
+    told.state.load()
+    knowledge = told.knowledge(holds_state=False)
+    knowledge.refresh()
+    knowledge.adopt()  # not settled yet
+    assert knowledge.found_first() == frozenset("a")
+    knowledge.adopt()
+    assert not any(row.adopted for row in told.state.rows.values())
+    again = before.model_copy(update={"at": "2026-01-02T00:00:00+00:00", "serial": 4})
+    told.link.observation = m.Observation(identity=IDENTITY, commits=(), decisions=(before, again))
+    knowledge.refresh()
+    knowledge.adopt()
+    assert all(row.adopted for row in told.state.rows.values())
+    told.state.journal.close()

@@ -252,6 +252,10 @@ def test_decisions_survive_as_the_newest_of_their_subject(store: MemoryStore) ->
     assert not observe.is_pinned(store, "other")
     observe.record(store, Decision(kind="first-start", tag="*", tags=("x", "y")))
     assert "_ckptd/decisions/first-start~%2A~0.json" in store.objects
+    said = Decision(kind="adopt", tag="*", at="2026-01-01T00:00:00+00:00", serial=3)
+    observe.record(store, said)
+    later = observe.record(store, said.model_copy(update={"at": "2026-01-02T00:00:00+00:00"}))
+    assert (later.serial, later.at[:10]) == (4, "2026-01-02"), "it means the first starts since"
 
 
 def test_confirm_names_what_is_wrong(tmp_path: Path, store: MemoryStore) -> None:
