@@ -88,7 +88,7 @@ def command_for(job: JobConfig, verb: str, *rest: str) -> str:
 
 def typed(job: JobConfig, text: str) -> str:
     """Commands that a message names in general (`ckptd pin JOB TAG`), as they are typed for this job."""
-    return _GENERAL.sub(lambda m: f"`{command_for(job, m[1], *(m[2] or m[3] or '').split())}`", text)
+    return _GENERAL.sub(lambda m: f"`{command_for(job, m[1], *shlex.split(m[2] or m[3] or ''))}`", text)
 
 
 def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -113,9 +113,15 @@ def forecast(saves: Sequence[Saved], ground: Ground, *, now_seconds: float) -> F
 
 
 def pace_of(saves: Sequence[Saved], now_seconds: float) -> Pace | None:
-    """How the run goes on; None: the saves so far do not tell, or each is written over the one before."""
+    """How the run goes on; None: the saves so far do not tell, each is written over the one before, or it
+    rests or has ended: then it takes nothing of a disk."""
     recent = _recent(saves)
-    return _pace(recent, _gaps(recent), now_seconds) if recent is not None else None
+    if recent is None:
+        return None
+    gaps = _gaps(recent)
+    if now_seconds - recent[-1].at_seconds > max(OVERDUE_FACTOR * median(gaps), OVERDUE_SECONDS):
+        return None
+    return _pace(recent, gaps, now_seconds)
 
 
 def _recent(saves: Sequence[Saved]) -> list[Saved] | None:

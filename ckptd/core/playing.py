@@ -80,6 +80,8 @@ class _Play:
         self.left = float(ground.left_bytes)
         self.going: dict[str, frozenset[str]] = {}
         """What nothing keeps, with the forms that stay of it; it is not sent any more."""
+        self.queue: list[Piece] | None = None
+        """What waits for the link, the newest last; None: to be made anew."""
         self.has_news = True
         self.judged = 0
         self.marks: set[tuple[object, ...]] = set()
@@ -147,19 +149,24 @@ class _Play:
                 break
             self.now = arrives
             self._commit(self.pieces[self.sent or ""])
+            if self.judged > _MOST_JUDGED:
+                continue
             if is_at_rest:
                 self._settle()
             elif self.ground.unuploaded != "keep":
                 self._judge()
+        if is_at_rest and self.has_news:
+            self._settle()
         self.now = max(self.now, until)
 
     def _begin(self) -> bool:
         """The newest that waits."""
-        waiting = (p for p in self.pieces.values() if p.is_sent and not p.is_committed)
-        willing = (p for p in waiting if p.key not in self.going)
-        newest = max(willing, key=lambda p: p.order, default=None)
-        if newest is None:
+        if self.queue is None:
+            waiting = (p for p in self.pieces.values() if p.is_sent and not p.is_committed)
+            self.queue = sorted((p for p in waiting if p.key not in self.going), key=lambda p: p.order)
+        if not self.queue:
             return False
+        newest = self.queue.pop()
         self.sent, self.left = newest.key, float(newest.bytes)
         return True
 
@@ -186,6 +193,7 @@ class _Play:
         forms = _BOTH if self.ground.makes_universal else _ZERO
         self.pieces[key] = Piece(key=key, order=self.top, bytes=size, forms=forms)
         self.free -= needed
+        self.queue = None
         self._rotate()
 
     def _rotate(self) -> None:
@@ -199,6 +207,7 @@ class _Play:
 
     def _remove(self, piece: Piece) -> None:
         del self.pieces[piece.key]
+        self.queue = None
         self.going.pop(piece.key, None)
         self.free += piece.bytes
         if self.sent == piece.key:
@@ -220,6 +229,7 @@ class _Play:
         if not self.ground.deletes or (self.ground.unuploaded == "keep" and not self.has_news):
             return
         self.judged, self.has_news = self.judged + len(self.pieces), False
+        self.queue = None
         is_short = self.free < self.ground.reserve_bytes
         self.going = going(list(self.pieces.values()), self.ground, self.sent, is_short=is_short)
 

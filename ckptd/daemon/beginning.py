@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.journal_tables import AT_BEGIN
@@ -34,6 +34,8 @@ class Beginning:
     """Of this directory, as a `first-start` notes it."""
     holds_state: bool = False
     """The state directory lies in it, moves and goes with it: what that has noted is of this directory."""
+    since_ns: int = field(default=1 << 63, compare=False)
+    """When the journal was begun over it (Unix); what is decided later on this node is of it."""
 
     def is_of_here(self, decision: Decision) -> bool:
         """Whether a recorded first start was over this directory; not over another of that node's name."""
@@ -87,8 +89,10 @@ def beginning(
     known: Mapping[str, object] = json.loads(text) if text is not None else {}
     where = {"save_dir": save_dir, "inode": inode}
     place = place_of(save_dir, inode)
-    tags = known.get("tags")
+    tags, now_ns = known.get("tags"), time.time_ns()
     if not isinstance(tags, list) or any(known.get(key) != value for key, value in where.items()):
-        journal.set_meta(AT_BEGIN, json.dumps(where | {"tags": sorted(now)}))
-        return Beginning(now, now, place, holds_state)
-    return Beginning(now, frozenset(tags), place, holds_state)
+        journal.set_meta(AT_BEGIN, json.dumps(where | {"tags": sorted(now), "since_ns": now_ns}))
+        return Beginning(now, now, place, holds_state, now_ns)
+    since_ns = known.get("since_ns")
+    since_ns = since_ns if isinstance(since_ns, int) else now_ns  # noted by a release without it
+    return Beginning(now, frozenset(tags), place, holds_state, since_ns)

@@ -72,7 +72,10 @@ class FirstStart:
 
     def _record(self) -> Decision:
         seen = [link.observation for link in self._links.values() if link.observation is not None]
-        known = [*read_decisions(self._state_dir), *(d for one in seen for d in one.decisions)]
+        own = read_decisions(self._state_dir)
+        known = [*own, *(d for one in seen for d in one.decisions)]
+        # said here while remotes were waited for: of what is recorded now
+        meant = {one.at for one in own if one.serial > self._beginning.since_ns}
         committed = {
             view.commit.tag
             for one in seen
@@ -85,7 +88,7 @@ class FirstStart:
             tags=tuple(sorted(self._beginning.first)),
             committed=tuple(sorted(self._beginning.first & committed)),
             place=self._beginning.place,
-            adopted=tuple(sorted({one.at for one in known if one.kind == "adopt" and one.at})),
+            adopted=tuple(sorted({one.at for one in known if one.kind == "adopt" and one.at} - meant)),
             by=self._node,
             serial=time.time_ns(),
         )

@@ -90,6 +90,12 @@ class Knowledge(Recogniser):
         """The journal knows all that remotes knew when it was begun: one may be away from here on."""
         return self._state.journal.meta("rebuilt") == "1"
 
+    @property
+    def _goes_on_without(self) -> bool:
+        """Another directory under a journal that knows its remotes: one that is away holds nothing up."""
+        links = self._links.values()
+        return self.is_rebuilt and all(one.observation or one.is_twin or one.is_away for one in links)
+
     def refresh(self) -> bool:
         """Read decisions again: own files, and what the last observations showed; whether any is new.
 
@@ -181,7 +187,7 @@ class Knowledge(Recogniser):
 
     def found_first(self) -> frozenset[str] | None:
         """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
-        first = self._first.settled(has_heard_all=self.has_heard_all)
+        first = self._first.settled(has_heard_all=self.has_heard_all or self._goes_on_without)
         if first is None:
             return None
         # not when they were heard: before what was found is sealed one may be away, and its answer with it

@@ -21,7 +21,7 @@ from ckptd.daemon.viewing import unsealed
 
 if TYPE_CHECKING:
     from ckptd.core.manifest import SaveWindow
-    from ckptd.core.pieces import Ground
+    from ckptd.core.pieces import Ground, Pace
     from ckptd.core.view import Disk, JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
@@ -97,20 +97,20 @@ def _is_paused(view: JobView, state: JobState) -> bool:
     return view.is_paused and not (state.sharer is not None and state.sharer.stands_by)
 
 
-def _beside(job: Job) -> list[tuple[Job, JobState]]:
-    """Other jobs of this daemon on the same disk, as far as they are looked at."""
+def _beside(job: Job, now: float) -> list[tuple[Job, JobState, Pace]]:
+    """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
     others = ((other, other.state) for other in cast("list[Job]", job.way.beside(job)))
-    return [(other, state) for other, state in others if state is not None and other.view is not None]
+    looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
+    paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
+    return [(other, state, pace) for other, state, pace in paces if pace is not None]
 
 
 def _taken_by_others(job: Job, now: float) -> tuple[tuple[float, int], ...]:
     """What the coming saves of other jobs will have taken of the disk that this one counts on, by time."""
     taken: list[tuple[float, int]] = []
-    for other, state in _beside(job):
-        pace = pace_of(_saves(other, state), now)
-        if pace is not None:
-            alone = replace(_ground(other, state), free_bytes=_NO_LIMIT)
-            taken = summed(taken, play(alone, pace).taken)
+    for other, state, pace in _beside(job, now):
+        alone = replace(_ground(other, state), free_bytes=_NO_LIMIT)
+        taken = summed(taken, play(alone, pace).taken)
     return tuple(taken)
 
 
@@ -237,7 +237,7 @@ def _see_full(job: Job, state: JobState, told: Forecast) -> None:
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
-    if (beside := len(_beside(job))) > 0:
+    if (beside := len(_beside(job, time.time()))) > 0:
         text += f" and that of {beside} other job{'s' * (beside > 1)} on this disk"
     cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
     adopt = to_adopt(job)

@@ -65,7 +65,7 @@ class Reading:
         known = {}
         for file in folder.files:
             facts = self._state.journal.facts(file.path, file.identity)
-            if facts is not None:
+            if facts is not None and (facts.fingerprint or not facts.reason):  # else nobody read it
                 known[file.path] = facts
         return known
 

@@ -46,6 +46,8 @@ class Reserve:
         self._problems = problems
         self._save_dir = str(save_dir)
         self._look_at_seconds = -math.inf
+        self._is_futile = False
+        """This file system grants room without keeping any (ZFS)."""
 
     def keep(self, state_dir: Path, save_dir_fd: int, disk: Disk) -> None:
         """Make it where it belongs, if it is missing and leaves more free than P13's line."""
@@ -58,7 +60,12 @@ class Reserve:
                 if os.fstat(fd).st_dev != os.fstat(save_dir_fd).st_dev:
                     return
                 has_room = disk.free_bytes >= disk.reserve_bytes + BYTES
-                if _is_whole(fd) or (has_room and _make(fd)):
+                if self._is_futile or _is_whole(fd):
+                    is_kept = not self._is_futile
+                elif is_kept := has_room and _make(fd):
+                    self._is_futile = not _is_whole(fd)
+                    is_kept = not self._is_futile
+                if is_kept:
                     self._problems.clear("disk-full", self._save_dir)
         except (OSError, CkptdError) as error:
             log.debug("no reserve in %s: %s", state_dir, error)

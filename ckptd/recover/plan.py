@@ -6,6 +6,7 @@ pointers come last, so that a resume that is killed half-way leaves nothing that
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -201,7 +202,7 @@ def _notes(
     notes = [s.copy.all_for_each for s in steps if isinstance(s, Fetch) and s.copy.all_for_each]
     for sight in local:
         if sight.verdict.state is State.SUSPECT:
-            cure = f"`ckptd accept JOB {sight.tag}` makes it usable"
+            cure = f"`ckptd accept JOB {shlex.quote(sight.tag)}` makes it usable"
             notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; {cure}")
         elif sight.is_complete and sight.listing.is_model_only:
             notes.append(f"{sight.tag} is only a model: nothing to resume from")

@@ -88,12 +88,15 @@ def _living(store: Store, settings: RemoteSettings) -> tuple[SeenNode, ...]:
 
 
 def _place_of(root: Path) -> str:
-    """Alike for all paths to one directory, bind mounts too."""
+    """Alike for all paths to one directory, bind mounts too; a copy got its identity at another time.
+
+    The roots of mounts have one inode number everywhere, and devices are numbered anew by each boot.
+    """
     try:
-        status = root.stat()
+        status, mark = root.stat(), (root / IDENTITY_KEY).stat()
     except OSError as error:
         raise from_os_error(error, f"looking at {root}") from error
-    return f"{status.st_dev}:{status.st_ino}"
+    return f"{status.st_dev}:{status.st_ino}.{mark.st_ctime_ns}"
 
 
 def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:

@@ -27,6 +27,6 @@ class Attached(Model):
     initialised: bool = False
     free_bytes: int | None = None
     place: str | None = None
-    """`device:inode` of a directory's root, as this child sees it; None: another kind of store."""
+    """`device:inode` of a directory's root and ctime of its identity, as this child sees them; else None."""
     living: tuple[SeenNode, ...] = ()
     """At the first time: other nodes that write there under this job's name."""

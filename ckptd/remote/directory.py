@@ -18,6 +18,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.core.names import ROOT
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -41,6 +42,7 @@ from ckptd.remote.folders import (
     try_folder,
     walk,
 )
+from ckptd.remote.no_room import NoRoom
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
 
 if TYPE_CHECKING:
@@ -80,8 +82,7 @@ class DirectoryStore:
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
-        self._lacked: set[str] = set()
-        """Objects that found no room: not begun again in vain."""
+        self._no_room = NoRoom()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
 
@@ -182,17 +183,19 @@ class DirectoryStore:
 
         Where there is no room for it, what was written goes: it cannot end, and tombstones need that room.
         """
-        if key in self._lacked and (self.free_bytes() or 0) < source.size_bytes:
+        if self._no_room.is_in_vain(key, source.size_bytes, self.free_bytes):
             msg = f"{self._path}: writing {key}: {source.size_bytes} bytes have no room there"
             raise NoSpaceError(msg)
         try:
             crc = self._upload(key, source, resume, on_progress)
         except NoSpaceError:
-            self._lacked.add(key)
+            free = None
             with contextlib.suppress(CkptdError):
+                free = self.free_bytes()  # before the half object goes
                 self.discard(key)
+            self._no_room.missed(key, source.size_bytes, free)
             raise
-        self._lacked.discard(key)
+        self._no_room.found(key)
         return crc
 
     def _upload(
@@ -264,6 +267,8 @@ class DirectoryStore:
                     os.close(folder)
                 prune_empty(root, key)
                 self._flushed.clear()
+        if not key.startswith(f"{ROOT}/"):
+            self._no_room.freed()
 
     def flush_name(self, key: str) -> None:
         """What was found there has its name for good: whoever made it may have been killed before that."""

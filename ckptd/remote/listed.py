@@ -7,6 +7,7 @@ commits looks for such words after the listings it rests on. One of the two sees
 
 from __future__ import annotations
 
+import shlex
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -100,7 +101,8 @@ def in_the_way(store: Store, ours: NodeManifest, members: Iterable[KnownManifest
     for info in store.list(lease_folder(where)):
         if info.key != mine:
             node = _node_of(store, info.key)
-            hint = f"see that node's `ckptd status`; is it gone for good: `ckptd gc JOB --gone {node}`"
+            gone = f"`ckptd gc JOB --gone {shlex.quote(node)}`"
+            hint = f"see that node's `ckptd status`; is it gone for good: {gone}"
             return f"node {node} replaces what it found there and is not done ({info.key})", hint
     # who was done between the two readings has listed what it replaced
     seen = {known.key for known in members}

@@ -6,6 +6,7 @@ manifests. Keys come from manifests, never from a prefix; repeating the order fi
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from ckptd.core.best import best_named
@@ -131,7 +132,7 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
     # last, for another node's pin may come while all that is read
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
-        raise RefusedError(msg, hint=f"`ckptd unpin JOB {order.tag}` first")
+        raise RefusedError(msg, hint=f"`ckptd unpin JOB {shlex.quote(order.tag)}` first")
 
 
 def _spared(ground: Ground, order: Retire, commit: CommitView) -> None:

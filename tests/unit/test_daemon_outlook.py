@@ -353,6 +353,10 @@ def test_jobs_on_one_disk_know_of_each_other() -> None:
     rotated.state = rotated_state
     mine.way = SimpleNamespace(beside=lambda job: [rotated])
     assert outlook(mine, state).full_in_saves == 4, "it has its room, and needs that of the save that comes"
+    ended, ended_state = scene(free_gb=330, speeds={}, limit=None, ago=7 * 86400.0)
+    ended.state = ended_state
+    mine.way = SimpleNamespace(beside=lambda job: [ended])
+    assert outlook(mine, state).full_in_saves == 5, "a run that is over takes nothing more"
     unknown = SimpleNamespace(state=None, view=None)
     mine.way = SimpleNamespace(beside=lambda job: [unknown])
     assert outlook(mine, state).full_in_saves == 5

@@ -132,6 +132,14 @@ def test_a_device_that_was_numbered_anew_proves_nothing(two: Two) -> None:
     assert not two.hears("b", "5:7")
 
 
+def test_a_copy_at_the_root_of_a_mount_goes_on_without_the_original(two: Two) -> None:
+    """All roots of one kind of file system have one inode number: the copy was refused at each start."""
+    assert two.hears("nas", "41:2.77")
+    assert two.hears("b", "42:2.99")
+    two.again()
+    assert two.hears("b", "51:2.99")
+
+
 def test_no_other_kind_of_store_waits(two: Two) -> None:
     two.journal.set_meta("remote_id:nas", "r")
     nas = two.links["nas"]

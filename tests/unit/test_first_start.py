@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -157,13 +158,14 @@ class Told:
         self.place = place
         self.link = LinkScene(place / "nas").link
         self.link.observation = m.Observation(identity=IDENTITY, commits=(), decisions=decisions)
+        self.links = {"nas": self.link}
         self.state = JobState(journal=Journal(place / "journal.db"), problems=Problems())
         self.state.load()
 
     def knowledge(self, *, holds_state: bool) -> Knowledge:
         """Of node n0; "a" lies there."""
         found = beginning(self.state.journal, "/nvme/run", 7, frozenset({"a"}), holds_state=holds_state)
-        links, forms = {"nas": self.link}, {"nas": (ZERO,)}
+        links, forms = self.links, {"nas": (ZERO,)}
         return Knowledge(self.state, self.place, links, "n0", found, 60.0, forms, lambda: None)
 
 
@@ -237,4 +239,37 @@ def test_an_adopt_is_of_the_first_starts_before_it(tmp_path: Path) -> None:
     knowledge.refresh()
     knowledge.adopt()
     assert all(row.adopted for row in told.state.rows.values())
+    told.state.journal.close()
+
+
+def test_an_adopt_that_was_said_while_remotes_were_waited_for_counts(tmp_path: Path) -> None:
+    """The daemon had looked at this directory, and a person said it of what lies here."""
+    told = Told(tmp_path)
+    heard, told.link.observation = told.link.observation, None
+    told.state.journal.add_save(sealed(1), found_first=True, adopted=False, seen_at=0.0)
+    told.state.load()
+    knowledge = told.knowledge(holds_state=True)
+    assert knowledge.found_first() is None
+    adopt = Decision(kind="adopt", tag="*", at="2026-01-01T00:00:00+00:00", serial=time.time_ns())
+    write_decision(tmp_path, adopt)
+    assert heard is not None
+    told.link.observation = heard.model_copy(update={"decisions": (adopt,)})
+    knowledge.refresh()
+    assert knowledge.found_first() == frozenset("a")
+    knowledge.adopt()
+    assert all(row.adopted for row in told.state.rows.values())
+    told.state.journal.close()
+
+
+@pytest.mark.parametrize("is_rebuilt", [True, False])
+def test_a_remote_that_is_away_holds_up_no_other_directory(tmp_path: Path, is_rebuilt: bool) -> None:
+    """save_dir was made anew while one of two remotes is down: nothing was sealed, held or sent until it came
+    back. A journal that never heard it waits: it may know what lies here."""
+    told = Told(tmp_path)
+    write_decision(tmp_path, start("x", place=THERE))
+    if is_rebuilt:
+        told.state.journal.set_meta("rebuilt", "1")
+    away: Any = SimpleNamespace(name="far", observation=None, is_twin=False, is_away=True)
+    told.links = {"nas": told.link, "far": away}
+    assert told.knowledge(holds_state=False).found_first() == (frozenset("a") if is_rebuilt else None)
     told.state.journal.close()

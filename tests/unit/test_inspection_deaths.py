@@ -22,7 +22,7 @@ from ckptd.core.facts import Archive
 from ckptd.core.lifecycle import Context, State, Verdict, judge
 from ckptd.daemon.intake import Intake
 from ckptd.daemon.problems import Problems
-from ckptd.daemon.reading import TRIES
+from ckptd.daemon.reading import TRIES, Reading
 from ckptd.daemon.state import JobState
 from ckptd.daemon.unfinished import what_reads_it
 from ckptd.errors import StorageError
@@ -184,6 +184,23 @@ def test_killed_once_it_is_read_again_and_sealed_as_it_is(
     look()
     assert look().state is State.COMPLETE
     assert state.facts[TAG][SHARD].fingerprint
+    journal.close()
+
+
+def test_what_an_earlier_release_noted_without_reading_is_read_again(tmp_path: Path) -> None:
+    """It stood in the journal as a fact; nothing would ever have asked for that shard again."""
+    scene = Scene(tmp_path)
+    folder = scene.save_dir / scene.save(5)
+    journal = Journal(tmp_path / "journal.db")
+    facts = {fact.path: fact for fact in inspect_files(folder, names(folder))}
+    unread = {"reason": "it ended the inspecting child", "fingerprint": "", "archive": Archive.OTHER}
+    facts[SHARD] = facts[SHARD].model_copy(update={**unread, "facts": None, "tensor_fingerprint": None})
+    with files.opened_dir(scene.save_dir) as fd:
+        [listing] = scan(fd).folders
+    journal.put_facts([(f.identity, facts[f.path]) for f in listing.files])
+    state: Any = SimpleNamespace(journal=journal)
+    known = Reading(scene.job(), state, AtOnce(), lambda: None).known_facts(listing)  # type: ignore[arg-type]
+    assert set(facts) - set(known) == {SHARD}
     journal.close()
 
 

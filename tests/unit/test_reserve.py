@@ -92,6 +92,23 @@ def test_it_is_allocated_once_and_never_grows(scene: Scene) -> None:
     assert [path.name for path in scene.state.iterdir()] == [NAME]
 
 
+def test_where_room_that_is_granted_is_not_kept_it_is_not_made_again_and_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ZFS answers: it would give nothing back, and each try costs two flushes."""
+    asked: list[int] = []
+
+    def grants(fd: int, offset: int, length: int) -> None:
+        asked.append(length)
+        os.ftruncate(fd, offset + length)
+
+    monkeypatch.setattr(os, "posix_fallocate", grants)
+    for _ in range(5):
+        scene.keep()
+    assert len(asked) == 1
+    assert not scene.file.exists()
+
+
 def test_it_is_made_only_above_the_line(scene: Scene) -> None:
     status = os.statvfs(scene.save_dir)
     scene.keep(line_bytes=status.f_bavail * status.f_frsize + BYTES)

@@ -18,6 +18,7 @@ from ckptd.config_places import typed
         ("`ckptd adopt` sends; `ckptd list`", "`ckptd adopt {run}` sends; `ckptd list {run}`"),
         ("stop the daemon, `ckptd takeover JOB`", "stop the daemon, `ckptd takeover {run}`"),
         ("`ckptd unpin JOB global_step5` first", "`ckptd unpin {run} global_step5` first"),
+        ("`ckptd accept JOB 'my tag'`", "`ckptd accept {run} 'my tag'`"),
         ("`ckptd gc JOB --gone n1`", "`ckptd gc {run} --gone n1`"),
         ("`ckptd verify run.toml global_step5 --repair`", "`ckptd verify run.toml global_step5 --repair`"),
         ("`ckptd status URL`", "`ckptd status URL`"),
