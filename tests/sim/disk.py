@@ -152,11 +152,15 @@ def _apply(change: NameChange) -> None:
 
 
 def _tear(inode: Inode, rng: random.Random) -> None:
-    """What a power cut may leave of a file that was not flushed: all old, else the new times and any part."""
+    """What a power cut may leave of a file that was not flushed: all old, else the new times and any part.
+
+    What was flushed and then appended to is not written again: it stays.
+    """
     old, old_written_ns, old_changed_ns = inode.flushed
     new = bytes(inode.data)
     kind = rng.choice(("old", "new", "cut", "zeros", "blocks"))
-    cut = rng.randint(0, len(new))
+    stays = len(old) if new.startswith(old) else 0
+    cut = max(stays, rng.randint(0, len(new)))
     if kind == "old":
         inode.data = bytearray(old)
         inode.written_ns, inode.changed_ns = old_written_ns, old_changed_ns
@@ -167,6 +171,7 @@ def _tear(inode: Inode, rng: random.Random) -> None:
     elif kind == "blocks":
         starts = range(0, len(new), BLOCK_BYTES)
         parts = [new[at : at + BLOCK_BYTES] for at in starts]
-        inode.data = bytearray(b"".join(p if rng.random() < 0.5 else bytes(len(p)) for p in parts))
+        torn = b"".join(p if rng.random() < 0.5 else bytes(len(p)) for p in parts)
+        inode.data = bytearray(new[:stays] + torn[stays:])
     inode.flushed = (bytes(inode.data), inode.written_ns, inode.changed_ns)
     inode.is_dirty = False

@@ -50,6 +50,19 @@ def test_what_was_flushed_stays(kernel: Kernel, seed: int) -> None:
     assert left(kernel, seed) == {"a": b"x" * 9000}
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_was_flushed_and_appended_to_stays(kernel: Kernel, seed: int) -> None:
+    """A line that was durable outlives a cut in the middle of the next one."""
+    write(kernel, "a", b"x" * 5000, flush=True)
+    flush_names(kernel)
+    fd = kernel.open(f"{RUN}/a", os.O_WRONLY | os.O_APPEND)
+    kernel.write(fd, b"y" * 5000)
+    kernel.close(fd)
+    found = left(kernel, seed)["a"]
+    assert found[:5000] == b"x" * 5000
+    assert set(found[5000:]) <= set(b"y\0")
+
+
 def test_what_was_not_flushed_is_lost_torn_or_whole() -> None:
     seen = set()
     for seed in range(300):
