@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
 import stat
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from ckptd.remote.store import Source
 
 _OURS = ".ckptd-"
+_TRIED = f"{files.TEMPORARY_PREFIX}tried"
 _REMEMBERED = 4096
 """Folders whose names are known to be flushed: more than a universal form has, less than grows with days."""
 GONE = {
@@ -277,10 +277,14 @@ def share_notes(folder: int, name: str) -> tuple[str, ...]:
 
 
 def try_folder(root: int) -> None:
-    """Make a folder in the root and remove it."""
-    name = f"{files.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-    os.mkdir(name, dir_fd=root)
-    os.rmdir(name, dir_fd=root)
+    """Make a folder in the root and remove it.
+
+    One name for all tries: a share that refuses to remove it is left with one, not with one for each.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(_TRIED, dir_fd=root)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(_TRIED, dir_fd=root)
 
 
 def explained(error: OSError, where: str) -> CkptdError:

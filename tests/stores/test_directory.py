@@ -378,3 +378,22 @@ def test_a_new_folder_that_has_the_inode_of_a_removed_one_is_flushed_too(
         store.upload(key, source, resume=None, on_progress=lambda _: None)
         assert (root.st_dev, root.st_ino) in flushed
         store.delete(key)
+
+
+def test_a_root_that_refuses_to_remove_a_folder_is_left_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try, at every attempt to attach, left another one; the next that may removes it."""
+    store = DirectoryStore(str(tmp_path))
+    with monkeypatch.context() as patch:
+
+        def refuses(*_: object, **__: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, "rmdir", refuses)
+        for _ in range(3):
+            with pytest.raises(StorageError):
+                store.probe()
+        assert len(list(tmp_path.iterdir())) == 1
+    store.probe()
+    assert not [path for path in tmp_path.iterdir() if path.name != "_ckptd"]
