@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +19,14 @@ from ckptd.convert import children, inspect_child, inspection
 from ckptd.convert.inspection import MAX_DEATHS, inspect_files
 from ckptd.core.facts import Archive
 from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.daemon.intake import Intake
-from ckptd.daemon.problems import Problems
 from ckptd.daemon.reading import TRIES, Reading
-from ckptd.daemon.state import JobState
 from ckptd.daemon.unfinished import what_reads_it
 from ckptd.errors import StorageError
 from ckptd.journal import Journal
 from ckptd.local.scan import scan, scan_folder
 from tests.unit.recover_scene import Scene
 from tests.unit.synthetic import drop_crcs, write_archive, write_stage12
-from tests.unit.test_reading import AtOnce
+from tests.unit.test_reading import AtOnce, hourly
 
 TAG = "global_step5"
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -156,20 +152,9 @@ def test_killed_once_it_is_read_again_and_sealed_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was sealed without a fingerprint for good: no universal form could ever be made of it."""
-    scene, workers = Scene(tmp_path), AtOnce()
+    scene = Scene(tmp_path)
     scene.save(5)
-    journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
-    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
-    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
-    now_seconds = time.monotonic()
-
-    def look() -> Verdict:
-        nonlocal now_seconds
-        now_seconds += 2 * HOUR_SECONDS
-        with files.opened_dir(scene.save_dir) as fd:
-            intake.look(scan(fd), fd, now_seconds)
-        return state.verdicts[TAG]
+    _, state, look = hourly(scene, AtOnce())
 
     with monkeypatch.context() as patch:
         kill(patch, SHARD)
@@ -184,7 +169,7 @@ def test_killed_once_it_is_read_again_and_sealed_as_it_is(
     look()
     assert look().state is State.COMPLETE
     assert state.facts[TAG][SHARD].fingerprint
-    journal.close()
+    state.journal.close()
 
 
 def test_what_an_earlier_release_noted_without_reading_is_read_again(tmp_path: Path) -> None:

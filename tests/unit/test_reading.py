@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import time
@@ -58,24 +59,29 @@ class AtOnce:
             then(result)
 
 
+def hourly(scene: Scene, workers: AtOnce) -> tuple[Intake, JobState, Callable[[], Verdict]]:
+    """Intake of one save, of step 5, and a look at it two hours after the one before."""
+    state = JobState(journal=Journal(scene.root / "journal.db"), problems=Problems())
+    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
+    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    looks = itertools.count(1)
+    began_seconds = time.monotonic()
+
+    def look() -> Verdict:
+        with files.opened_dir(scene.save_dir) as fd:
+            intake.look(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
+        return state.verdicts["global_step5"]
+
+    return intake, state, look
+
+
 @pytest.mark.parametrize("path", [SHARD, "note.txt"])
 def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Three times it is asked; then the folder is incomplete and holds nothing up, until it is given."""
     scene, workers = Scene(tmp_path), AtOnce()
     scene.save(5)
     (scene.save_dir / "global_step5" / "note.txt").write_text("loss")
-    journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
-    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
-    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
-    now_seconds = time.monotonic()
-
-    def look() -> Verdict:
-        nonlocal now_seconds
-        now_seconds += 2 * HOUR_SECONDS
-        with files.opened_dir(scene.save_dir) as fd:
-            intake.look(scan(fd), fd, now_seconds)
-        return state.verdicts["global_step5"]
+    intake, state, look = hourly(scene, workers)
 
     with monkeypatch.context() as patch:
         refuse(patch, path)
@@ -96,7 +102,7 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     look()
     assert look().state is State.COMPLETE
     assert workers.asked > asked
-    journal.close()
+    state.journal.close()
 
 
 def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
