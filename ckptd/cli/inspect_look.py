@@ -78,7 +78,9 @@ class SeenCheckpoint(Model):
     ds_version: str | None = None
     grid: Grid | None = None
     parameters: int | None = None
-    """Elements (zero) or tensors (universal, weights)."""
+    """Elements of all trained parameters, in every form; None when the folder does not say."""
+    tensors: int | None = None
+    """Named tensors (universal, weights)."""
     layout: str | None = None
     bytes: int
     saved_seconds_apart: float | None = None
@@ -262,7 +264,7 @@ def _unlisted(facts: dict[str, FileFacts], listed: dict[str, str] | None) -> str
 
 def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
-    names = {p.split("/")[1] for p in facts if p.startswith("zero/") and p.count("/") == 2}
+    names = {p.removeprefix("zero/").rpartition("/")[0] for p in facts if p.startswith("zero/")} - {""}
     reason = _damage(facts)
     if "zero/optimizer_state.pt" not in facts:
         reason = reason or "zero/optimizer_state.pt is missing"
@@ -287,7 +289,8 @@ def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
         optimizer=model.optimizer if model else None,
         ds_version=model.ds_version if model else None,
         zero_stage=model.zero_stage if model else None,
-        parameters=len(names),
+        parameters=model.parameters if model else None,
+        tensors=len(names),
         layout=str(ours["layout"]) if "layout" in ours else None,
         notes=_loads(facts, names) if ours.get("layout") == "superset" else (),
         bytes=listing.total_bytes,
