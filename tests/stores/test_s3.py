@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -126,6 +128,33 @@ def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
             store.get("t/x")
         between.cuts = [2 << 20]
         assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
+
+
+def test_a_store_that_is_closed_holds_no_connection(moto: servers.Server) -> None:
+    """Both ways: botocore's pool and the short one for PUTs; the next request opens anew."""
+    with proxy(moto.port) as between:
+        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        store = open_store(f"s3://{servers.BUCKET}/closed", access=access)
+        assert isinstance(store, S3Store)
+        store.probe()
+        before = connections_to(between.endpoint)
+        for number in range(3):
+            store.put(f"t/{number}", b"x")
+            store.upload(f"t/u{number}", source_of(DATA), resume=None, on_progress=lambda _: None)
+        assert connections_to(between.endpoint) > 0
+        store.close()
+        assert connections_to(between.endpoint) == 0, before
+        assert store.get("t/1") == b"x"
+        store.close()
+
+
+def connections_to(endpoint: str) -> int:
+    """Established TCP connections of this process to a server on this machine."""
+    port = int(endpoint.rpartition(":")[2])
+    mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    ends = [(line[2].rpartition(":")[2], line[3], f"socket:[{line[9]}]") for line in lines]
+    return sum(int(remote, 16) == port and state == "01" and inode in mine for remote, state, inode in ends)
 
 
 def test_a_server_that_hangs_is_left_and_gone_on_with(
