@@ -56,13 +56,14 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from datetime import UTC, datetime
     from pathlib import Path
 
-    from ckptd.config import default_config_dir, resolve_job, user_name
+    from ckptd.config import default_config_dir, user_name
     from ckptd.core.decision import Decision
     from ckptd.daemon.decisions import write_decision
+    from ckptd.recover.named import job_named
     from ckptd.recover.owner import owner_of
 
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
-    config = resolve_job(job, os.environ, config_dir=directory)
+    config = _remotes_of(job_named(job, os.environ, config_dir=directory))
     state_dir = _state_dir(config, directory)
     owner = owner_of(config, state_dir)
     for tag in tags:
@@ -101,11 +102,10 @@ def _state_dir(config: JobConfig, config_dir: Path) -> Path:
 
 
 def _remotes_of(config: JobConfig) -> JobConfig:
-    from ckptd.errors import UsageError
+    from ckptd.recover.named import no_remote
 
     if not config.remotes:
-        msg = f"{config.save_dir} is not known with its remote"
-        raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
+        raise no_remote(config)
     return config
 
 
