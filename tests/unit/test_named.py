@@ -115,6 +115,21 @@ def test_every_verb_knows_the_url_of_a_run(scene: Scene) -> None:
     assert "no remote is known" in ckptd(scene, "resume", scene.save_dir).stderr
 
 
+def test_only_what_is_suspect_is_accepted(scene: Scene) -> None:
+    """`accept` of a complete checkpoint was recorded, and meant nothing."""
+    scene.save(2)
+    run = ("run", scene.save_dir, scene.nas, "--same-filesystem", "--once")
+    assert ckptd(scene, *run, CKPTD_SETTLE="1s").returncode == 0
+    done = ckptd(scene, "accept", scene.save_dir, "global_step2")
+    assert (done.returncode, done.stdout) == (65, "")
+    assert "global_step2 is complete; only a suspect checkpoint is accepted" in done.stderr
+    folder = scene.save_dir / scene.save(4)
+    for number, shard in enumerate(sorted(folder.glob("*.pt"))):
+        os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
+    done = ckptd(scene, "accept", scene.save_dir, "global_step4")
+    assert (done.returncode, "accept global_step4: recorded" in done.stdout) == (0, True), done
+
+
 def test_a_file_outside_the_configuration_is_remembered(scene: Scene) -> None:
     """`run --job FILE`: its errors are SAVE_DIR's later too."""
     from ckptd.config import load_job
