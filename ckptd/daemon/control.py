@@ -22,7 +22,7 @@ from ckptd.core.planner import open_saves
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.linked import linked_here
 from ckptd.daemon.outlook import running_speed
-from ckptd.errors import CkptdError, DamagedError
+from ckptd.errors import CkptdError, RefusedError
 from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
 from ckptd.place import opened_ours
 
@@ -113,7 +113,7 @@ class Control:
                 with opened_ours(state_dir / FOLDER) as fd:
                     data = files.read_beneath(fd, name, limit_bytes=_LIMIT_BYTES)
                 self._take(name, data)
-            except (DamagedError, ValidationError) as error:
+            except (RefusedError, ValidationError) as error:
                 self._say_once(name, known, error)
             except (CkptdError, OSError) as error:
                 # not marked as read: it is asked for until it could be read
