@@ -74,7 +74,8 @@ def test_each_command_names_the_remote_and_ends(hung: tuple[Node, Path, Sshd]) -
     }
     begun = time.monotonic()
     running = {words: _start(*words) for words in expected}
-    found, said = {}, {}
+    found: dict[tuple[str, ...], int | None] = {}
+    said: dict[tuple[str, ...], str] = {}
     for words, process in running.items():
         try:
             out, err = process.communicate(timeout=max(1.0, _PATIENCE_SECONDS - (time.monotonic() - begun)))
