@@ -141,12 +141,13 @@ def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
     """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    from ckptd.core.decision import PINS
     from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.remote.access import access_of
     from ckptd.remote.observe import is_pinned
     from ckptd.remote.open import open_store
 
-    if tag in pinned_tags(read_decisions(state_dir)):
+    if tag in pinned_tags(read_decisions(state_dir, PINS)):
         return
     if not any(is_pinned(open_store(r.url, access=access_of(r)), tag) for r in _remotes_of(config).remotes):
         _must_exist(config, tag)
