@@ -150,10 +150,11 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
     """Pinned tags: decisions here, and in every remote that answers."""
     from ckptd.cli.text import say
     from ckptd.cli.verify_repair import look
+    from ckptd.core.decision import PINS
     from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.errors import CkptdError
 
-    decisions = read_decisions(state_dir) if state_dir is not None else []
+    decisions = read_decisions(state_dir, PINS) if state_dir is not None else []
     try:
         sights, _ = look(where)
     except CkptdError as error:

@@ -172,12 +172,13 @@ def _published_state(state_dir: Path, tag: str) -> str:
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
     """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    from ckptd.core.decision import PINS
     from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.remote.access import access_of
     from ckptd.remote.apart import open_apart
     from ckptd.remote.observe import is_pinned
 
-    if tag in pinned_tags(read_decisions(state_dir)):
+    if tag in pinned_tags(read_decisions(state_dir, PINS)):
         return
     if not any(is_pinned(open_apart(r.name, r.url, access_of(r)), tag) for r in _remotes_of(config).remotes):
         _must_exist(config, tag)
