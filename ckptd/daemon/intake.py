@@ -260,7 +260,8 @@ class Intake:
         found_first: frozenset[str],
     ) -> None:
         state = self._state
-        sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path], folder) for f in folder.own)
+        facts = state.facts[folder.tag]
+        sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
         is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
         order = self._ordering.order_of(folder, step, sealed, is_new_tag=is_new_tag)
         extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
@@ -312,7 +313,8 @@ class Intake:
         now = {f.path: f.identity for f in folder.own}
         if any(now.get(f.path) != f.identity for f in row.save.files) or verdict.window is None:
             return False
-        sealed = tuple(sealed_file(f, self._state.facts[folder.tag][f.path], folder) for f in folder.own)
+        facts = self._state.facts[folder.tag]
+        sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
         update = {"files": sealed, "window": verdict.window, "is_part": bool(verdict.missing)}
         self._state.grow(row.id, row.save.model_copy(update=update))
         log.info("%s grew to %d files", folder.tag, len(sealed))
