@@ -99,7 +99,8 @@ def _print_facts(console: Console, c: SeenCheckpoint) -> None:
         ("DeepSpeed", c.ds_version),
         ("ranks", grid),
         ("layout", c.layout),
-        ("parameters", f"{c.parameters:,}" if c.parameters is not None else None),
+        ("parameters", f"{c.parameters:,} elements" if c.parameters is not None else None),
+        ("tensors", f"{c.tensors:,}" if c.tensors is not None else None),
         ("bytes", f"{c.bytes:,}"),
     ):
         if value is not None:

@@ -47,6 +47,7 @@ from ckptd.daemon.tenancy import finish_begun
 from ckptd.daemon.viewing import build_view, folders_to_watch, planned
 from ckptd.daemon.way import Ear
 from ckptd.journal import Journal
+from ckptd.local.state_dir import remember_job
 from ckptd.local.watch import Watcher
 from ckptd.observe.audit import Audit
 
@@ -137,6 +138,7 @@ class Job:
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
         self.state_dir = make_state(self.state_dir, self.config.save_dir, save_dir_fd)
+        remember_job(self.state_dir, self.config)
         self.workers = self._pool.for_one(self.patience.guard)
         self._active_at = time.monotonic()
         journal = Journal(self.state_dir / "journal.db")
