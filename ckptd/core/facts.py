@@ -11,7 +11,6 @@ from enum import StrEnum
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Role, ShardKey
 
-
 REVISION = 1
 """Of what an inspection finds of a shard; what an older one found is inspected again."""
 

@@ -141,12 +141,9 @@ def judge(
     current: dict[str, FileFacts] = {}
     elsewhere: tuple[str, ...] = ()
     for root in listing.roots:
-        grid, inside, problem, missing = _root(root, shards, context)
-        if grid is not None and problem is None:
-            sizes = {f.path: f.identity.size_bytes for f in listing.own}
-            problem = lacking(root, inside, sizes, listing.empty, grid.mm_count)
-        if grid is None or problem is not None:
-            return replace(_not_yet(listing, memory, context, problem or ""), missing=missing)
+        grid, inside, problem, missing = _root(root, shards, listing, context)
+        if grid is None:
+            return replace(_not_yet(listing, memory, context, problem), missing=missing)
         grids.append(grid)
         current |= inside
         elsewhere += missing
@@ -187,8 +184,8 @@ def _only_a_model(
 
 
 def _root(
-    root: str, shards: Mapping[str, FileFacts], context: Context
-) -> tuple[Grid | None, dict[str, FileFacts], str | None, tuple[str, ...]]:
+    root: str, shards: Mapping[str, FileFacts], listing: FolderListing, context: Context
+) -> tuple[Grid | None, dict[str, FileFacts], str, tuple[str, ...]]:
     """The proven grid of one shard root and the shards that belong to it; or why it is not whole."""
     inside = _within(root, shards)
     grid, problem = prove_grid(inside, context)
@@ -201,7 +198,9 @@ def _root(
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         where = f" in {root}" if root else ""
         return None, {}, f"missing{where}: {missing[0]}{more}", missing
-    return grid, inside, None, missing
+    sizes = {f.path: f.identity.size_bytes for f in listing.own}
+    unheld = lacking(root, inside, sizes, listing.empty, grid.mm_count)
+    return (grid, inside, "", missing) if unheld is None else (None, {}, unheld, ())
 
 
 def _of_other_layout(inside: Mapping[str, FileFacts], written: Mapping[str, int]) -> frozenset[str]:

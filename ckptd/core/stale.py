@@ -1,6 +1,6 @@
 """Shards that an earlier run left in a folder under names that the run which counts does not use.
 
-The daemon's verdict and the conversion ask the same function, so that they never judge one folder differently.
+The daemon's verdict and the conversion ask the same function: they never judge one folder differently.
 Nothing but the standard library is imported: the conversion's restricted children have no other.
 """
 
@@ -37,8 +37,8 @@ def stale_layout(shards: Iterable[WrittenShard]) -> frozenset[str]:
 
     Their names differ from those of the run that counts, so it wrote beside them. Which one counts is proven
     by metadata: optimizer shards tell their stage, model states the precision and so the optimizer shards'
-    prefix. Only where both layouts are there in full does the one count that was written last. Empty where
-    there is one layout, or where nothing tells them apart: the contradiction is then the caller's.
+    prefix. Where that leaves both, the one counts whose optimizer shards were written last. Empty where there
+    is one layout, or where nothing tells them apart: the contradiction is then the caller's.
     """
     rows = list(shards)
     optim = [s for s in rows if s.is_optimizer]

@@ -278,6 +278,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
+            empty=folder.empty,
             is_part=bool(verdict.missing),
             best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
@@ -315,7 +316,12 @@ class Intake:
             return False
         facts = self._state.facts[folder.tag]
         sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
-        update = {"files": sealed, "window": verdict.window, "is_part": bool(verdict.missing)}
+        update = {
+            "files": sealed,
+            "empty": folder.empty,
+            "window": verdict.window,
+            "is_part": bool(verdict.missing),
+        }
         self._state.grow(row.id, row.save.model_copy(update=update))
         log.info("%s grew to %d files", folder.tag, len(sealed))
         return True

@@ -243,6 +243,7 @@ def ship_order(
         best_checkpoint=save.best_checkpoint,
         grid=save.grid,
         source=_source_of(row, action),
+        empty_folders=save.empty if action.form == ZERO else (),
         files=(),
     )
     return m.ShipOrder(

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
-from ckptd.daemon.backoff import changed_seconds
 from ckptd.core.facts import REVISION
+from ckptd.daemon.backoff import changed_seconds
 from ckptd.errors import StorageError
 from ckptd.local import fs
 from ckptd.local.scan import scan_folder

@@ -165,7 +165,7 @@ def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
 def _element_facts(facts: RawFacts, inner: dict[Any, Any], states: dict[Any, Any]) -> None:
     """Count the elements that a shard holds, and at stages 1 and 2 those that its own mappings need.
 
-    At stage 3 the model states tell what is needed; AutoEP's partitions have another order, so nothing is told.
+    At stage 3 the model states tell what is needed. Of AutoEP's partitions nothing is told.
     """
     groups = inner.get("fp32_flat_groups" if facts.zero_stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(groups, list) or inner.get("ds_zero_partition_groups"):

@@ -194,7 +194,7 @@ class Surveyor:
         return opened
 
     def _leave_out_stale(self) -> None:
-        """Leave out shards that a run with another ZeRO stage or precision left, as the daemon's verdict does."""
+        """Leave out what a run with another ZeRO stage or precision left, as the daemon's verdict does."""
         optim = [s for s in self.sources if s.role == "optim"]
         models = [s for s in self.sources if s.role == "model"]
         if len({_prefix(s) for s in optim}) < 2 and len({s.d is None for s in models}) < 2:
@@ -220,8 +220,6 @@ class Surveyor:
 
     def _refuse_by_name(self) -> None:
         roles = {s.role for s in self.sources}
-        if "offloaded_tensors" in self.folders:
-            raise RefusedError("the optimizer state was offloaded to NVMe (offloaded_tensors/)", hint=SAFE)
         if "optim" not in roles:
             self._refuse_without_optimizer()
 
