@@ -168,7 +168,7 @@ def test_a_save_without_its_swapped_tensors_is_not_committed(swapped: Path, tmp_
     shutil.rmtree(swapped / "offloaded_tensors")
     here = node_of(swapped.parent, tmp_path / "node")
     here.once()
-    assert here.commits() == set()
+    assert here.commits() == {}
     assert not list(here.nas.rglob("*optim_states.pt"))
 
 
