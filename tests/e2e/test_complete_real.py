@@ -65,7 +65,7 @@ def node_of(save_dir: Path, root: Path) -> Node:
 
 
 def resume(here: Node) -> str:
-    done = ckptd("resume", "--job", here.job_file)
+    done = ckptd("resume", here.job_file)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -197,7 +197,7 @@ def test_empty_folders_of_ranks_with_nothing_to_swap_are_restored(tmp_path: Path
     here = node_of(folder.parent, tmp_path / "node")
     assert here.comes_to_rest(), here.log.read_text()[-2000:]
     again = tmp_path / "again"
-    restored = ckptd("restore", "--job", here.job_file, again)
+    restored = ckptd("restore", here.job_file, "--to", again)
     assert restored.returncode == 0, restored.stderr
     assert all((again / rank.relative_to(folder.parent)).is_dir() for rank in ranks)
     shutil.rmtree(here.save_dir)
