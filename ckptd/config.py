@@ -6,7 +6,9 @@ meant, and the jobs beside it go on (H31). The models themselves are in `config_
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +24,11 @@ from ckptd.config_places import default_config_dir, fill_in, job_name, user_name
 from ckptd.config_relations import check_job_paths, conflicts
 from ckptd.config_retention import Retention
 from ckptd.config_section import Section
-from ckptd.config_values import UNNAMED, url_path
+from ckptd.config_values import UNNAMED, check_spelling, url_path
 from ckptd.errors import CkptdError, ConfigError, NotFoundError, NotPermitted, from_os_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "DaemonConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "config_digest",
     "default_config_dir",
     "job_from_arguments",
+    "job_from_memory",
     "load_all",
     "load_daemon",
     "load_job",
@@ -50,6 +53,11 @@ __all__ = [
 
 _SHOWN = 8
 """Names of jobs in a sentence."""
+
+_VALUE = re.compile(r"""^\s*(?!url\b)\w+\s*=\s*["']*([^"'#\n]+)""", re.MULTILINE)
+"""What may be the save_dir of a job file, also where it is no TOML or the key is misspelt."""
+_FILLED_IN = re.compile(r"\{[^{}]*\}")
+_NAME = re.compile(r"""^\s*name\s*=\s*["']?([^"'#\s]+)""", re.MULTILINE)
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -158,13 +166,34 @@ def job_from_arguments(
     data.setdefault("name", job_name(Path(data["save_dir"])))
     data["local"] = settings.local | dict(given.get("local", {}))
     if url is not None:
+        check_spelling(url)
         url = url if "://" in url else _absolute(url)
         remote = {"name": UNNAMED} | remote_settings(environ or {}, url) | dict(given.get("remote", {}))
         data["remote"] = [remote | {"url": url}]
     job = _validate(JobConfig, data, "arguments and environment")
     if check_paths:
         check_job_paths(job, "arguments")
+    job._given = json.dumps(data)
     return job
+
+
+def job_from_memory(save_dir: str, given: str, environ: Mapping[str, str]) -> JobConfig:
+    """Make the job again that arguments and environment made (`JobConfig.given`); `environ` of now wins.
+
+    Raises:
+        ConfigError, ValueError: it is none that this version knows.
+    """
+    data: dict[str, Any] = json.loads(given)
+    now = settings_from_environment(environ)
+    (remote,) = data.pop("remote")
+    url = environ.get("CKPTD_URL") or str(remote["url"])
+    if url != remote.pop("url"):
+        remote = {}
+    options = {key: value for key, value in data.items() if key not in {*now.job, "local", "save_dir"}}
+    options["local"] = {key: value for key, value in data.get("local", {}).items() if key not in now.local}
+    set_now = remote_settings(environ, url)
+    options["remote"] = {key: value for key, value in remote.items() if key not in set_now}
+    return job_from_arguments(save_dir, url, options, environ, check_paths=False)
 
 
 def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
@@ -173,6 +202,7 @@ def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
     Raises:
         ConfigError: a variable or the URL is wrong.
     """
+    check_spelling(url)
     data = {"name": UNNAMED} | remote_settings(environ, url) | {"url": url}
     return _validate(RemoteConfig, data, "arguments and environment")
 
@@ -223,7 +253,7 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
 
     Raises:
         NotFoundError: no such job (66).
-        ConfigError: its file is wrong.
+        ConfigError, NotPermitted: its file is wrong; or a file cannot be read, so that it may be its file.
     """
     path = Path(job)
     if path.suffix == ".toml" and (path.is_file() or "/" in job):
@@ -231,18 +261,64 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
     directory = config_dir or default_config_dir(environ)
     loaded = _named_jobs(directory)
     if "/" in job or path.is_dir():
-        target = Path(_absolute(job))
-        found = next((j for j in loaded if isinstance(j, JobConfig) and j.save_dir == target), None)
         url = environ.get("CKPTD_URL") or None
+        found = _job_of_save_dir(Path(_absolute(job)), loaded, url)
         return found or job_from_arguments(job, url, environ=environ, check_paths=False)
     for candidate in loaded:
         if isinstance(candidate, JobConfig) and candidate.name == job:
             return candidate
-        if isinstance(candidate, tuple) and candidate[0].stem == job:
+        if isinstance(candidate, tuple) and job in (candidate[0].stem, _written_name(candidate[0])):
             raise candidate[1]
     names = ", ".join(sorted(j.name for j in loaded if isinstance(j, JobConfig))) or "none"
     msg = f"no job {job!r} in {directory / 'jobs.d'} (known: {names})"
     raise NotFoundError(msg, hint="give a name, a job file, or the save_dir with a / in it")
+
+
+def _job_of_save_dir(
+    save_dir: Path, loaded: Sequence[JobConfig | tuple[Path, ConfigError | NotPermitted]], url: str | None
+) -> JobConfig | None:
+    """Return the job whose file names `save_dir`, however either is spelt; None: no file does.
+
+    Raises:
+        ConfigError, NotPermitted: of the wrong file that names it. Without the remotes of that file a command
+            would take what lies in save_dir for all there is.
+    """
+    real = Path(os.path.realpath(save_dir))
+    good = [job for job in loaded if isinstance(job, JobConfig)]
+    for job in good:
+        if job.save_dir == save_dir:
+            return job
+    for job in good:
+        if Path(os.path.realpath(job.save_dir)) == real:
+            return job
+    for wrong in loaded:
+        if isinstance(wrong, JobConfig):
+            continue
+        text = _text_of(wrong[0])
+        if (text is None and url is None) or (text is not None and _may_name(text, {save_dir, real})):
+            raise wrong[1]
+    return None
+
+
+def _may_name(text: str, save_dirs: Iterable[Path]) -> bool:
+    """Whether a value in a wrong job file is one of `save_dirs`, also unquoted, relative or by a glob."""
+    values = {match[1].strip() for match in _VALUE.finditer(text) if "/" in match[1]}
+    patterns = {_FILLED_IN.sub("*", os.path.expanduser(value)) for value in values}
+    return any(save_dir.match(pattern) for save_dir in save_dirs for pattern in patterns)
+
+
+def _text_of(path: Path) -> str | None:
+    """A job file as it is written; None: it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _written_name(path: Path) -> str | None:
+    """The name that a wrong job file gives its job, as far as it can be read."""
+    found = _NAME.search((_text_of(path) or "").partition("\n[")[0])
+    return found[1] if found else None
 
 
 def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError | NotPermitted]]:

@@ -217,6 +217,7 @@ class JobConfig(Section):
     remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
     _file: Path | None = PrivateAttr(default=None)
     _is_matched: bool = PrivateAttr(default=False)
+    _given: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
@@ -246,6 +247,11 @@ class JobConfig(Section):
     def file(self) -> Path | None:
         """The job file; None for a job made from arguments."""
         return self._file
+
+    @property
+    def given(self) -> str | None:
+        """What arguments and environment said, as JSON in the shape of a job file; None: a file said it."""
+        return self._given
 
     @property
     def is_matched(self) -> bool:

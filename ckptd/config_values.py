@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from ckptd.config_places import NAME_CHARACTERS
 from ckptd.config_quantities import parse_optional_duration
 from ckptd.config_schemes import url_fault
+from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,10 +77,33 @@ def check_url(value: str) -> str:
         if fault is not None:
             reject(fault)
         return value.rstrip("/")
+    if parts.netloc not in ("", "localhost"):
+        here, there = f"file:///{parts.netloc}{parts.path}", f"sftp://{parts.netloc}{parts.path}"
+        reject(f"file:// names no other machine: write {here} for a directory here, or {there}")
     path = url_path(value)
     if path is None or not path.is_absolute() or ".." in path.parts or path == Path("/"):
         reject("the path must be absolute, without '..', and not the root directory")
     return value
+
+
+def check_spelling(url: str) -> None:
+    """Refuse what is typed like an address of another machine and would become a directory in this one.
+
+    Raises:
+        ConfigError: `host:/path`, `s3:/bucket`, `C:\\x`; a directory with a colon is named ./x:y or absolute.
+    """
+    head, colon, rest = url.partition(":")
+    if not colon or "/" in head or rest.startswith("//") or head.startswith((".", "~")):
+        return
+    path = rest.lstrip("/\\")
+    if head in _SCHEMES:
+        hint = f"write {head}://{'/' if head == 'file' else ''}{path or 'bucket/prefix'}"
+    elif len(head) == 1:
+        hint = "ckptd runs on Linux: mount that drive there and name the mounted path"
+    else:
+        hint = f"write sftp://{head}/{path or 'path'}, or mount it and name the mounted path"
+    msg = f'"{url}" is neither a URL nor an absolute path'
+    raise ConfigError(msg, hint=f"{hint}; a directory of that name here: ./{url}")
 
 
 def _check_s3_url(value: str) -> str:
@@ -160,6 +184,8 @@ def url_path(url: str) -> Path | None:
         return Path(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
+
+_SCHEMES = frozenset(("s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "sftp", "ssh", "file", "http", "https"))
 
 Name = Annotated[str, AfterValidator(check_name)]
 Url = Annotated[str, AfterValidator(check_url)]

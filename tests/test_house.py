@@ -23,7 +23,7 @@ RANK = {
     "words": 0,
     "errors": 0,
     "trainer": 0,
-    "spawn": 0,
+    "spawn": 1,
     "core": 1,
     "config": 2,
     "budget": 3,

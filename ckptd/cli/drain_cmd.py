@@ -216,7 +216,8 @@ class Draining:
         from dataclasses import replace
 
         from ckptd import config
-        from ckptd.errors import NotFoundError, UsageError
+        from ckptd.errors import NotFoundError
+        from ckptd.recover.named import job_named, no_remote
 
         directory = self._config_dir or config.default_config_dir(os.environ)
         if self._job is None:
@@ -228,10 +229,9 @@ class Draining:
             return replace(loaded, jobs=left) if left else None
         if live:
             return None
-        job = config.resolve_job(self._job, os.environ, config_dir=directory)
+        job = job_named(self._job, os.environ, config_dir=directory)
         if not job.remotes:
-            msg = f"{job.save_dir} is not known with its remote"
-            raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
+            raise no_remote(job)
         daemon = config.load_daemon(directory / "ckptd.toml", os.environ)
         return config.LoadedConfig(daemon=daemon, jobs=(job,))
 

@@ -5,10 +5,12 @@ The verdict is the daemon's own (`ckptd.core.lifecycle.judge`), so that both say
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +20,7 @@ from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid
 from ckptd.core.lifecycle import Context, State, judge
-from ckptd.core.listing import FolderListing
+from ckptd.core.listing import FolderListing, ListedFile
 from ckptd.core.unprotected import told
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.local.scan import read_pointer, scan, scan_folder
@@ -77,7 +79,9 @@ class SeenCheckpoint(Model):
     ds_version: str | None = None
     grid: Grid | None = None
     parameters: int | None = None
-    """Elements (zero) or tensors (universal, weights)."""
+    """Elements of all trained parameters, in every form; None when the folder does not say."""
+    tensors: int | None = None
+    """Named tensors (universal, weights)."""
     layout: str | None = None
     bytes: int
     saved_seconds_apart: float | None = None
@@ -193,17 +197,22 @@ def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
     now = time.time()
     newest = max((f.identity.mtime_ns / 1e9 for f in listing.shards), default=0.0)
+    listed = _listed_in(parent, listing.tag)
+    if listed is not None:  # times there are those of the upload
+        listing = replace(listing, files=tuple(map(_without_time, listing.files)))
     context = Context(
         settle_seconds=0.0,
         quiet_seconds=float("inf"),
-        is_in_flight=now - newest < 5.0,
+        is_in_flight=listed is None and now - newest < 5.0,
         save_spread_seconds=60.0,
         is_to_send=False,
     )
     verdict = judge(listing, facts, None, context)
     damaged = _damage(facts)
+    damaged = damaged or _unlisted(facts, listed)
     reason = verdict.reason or damaged
     whole = verdict.state is State.COMPLETE and damaged is None
+    times = verdict.window if listed is None else None
     shards = [facts[f.path].facts for f in listing.shards]
     return SeenCheckpoint(
         tag=listing.tag,
@@ -220,15 +229,55 @@ def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
         grid=verdict.grid,
         parameters=next((s.parameters for s in shards if s is not None and s.parameters), None),
         bytes=listing.total_bytes,
-        saved_seconds_apart=(verdict.window.last - verdict.window.first) / 1e9 if verdict.window else None,
+        saved_seconds_apart=(times.last - times.first) / 1e9 if times else None,
         notes=verdict.notes,
         files=_seen_files(facts),
     )
 
 
+def _without_time(file: ListedFile) -> ListedFile:
+    return replace(file, identity=replace(file.identity, mtime_ns=0))
+
+
+def _listed_in(parent: Path, folder: str) -> dict[str, str] | None:
+    """Fingerprints by path of what COMMITs list in a folder of a directory remote; None: it lies in none.
+
+    A remote whose documents cannot be read lists nothing: its own COMMITs are what makes it whole (P3).
+    """
+    from ckptd.remote.access import Access
+    from ckptd.remote.open import open_store
+    from ckptd.remote.reader import live_commits, manifests_of, read_remote
+
+    if not (parent / "_ckptd" / "remote.json").is_file():
+        return None
+    store = open_store(str(parent), access=Access())
+    listed: dict[str, str] = {}
+    with contextlib.suppress(CkptdError):
+        for view in live_commits(read_remote(store)):
+            for manifest in manifests_of(store, view):
+                for file in manifest.files:
+                    place, _, path = file.key.partition("/")
+                    if place == folder:
+                        listed[path] = file.fingerprint
+    return listed
+
+
+def _unlisted(facts: dict[str, FileFacts], listed: dict[str, str] | None) -> str | None:
+    """Why a folder in a remote is not what a COMMIT lists; None: it is, or it lies in no remote."""
+    if listed is None:
+        return None
+    if not listed:
+        return "no COMMIT lists it: its upload is under way, or was cut short"
+    other = [p for p, wanted in sorted(listed.items()) if p in facts and facts[p].fingerprint != wanted]
+    missing = sorted(listed.keys() - facts.keys())
+    if other:
+        return f"{other[0]} is not the file that its COMMIT lists"
+    return f"{missing[0]} is missing, and its COMMIT lists it" if missing else None
+
+
 def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
-    names = {p.split("/")[1] for p in facts if p.startswith("zero/") and p.count("/") == 2}
+    names = {p.removeprefix("zero/").rpartition("/")[0] for p in facts if p.startswith("zero/")} - {""}
     reason = _damage(facts)
     if "zero/optimizer_state.pt" not in facts:
         reason = reason or "zero/optimizer_state.pt is missing"
@@ -253,7 +302,8 @@ def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
         optimizer=model.optimizer if model else None,
         ds_version=model.ds_version if model else None,
         zero_stage=model.zero_stage if model else None,
-        parameters=len(names),
+        parameters=model.parameters if model else None,
+        tensors=len(names),
         layout=str(ours["layout"]) if "layout" in ours else None,
         notes=_loads(facts, names) if ours.get("layout") == "superset" else (),
         bytes=listing.total_bytes,

@@ -62,7 +62,7 @@ def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -
         step=step if isinstance(step, int) else None,
         zero_stage=stage if isinstance(stage, int) else None,
         dtype=str(manifest.get("form", "")).removeprefix("weights-"),
-        parameters=sum(len(names) for names in held.values()),
+        tensors=sum(len(names) for names in held.values()),
         layout=str(manifest.get("layout", "")),
         bytes=listing.total_bytes,
         files=tuple(seen),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ckptd.core.decision import Decision
     from ckptd.recover.owner import Owner
 
+_IN_DOUBT = {"suspect", "torn re-save"}
+
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
 _JOB: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir.")
@@ -56,13 +58,14 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from datetime import UTC, datetime
     from pathlib import Path
 
-    from ckptd.config import default_config_dir, resolve_job, user_name
+    from ckptd.config import default_config_dir, user_name
     from ckptd.core.decision import Decision
     from ckptd.daemon.decisions import write_decision
+    from ckptd.recover.named import job_named
     from ckptd.recover.owner import owner_of
 
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
-    config = resolve_job(job, os.environ, config_dir=directory)
+    config = _remotes_of(job_named(job, os.environ, config_dir=directory))
     state_dir = _state_dir(config, directory)
     owner = owner_of(config, state_dir)
     for tag in tags:
@@ -72,7 +75,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
         elif kind == "pin" or (kind == "adopt" and tag != "*"):
             _must_exist(config, tag)
     for tag in tags:
-        fingerprints = _fingerprints(config, tag) if kind == "accept" else ()
+        fingerprints = _fingerprints(config, tag, state_dir) if kind == "accept" else ()
         decision = Decision(
             kind=kind,
             tag=tag,
@@ -101,33 +104,38 @@ def _state_dir(config: JobConfig, config_dir: Path) -> Path:
 
 
 def _remotes_of(config: JobConfig) -> JobConfig:
-    from ckptd.errors import UsageError
+    from ckptd.recover.named import no_remote
 
     if not config.remotes:
-        msg = f"{config.save_dir} is not known with its remote"
-        raise UsageError(msg, hint="name the job file, or set CKPTD_URL")
+        raise no_remote(config)
     return config
 
 
 def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """The decision as the remotes hold it: a serial above every earlier one of its subject."""
     from ckptd.remote.access import access_of
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.observe import record, still_ours
-    from ckptd.remote.open import open_store
 
     for remote in _remotes_of(config).remotes:
-        store = open_store(remote.url, access=access_of(remote))
+        store = open_apart(remote.name, remote.url, access_of(remote))
         identity = still_ours(store, None)
         owner.must_own(remote.name, remote.url, identity)
         decision = record(store, decision, identity)
     return decision
 
 
-def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
-    """Fingerprints of the shards of a suspect folder, as the daemon compares them."""
+def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[str, str], ...]:
+    """Fingerprints of the shards of a suspect folder, as the daemon compares them.
+
+    Raises:
+        RefusedError: neither this look at it nor the daemon finds it suspect (65).
+    """
     from ckptd import files
+    from ckptd.config_places import command_for
     from ckptd.convert.supervise import inspect_files
-    from ckptd.errors import NotFoundError
+    from ckptd.core.lifecycle import Context, judge
+    from ckptd.errors import NotFoundError, RefusedError
     from ckptd.local.scan import scan_folder
 
     with files.opened_dir(config.save_dir) as fd:
@@ -136,19 +144,43 @@ def _fingerprints(config: JobConfig, tag: str) -> tuple[tuple[str, str], ...]:
         msg = f"no checkpoint {tag} in {config.save_dir}"
         raise NotFoundError(msg, hint="ckptd status shows the suspect ones")
     facts = inspect_files(config.save_dir / tag, [f.path for f in listing.shards])
+    context = Context(
+        settle_seconds=0.0,
+        quiet_seconds=float("inf"),
+        is_in_flight=False,
+        save_spread_seconds=config.save_spread_seconds,
+    )
+    verdict = judge(listing, {f.path: f for f in facts}, None, context)
+    if not {verdict.state.value, _published_state(state_dir, tag)} & _IN_DOUBT:
+        why = f": {verdict.reason}" if verdict.reason else ""
+        msg = f"{tag} is {verdict.state.value}{why}; only a suspect checkpoint is accepted"
+        raise RefusedError(msg, hint=command_for(config, "status"))
     return tuple(sorted((f.path, f.fingerprint) for f in facts))
+
+
+def _published_state(state_dir: Path, tag: str) -> str:
+    """What the daemon said last of a checkpoint here: it may know an earlier save of that tag."""
+    import json
+
+    try:
+        jobs = json.loads((state_dir / "status.json").read_bytes())["jobs"]
+        rows = [row for job in jobs for row in job["checkpoints"] if row["tag"] == tag]
+        return next((str(row["state"]) for row in rows), "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
     """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    from ckptd.core.decision import PINS
     from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.remote.access import access_of
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.observe import is_pinned
-    from ckptd.remote.open import open_store
 
-    if tag in pinned_tags(read_decisions(state_dir)):
+    if tag in pinned_tags(read_decisions(state_dir, PINS)):
         return
-    if not any(is_pinned(open_store(r.url, access=access_of(r)), tag) for r in _remotes_of(config).remotes):
+    if not any(is_pinned(open_apart(r.name, r.url, access_of(r)), tag) for r in _remotes_of(config).remotes):
         _must_exist(config, tag)
 
 
@@ -157,13 +189,13 @@ def _must_exist(config: JobConfig, tag: str) -> None:
     from ckptd.core.manifest import tag_problem
     from ckptd.errors import NotFoundError
     from ckptd.remote.access import access_of
-    from ckptd.remote.open import open_store
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.reader import read_remote
 
     if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
         return
     for remote in _remotes_of(config).remotes:
-        held = read_remote(open_store(remote.url, access=access_of(remote)))
+        held = read_remote(open_apart(remote.name, remote.url, access_of(remote)))
         if any(c.commit.tag == tag for c in held.commits):
             return
     msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"

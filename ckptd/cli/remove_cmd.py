@@ -33,12 +33,13 @@ def register(app: typer.Typer) -> None:
         from contextlib import closing
         from pathlib import Path
 
-        from ckptd.config import default_config_dir, resolve_job
+        from ckptd.config import default_config_dir
         from ckptd.errors import NotFoundError
+        from ckptd.recover.named import job_named
         from ckptd.recover.removal import Removal
 
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
-        config = resolve_job(job, os.environ, config_dir=directory)
+        config = job_named(job, os.environ, config_dir=directory)
         with closing(Removal(config, _state_dir(job, directory))) as removal:
             pieces = removal.plan()
             if not pieces and config.file is None and not os.path.exists(config.save_dir):
@@ -57,10 +58,10 @@ def _state_dir(job: str, directory: Path) -> Path | None:
 
     from ckptd.cli.status_cmd import published
     from ckptd.cli.verify_repair import state_of
-    from ckptd.config import resolve_job
     from ckptd.errors import NotFoundError
+    from ckptd.recover.named import job_named
 
-    found = state_of(resolve_job(job, os.environ, config_dir=directory), directory, make=False)
+    found = state_of(job_named(job, os.environ, config_dir=directory), directory, make=False)
     if found is not None:
         return found
     try:

@@ -65,16 +65,19 @@ def register(app: typer.Typer) -> None:
 
 
 def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | None) -> JobConfig:
-    from ckptd.config import job_from_arguments, resolve_job
+    from ckptd.cli.text import say
+    from ckptd.config import job_from_arguments
     from ckptd.errors import CkptdError
+    from ckptd.recover.named import job_named
 
     if url is None:
-        return resolve_job(job, environ, config_dir=directory)
+        return job_named(job, environ, config_dir=directory)
     options: dict[str, str] = {}
     try:
-        known = resolve_job(job, environ, config_dir=directory)
-    except CkptdError:
+        known = job_named(job, environ, config_dir=directory)
+    except CkptdError as error:
+        say(f"{error}; going on with {url} alone")
         known = None
-    if known is not None and known.file is not None:
+    if known is not None and (known.file is not None or known.remotes):
         options = {"name": known.name}
     return job_from_arguments(job, url, options, environ)

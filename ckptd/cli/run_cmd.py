@@ -131,6 +131,7 @@ def load(
     if _names_a_job(save_dir, url, environ, config_dir):
         msg = f"{save_dir} is a job, no SAVE_DIR"
         raise UsageError(msg, hint=shlex.join(["ckptd", "run", "--job", save_dir]))
+    url = url or _remembered_url(save_dir, environ, config_dir, verb)
     if not url:
         msg = "there is no URL: nothing would leave this node"
         raise UsageError(msg, hint=f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment")
@@ -140,6 +141,25 @@ def load(
     single = config.job_from_arguments(save_dir, url, options, environ)
     daemon_path = config_dir / "ckptd.toml" if config_dir else None
     return config.LoadedConfig(daemon=config.load_daemon(daemon_path, environ), jobs=(single,))
+
+
+def _remembered_url(
+    save_dir: str, environ: Mapping[str, str], config_dir: Path | None, verb: str
+) -> str | None:
+    """The URL that `check SAVE_DIR` means; a daemon is started by what is written out.
+
+    Raises:
+        NotFoundError: a job file was meant, and it is not there (66).
+    """
+    from ckptd.errors import NotFoundError
+    from ckptd.recover.named import job_named
+
+    if save_dir.endswith(".toml") and not os.path.exists(save_dir):
+        raise NotFoundError(f"no file {save_dir}", hint="`ckptd init SAVE_DIR URL` prints one")
+    if verb == "run" or not os.path.isdir(save_dir):
+        return None
+    known = job_named(os.path.abspath(save_dir), environ, config_dir=config_dir)
+    return known.remotes[0].url if known.remotes and known.file is None else None
 
 
 def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ckptd.convert.joining import JoinedState, join_states, patterns_of
 from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Part, Range, Widen
 from ckptd.convert.plan import Output, OutputFile, OutputLink
+from ckptd.core.loaders import version_tuple
 from ckptd.errors import RefusedError
 from ckptd.torchfile.repickle import repickle
 from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
 from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
 from ckptd.zero import stage12
-from ckptd.zero.agreement import is_folder_name
+from ckptd.zero.agreement import refuse_folder_name
 from ckptd.zero.facts import as_dict
 from ckptd.zero.optimizers import numbers_of
 
@@ -36,17 +37,6 @@ EXPERTS_SINCE = (0, 19, 2)
 """First version whose stage 1/2 loader takes its part of a stacked parameter (DeepSpeed PR 7938)."""
 SUPERSET_SINCE = (0, 19, 4)
 """First version whose stage 3 loader reads dictionaries (DeepSpeed PR 8168)."""
-
-
-def version_tuple(text: str) -> tuple[int, ...]:
-    """ "0.19.8+abc" → (0, 19, 8); empty when unreadable."""
-    numbers: list[int] = []
-    for word in text.split("+")[0].split(".")[:3]:
-        digits = word[: len(word) - len(word.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
 
 
 def choose_layout(compat: str, ds_version: str) -> str:
@@ -84,6 +74,9 @@ class UniversalLayout:
 
     def outputs(self) -> Iterator[Output]:
         """All files, state by state in source order, so that a cold source is read forwards."""
+        for cell in (cell for row in self.save.cells for cell in row):
+            for parameter in (name for group in cell.shapes for name in group):
+                refuse_folder_name(parameter, cell.model.source.path)
         names = self.save.state_names
         for name in (*names[1:], names[0]):
             for ranks in self.save.parameters(name):
@@ -158,8 +151,7 @@ class UniversalLayout:
             if name in self.written or not isinstance(tensor, Tensor):
                 continue
             self.written.add(name)
-            if not is_folder_name(name):
-                raise RefusedError(f"{model.source.path} names a tensor {name!r}")
+            refuse_folder_name(str(name), model.source.path)
             if tensor.dtype != "float32" and tensor.dtype not in SOURCE_ITEM_BYTES:
                 raise RefusedError(
                     f"{model.source.path}: {name} of type {tensor.dtype} has no float32 copy here",

@@ -170,6 +170,7 @@ def build_commit(
         branch=leader.branch,
         step=leader.step,
         save_seq=leader.save_seq,
+        run_id=leader.run_id,
         grid=merged_grid(manifests),
         bytes=sum(file.bytes for file in objects.values()),
         files=len(objects),

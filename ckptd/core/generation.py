@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.layouts import Role
 from ckptd.core.manifest_names import named_conflict
+from ckptd.core.runs import run_of
 from ckptd.core.save import differs, mark_of_manifest, mark_of_save
 
 if TYPE_CHECKING:
@@ -83,8 +84,12 @@ def choose_generation(
     save_spread_seconds: float,
     named: Sequence[tuple[int, ManifestName]] = (),
     unreadable: Collection[int] = (),
+    run_id: str | None = None,
 ) -> GenerationChoice:
     """Choose the generation of `save`, given all that the remote holds of its tag (form zero counts).
+
+    Generations are numbered over all runs. What another run than `run_id` committed, lists or had removed is
+    another save, were it the same bytes (None: there is one run).
 
     `named`: (generation, name) of manifests that were not read; `unreadable`: generations whose COMMIT or
     tombstone cannot be read. They are taken, by whom nobody knows.
@@ -92,10 +97,11 @@ def choose_generation(
     manifests = [seen for seen in manifests if seen.form == "zero"]
     commits = [seen for seen in commits if seen.form == "zero"]
     tombstones = [stone for stone in tombstones if stone.form == "zero" and stone.tag == save.tag]
-    already = _already(save, job_id, manifests, commits)
+    own = [seen for seen in manifests if _is_of_run(seen.manifest, job_id, run_id)]
+    already = _already(save, job_id, own, commits)
     if already is not None:
         return already
-    for stone in tombstones:
+    for stone in (one for one in tombstones if _is_of_run(one, job_id, run_id)):
         gone = set(stone.fingerprints)
         if gone and all((p, mark) in gone or (p, tensors) in gone for p, mark, tensors in _shards(save)):
             return Retired(generation=stone.generation)
@@ -113,9 +119,14 @@ def choose_generation(
             [seen.manifest for seen in manifests if seen.generation == generation],
             [name for g, name in named if g == generation],
             save_spread_seconds,
+            run_id,
         )
     ]
     return Use(generation=max(fitting, default=max(known) + 1))
+
+
+def _is_of_run(document: NodeManifest | Tombstone, job_id: str, run_id: str | None) -> bool:
+    return run_id is None or run_of(document, job_id) == run_id
 
 
 def choose_derived(
@@ -126,6 +137,8 @@ def choose_derived(
     commits: Sequence[SeenCommit],
     tombstones: Sequence[Tombstone],
     unreadable: Collection[int] = (),
+    job_id: str = "",
+    run_id: str | None = None,
 ) -> GenerationChoice:
     """The same of a derived form in a remote that takes no ZeRO form, whose generation it would share.
 
@@ -134,19 +147,20 @@ def choose_derived(
     """
     stones = [stone for stone in tombstones if stone.tag == save.tag]
     live = {seen.generation: seen for seen in commits if seen.form == form and not seen.disputed}
-    ours = [seen for seen in manifests if _is_of(save, seen.manifest)]
+    mine = [_is_of(save, m.manifest) and _is_of_run(m.manifest, job_id, run_id) for m in manifests]
+    ours = [seen for seen, is_mine in zip(manifests, mine, strict=True) if is_mine]
     for seen in ours:
         if seen.form == form and seen.committed and seen.generation in live:
             commit = live[seen.generation]
             return Already(generation=commit.generation, commit_key=commit.key, commit_sha256=commit.sha256)
     for stone in stones:
         is_same = (stone.branch, stone.step, stone.save_seq) == (save.branch, save.step, save.save_seq)
-        if is_same and stone.form == form:
+        if is_same and stone.form == form and _is_of_run(stone, job_id, run_id):
             return Retired(generation=stone.generation)
     taken = {seen.generation for seen in commits if seen.form == form}
     taken |= {stone.generation for stone in stones if stone.form == form}
     taken |= set(unreadable)
-    others = {seen.generation for seen in manifests if not _is_of(save, seen.manifest)}
+    others = {seen.generation for seen, is_mine in zip(manifests, mine, strict=True) if not is_mine}
     fitting = {seen.generation for seen in ours} - taken - others
     known = {seen.generation for seen in manifests} | {seen.generation for seen in commits}
     known |= {stone.generation for stone in stones} | taken
@@ -211,12 +225,14 @@ def _holds_another(
     held: Sequence[NodeManifest],
     named: Sequence[ManifestName],
     save_spread_seconds: float,
+    run_id: str | None,
 ) -> bool:
     mark = mark_of_save(save)
     if named_conflict(mark, named, save_spread_seconds=save_spread_seconds) is not None:
         return True
     return any(
         manifest.job_id != job_id
+        or not _is_of_run(manifest, job_id, run_id)
         or differs(mark, mark_of_manifest(manifest), save_spread_seconds=save_spread_seconds) is not None
         for manifest in held
     )

@@ -58,6 +58,12 @@ class Heartbeat(Document):
     """(data-parallel rank, model-parallel rank) of each of them; None: an older release."""
     newest: NewestSave | None = None
     safe: SafeSave | None = None
+    run_id: str | None = None
+    """The run that its save_dir holds; None: none yet, or an older release."""
+    host: str = ""
+    user: str = ""
+    save_dir: str = ""
+    """Where it watches; "": an older release."""
     ended: bool = False
     """The last one of a daemon that was stopped in order: no training that it would see goes on."""
 
@@ -83,12 +89,15 @@ class SeenNode(Model):
         return self.has_ended or (self.seconds_ago is not None and self.seconds_ago > DEAD_SECONDS)
 
 
-def heartbeat_key(node: str) -> str:
-    """Key of a node's heartbeat."""
-    return f"{HEARTBEATS}{encode_name(node)}.json"
+def heartbeat_key(node: str, node_id: str = "") -> str:
+    """Key of a node's heartbeat; with its id where another daemon of that node name has the plain one."""
+    more = f"~{encode_name(node_id)}" if node_id else ""
+    return f"{HEARTBEATS}{encode_name(node)}{more}.json"
 
 
 def node_of_key(key: str) -> str | None:
     """The node that a key speaks of; None: it is no heartbeat's."""
     name = key.removeprefix(HEARTBEATS)
-    return decode_name(name.removesuffix(".json")) if name.endswith(".json") and "/" not in name else None
+    if not name.endswith(".json") or "/" in name:
+        return None
+    return decode_name(name.removesuffix(".json").partition("~")[0])

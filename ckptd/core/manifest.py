@@ -126,6 +126,7 @@ class NodeManifest(Document):
     node_id: str
     attempt: int = 1
     run_id: str | None = None
+    """The run that saved it (core/runs.py); None: a release that knew none."""
     ckptd_version: str
     config_digest: str
     branch: int
@@ -161,6 +162,8 @@ class Commit(Document):
     branch: int
     step: int
     save_seq: int
+    run_id: str | None = None
+    """The run that its manifests are of; None: a release that knew none."""
     grid: Grid
     bytes: int
     files: int
@@ -202,6 +205,8 @@ class Headstone(Document):
     save_seq: int
     reason: str
     commit_sha256: str
+    run_id: str | None = None
+    """As the COMMIT had it."""
 
 
 class Tombstone(Headstone):

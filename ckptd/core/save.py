@@ -118,7 +118,7 @@ def mark_of_save(save: SealedSave) -> SaveMark:
 def mark_of_manifest(manifest: NodeManifest) -> SaveMark:
     """The mark of a node manifest in the remote."""
     return SaveMark(
-        run_id=manifest.run_id,
+        run_id=manifest.run_id or manifest.job_id,
         step=manifest.step,
         grid=(manifest.grid.dp, manifest.grid.mm_count, manifest.grid.zero_stage),
         ds_version=manifest.writer.ds_version,

@@ -6,13 +6,13 @@ meanwhile was not found.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.journal_tables import AT_BEGIN
+from ckptd.local.run_file import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,11 +72,6 @@ class FirstLook:
             folders = tuple(f for f in folders if any(file.identity.mtime_ns < born for file in f.files))
         self._tags = frozenset(folder.tag for folder in folders)
         return True
-
-
-def place_of(save_dir: str, inode: int) -> str:
-    """Names a directory of this node in a remote, where no absolute path may stand."""
-    return hashlib.sha256(f"{save_dir}\0{inode}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def beginning(

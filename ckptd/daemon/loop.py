@@ -136,7 +136,15 @@ class Daemon:
             where = (config.save_dir, config.name, self._loaded.daemon.state_dir, self._environ)
             state_dir = state_dir_of(*where, jobs_in_daemon=self._loaded.jobs_in_daemon)
             shared = (self._totals, self._workers, self._queue.put)
-            job = Job(config, self._loaded.daemon, state_dir, *shared, is_patient=not self._once)
+            others = tuple(str(one.save_dir) for one in self._loaded.jobs if one.name != config.name)
+            job = Job(
+                config,
+                self._loaded.daemon,
+                state_dir,
+                *shared,
+                is_patient=not self._once,
+                apart_from=others,
+            )
             job.open()
         except (CkptdError, OSError) as error:
             told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))

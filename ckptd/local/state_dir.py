@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ckptd import files
+from ckptd.core.identity import Model
 from ckptd.core.listing import OURS
-from ckptd.errors import ConfigError, NotPermitted
+from ckptd.errors import CkptdError, ConfigError, NotPermitted
 from ckptd.place import lies_in_ours, opened_ours, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ckptd.config_model import JobConfig
 
 _NETWORK = (
     "nfs",
@@ -39,7 +42,19 @@ _NETWORK = (
 )
 NODE_ID = "node_id"
 _NODE_ID_LIMIT_BYTES = 256
+JOB = "job.json"
+"""How the job was started: its job file, or its arguments and settings (docs/contract.md)."""
+_JOB_LIMIT_BYTES = 1 << 20
 _LOCAL_FUSE = ("fuse.fuse-overlayfs",)
+
+
+class _Memory(Model):
+    """`job.json`."""
+
+    schema_version: int = 1
+    save_dir: str
+    file: str | None
+    given: str | None
 
 
 def filesystem_type(path: Path) -> str:
@@ -97,6 +112,44 @@ def read_node_id(state_dir_fd: int) -> str | None:
     """
     with contextlib.suppress(FileNotFoundError):
         return files.read_beneath(state_dir_fd, NODE_ID, limit_bytes=_NODE_ID_LIMIT_BYTES).decode().strip()
+    return None
+
+
+def remember_job(state_dir: Path, config: JobConfig) -> None:
+    """Write down how the job was started, durably: commands find the remotes of its save_dir by it later.
+
+    A state directory that takes nothing now costs those commands an argument, not the job its start.
+    """
+    known = _Memory(
+        save_dir=str(config.save_dir),
+        file=str(config.file) if config.file is not None else None,
+        given=config.given,
+    )
+    text = known.model_dump_json().encode()
+    with contextlib.suppress(OSError, CkptdError), opened_ours(state_dir) as fd:
+        if _read_memory(fd) != text:
+            files.write_atomic(fd, JOB, text)
+
+
+def remembered_job(state_dirs: Iterable[Path], save_dir: Path) -> tuple[str | None, str | None]:
+    """Return (job file, what arguments said) by which the job of `save_dir` was started last, or two None.
+
+    Only a file of this user, or of root, is believed: it names where credentials are sent.
+    """
+    for place in state_dirs:
+        with contextlib.suppress(OSError, CkptdError, ValueError), opened_ours(place) as fd:
+            status = files.stat_beneath(fd, JOB)
+            if status is None or status.st_uid not in (0, os.geteuid()):
+                continue
+            known = _Memory.model_validate_json(_read_memory(fd) or b"")
+            if os.path.realpath(known.save_dir) == os.path.realpath(save_dir):
+                return known.file, known.given
+    return None, None
+
+
+def _read_memory(state_dir_fd: int) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError):
+        return files.read_beneath(state_dir_fd, JOB, limit_bytes=_JOB_LIMIT_BYTES)
     return None
 
 

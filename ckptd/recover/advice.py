@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd import files
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.layouts import Role, parse_shard_name
+from ckptd.core.loaders import stage3_loader_word
 from ckptd.core.trainers import Trainer
 from ckptd.core.view import WEIGHTS
 from ckptd.recover.choose import UNIVERSAL
@@ -61,6 +62,7 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
             f"{_OPENED_BY[candidate.layout[0]]} with exactly this path: the universal form lies there under "
             "the name that it opens"
         )
+    lines += _unread(facts) if grid.zero_stage >= 3 else []
     if grid.mm_count > 1:
         lines.append(
             f"saved with tensor parallel degree {grid.tp or 1} and pipeline parallel degree {grid.pp or 1}: "
@@ -89,6 +91,13 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
             "as at the first start"
         )
     return lines
+
+
+def _unread(facts: ShardFacts | None) -> list[str]:
+    """Say that the DeepSpeed that saved cannot load the form, where it cannot."""
+    version = facts.ds_version if facts is not None else None
+    word = stage3_loader_word(version, None) if version else None
+    return [word] if word is not None else []
 
 
 def _batch(facts: ShardFacts, ranks: int) -> list[str]:

@@ -36,7 +36,15 @@ Fate = Literal["goes", "only here", "stays"]
 
 POINTER = "latest_universal"
 _MADE = f"{fs.DERIVED}/{UNIVERSAL}"
-_STATE_FILES = ("journal.db", "status.json", "audit.jsonl", "node_id", "repair-uploads.json", "reserve")
+_STATE_FILES = (
+    "journal.db",
+    "status.json",
+    "audit.jsonl",
+    "node_id",
+    "job.json",
+    "repair-uploads.json",
+    "reserve",
+)
 _STATE_FOLDERS = ("decisions", "control")
 
 

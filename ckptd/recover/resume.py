@@ -131,6 +131,9 @@ class Resume:
         """
         check_job_paths(self._job, "resume")
         owner = owner_of(self._job, self._options.state_dir)
+        if not self._job.remotes:
+            hint = "`ckptd resume SAVE_DIR URL`, or name its job file"
+            self._say(f"no remote is known of {self._job.save_dir}: only what lies here counts; {hint}")
         self._sources.look(named(self._job.remotes, self._options.remote), owner)
         self._one.check_remotes(self._sources)
         fd = self._open()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd.config import remote_from_arguments, resolve_job
+from ckptd.config import remote_from_arguments
 from ckptd.config_values import shown_remote
 from ckptd.core.trainers import Trainer
 from ckptd.errors import (
@@ -25,10 +25,12 @@ from ckptd.errors import (
     StorageError,
 )
 from ckptd.place import is_numbered_tag
+from ckptd.recover.named import job_named, no_remote
 from ckptd.recover.owner import owner_of, state_dir_hint
 from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, ConvertFrom, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
+from ckptd.spawn import must_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,18 +63,19 @@ def where_of(
     Raises:
         NotFoundError: no such job, it has no remote, or none of that name (66).
     """
+    if "://" not in job and "/" in job:
+        must_answer(job)
     if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
         url = job if "://" in job else str(Path(job).absolute())
         return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)
-    found = resolve_job(job, environ, config_dir=config_dir)
+    found = job_named(job, environ, config_dir=config_dir)
     if found.remotes:
         owner = owner_of(found, state_dir_hint(found, environ, config_dir))
         return Where(remotes=named(found.remotes, only), owner=owner, job=found)
     if not found.save_dir.exists():
         remote = remote_from_arguments(str(found.save_dir), environ)
         return Where(remotes=named((remote,), only), owner=None)
-    msg = f"{found.save_dir} is neither a remote of ckptd nor the save_dir of a job that has one"
-    raise NotFoundError(msg, hint="name its URL instead, or set CKPTD_URL to it; a job file would know it")
+    raise no_remote(found)
 
 
 def said_of(name: str, url: str, text: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import newest_revisions, objects_of, order_of
 from ckptd.core.manifest import ROOT, Tombstone, folder_name
+from ckptd.core.runs import run_of
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.remote.commit import Ground
 from ckptd.remote.documents import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.manifest import RemoteIdentity
+    from ckptd.core.save import Order
     from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
@@ -261,10 +263,16 @@ class _Dead:
 
     def __init__(self, found: Documents, retiring: Collection[Stem]) -> None:
         live = found.live()
-        newest = max((order_of(v.commit) for v in live if v.commit.form == "zero"), default=None)
-        self._over = {
-            stem_of(v.commit) for v in live if newest is not None and order_of(v.commit) < newest
-        } - set(retiring)
+        newest: dict[str, Order] = {}
+        for commit in (view.commit for view in live if view.commit.form == "zero"):
+            run_id = run_of(commit, commit.job_id)
+            newest[run_id] = max(order_of(commit), newest.get(run_id, order_of(commit)))
+        over = {
+            stem_of(v.commit)
+            for v in live
+            if (top := newest.get(run_of(v.commit, v.commit.job_id))) is not None and order_of(v.commit) < top
+        }
+        self._over = over - set(retiring)
         views = (*found.commits, *found.supplements)
         self._quoted = {ref.sha256 for view in views for ref in view.commit.manifests}
 

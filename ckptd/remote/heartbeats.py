@@ -64,6 +64,10 @@ class Heartbeats:
             if name != node
         )
 
+    def everyone(self, now_seconds: float | None = None) -> tuple[SeenNode, ...]:
+        """Every daemon's, read afresh, also of those that share a node name."""
+        return self.others("", reads_all=True, now_seconds=now_seconds)
+
     def of(self, node: str) -> SeenNode | None:
         """One node's, read afresh; None: there is none."""
         found = list(self.store.list(HEARTBEATS))

@@ -29,7 +29,7 @@ def living(store: Store, *, but_node: str = "", but_node_id: str = "") -> tuple[
     """
     if next(iter(store.list(HEARTBEATS)), None) is None:
         return ()
-    found = Heartbeats(store).others(but_node, reads_all=True, now_seconds=_present_seconds(store))
+    found = Heartbeats(store).others(but_node, reads_all=True, now_seconds=present_seconds(store))
     here = [
         (seen.seconds_ago, seen.node, seen)
         for seen in found
@@ -52,7 +52,7 @@ def _is_own(seen: SeenNode, node_id: str) -> bool:
     return bool(node_id) and seen.heartbeat is not None and seen.heartbeat.node_id == node_id
 
 
-def _present_seconds(store: Store) -> float | None:
+def present_seconds(store: Store) -> float | None:
     """By its answers, else by the time that it gives to what is written now; None: it keeps none."""
     now = store_now_seconds(store)
     if now is not None:

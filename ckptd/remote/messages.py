@@ -14,6 +14,7 @@ from ckptd.core.decision import Decision
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.manifest import Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
+from ckptd.core.runs import Claim, Row, RunSeen
 from ckptd.remote.attach_messages import Attach as Attach
 from ckptd.remote.attach_messages import Attached as Attached
 from ckptd.remote.beat_messages import Beat as Beat
@@ -135,6 +136,8 @@ class Retire(Model):
     commit_sha256: str
     instead: tuple[str, str] | None = None
     """(form, digest of its COMMIT) of the same save: it must be whole there, or nothing goes (adr/0094)."""
+    ends_run: bool = False
+    """A person has the whole of its run removed: its newest and its best go too."""
     counted: tuple[str, ...] = ()
     """Digests of the COMMITs that stay: is one of them disputed by now, this one may have to stay too."""
 
@@ -145,6 +148,20 @@ class Record(Model):
 
     op: Literal["record"] = "record"
     decision: Decision
+
+
+class ClaimRun(Model):
+    """Say that this place goes on with a run there, unless another one that lives does (adr/0185)."""
+
+    op: Literal["claim"] = "claim"
+    claim: Claim
+
+
+class Claimed(Model):
+    """Answer to it."""
+
+    kind: Literal["claimed"] = "claimed"
+    run: RunSeen
 
 
 class Point(Model):
@@ -176,7 +193,8 @@ class Cancel(Model):
     order_id: int
 
 
-_Work = Attach | Observe | Describe | ShipOrder | Confirm | Retire | Record | Point | Discard | Scrub | Beat
+_Look = Attach | Observe | Describe | Confirm | Beat | ClaimRun
+_Work = _Look | ShipOrder | Retire | Record | Point | Discard | Scrub
 Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 
 
@@ -230,6 +248,8 @@ class Observation(Model):
     retiring: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) with a tombstone whose removal was cut short: `Retire` finishes it."""
     free_bytes: int | None = None
+    rows: tuple[Row, ...] = ()
+    """Which runs were saved there, and where (core/runs.py)."""
 
 
 class Unchanged(Model):
@@ -305,7 +325,17 @@ class ObjectDone(Model):
 
 
 _End = (
-    Attached | Observation | Unchanged | TagView | ShipResult | Confirmed | Scrubbed | Beats | Done | Failed
+    Attached
+    | Observation
+    | Unchanged
+    | TagView
+    | ShipResult
+    | Confirmed
+    | Scrubbed
+    | Beats
+    | Claimed
+    | Done
+    | Failed
 )
 EVENTS = (Moving, ObjectDone, Planned, Alive)
 """All else ends the order."""

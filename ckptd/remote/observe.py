@@ -25,6 +25,7 @@ from ckptd.core.manifest import (
     to_bytes,
 )
 from ckptd.core.manifest_names import may_cover, name_in
+from ckptd.core.runs import pointed_at
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs
 from ckptd.remote.documents import (
     IDENTITY_KEY,
@@ -41,11 +42,13 @@ from ckptd.remote.documents import (
 )
 from ckptd.remote.look import ManifestCache, Seen, look
 from ckptd.remote.messages import CommitView, Confirmed, ManifestView, NamedManifest, Observation, TagView
+from ckptd.remote.runs import read_runs
 from ckptd.remote.store import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptd.core.runs import Row
     from ckptd.remote.documents import Documents, Stem
     from ckptd.remote.store import Store
 
@@ -92,7 +95,8 @@ def observe(
     with_manifests = listed.keys()
     committed = {stem_of(view.commit) for view in found.commits}
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
-    wanted = choose_pointers(view.commit for view in found.live())
+    rows = _rows(store, found, cache)
+    wanted = choose_pointers(pointed_at(rows, [view.commit for view in found.live()]))
     pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
     saves = {where[:2] for where in committed}
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
@@ -116,7 +120,17 @@ def observe(
         damaged=tuple(found.damaged),
         supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
+        rows=rows,
     )
+
+
+def _rows(store: Store, found: Documents, cache: DocumentCache | None) -> tuple[Row, ...]:
+    """Which runs there are; what cannot be read is named in `found`."""
+    try:
+        return read_runs(store, cache)
+    except found.skip as error:
+        found.damaged.append(error.message)
+        return ()
 
 
 def _is_whole(keys: Sequence[str]) -> bool:
@@ -229,7 +243,8 @@ def point(store: Store, cache: DocumentCache | None = None) -> None:
     `cache`: COMMITs that were read before; which there are is listed each time.
     """
     for _ in range(_POINTER_TRIES):
-        wanted = choose_pointers(view.commit for view in read_commits(store, cache=cache).live())
+        live = [view.commit for view in read_commits(store, cache=cache).live()]
+        wanted = choose_pointers(pointed_at(read_runs(store, cache), live))
         changed = _set(store, "latest", wanted.latest)
         if not _set(store, "latest_universal", wanted.latest_universal) and not changed:
             return

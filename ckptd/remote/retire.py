@@ -22,6 +22,7 @@ from ckptd.core.manifest import (
     stem,
     to_bytes,
 )
+from ckptd.core.runs import of_run, run_of
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.remote.documents import (
     Stem,
@@ -115,6 +116,7 @@ def _entomb(
         save_seq=commit.commit.save_seq,
         reason=order.reason,
         commit_sha256=commit.sha256,
+        run_id=commit.commit.run_id,
         fingerprints=fingerprints_of(members) if order.form == "zero" else (),
     )
     if not store.put_if_absent(key, to_bytes(stone)):
@@ -127,7 +129,7 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
     store = ground.store
     if order.instead is not None:
         _whole(store, order, *order.instead)
-    if not commit.disputed:
+    if not commit.disputed and not order.ends_run:
         _spared(ground, order, commit)
     # last, for another node's pin may come while all that is read
     if is_pinned(store, order.tag):
@@ -144,7 +146,8 @@ def _spared(ground: Ground, order: Retire, commit: CommitView) -> None:
     if lost is not None:
         msg = f"{order.tag} stays for now: {lost.key}, which was counted as newer or kept, is disputed"
         raise CommitConflict(msg, hint="look again; nothing was removed")
-    live = [view.commit for view in found.live()]
+    run_id = run_of(commit.commit, commit.commit.job_id)
+    live = of_run((view.commit for view in found.live()), run_id)
     if best_named((order_of(one), one.names_best) for one in live) == order.tag:
         msg = f"{order.tag} is the best checkpoint, as the newest commit of {store.url} has it"
         raise RefusedError(msg, hint="it stays until a later one is the best")

@@ -25,6 +25,8 @@ from ckptd.remote.messages import (
     Beat,
     Beats,
     Cancel,
+    Claimed,
+    ClaimRun,
     Confirm,
     Describe,
     Discard,
@@ -50,6 +52,7 @@ from ckptd.remote.open import WINDOW_BYTES, open_store
 from ckptd.remote.origin import sealed
 from ckptd.remote.pacing import Cancelled, Pacer
 from ckptd.remote.retire import retire
+from ckptd.remote.runs import claim_run
 from ckptd.remote.scrub import scrub
 from ckptd.remote.scrub_messages import Scrub
 from ckptd.remote.shared import hold_lease
@@ -131,6 +134,9 @@ class Service:
             return describe(ground.store, order.tag, ground.identity, node=node, manifests=ground.manifests)
         if isinstance(order, Confirm):
             return confirm(ground.store, order.commits, ground.identity)
+        if isinstance(order, ClaimRun):
+            still_ours(ground.store, ground.identity)
+            return Claimed(run=claim_run(ground.store, order.claim, ground.identity.job_id))
         if isinstance(order, Beat):
             return self._beat(found, order)
         if isinstance(order, ShipOrder):

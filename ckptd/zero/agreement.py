@@ -9,6 +9,8 @@ from ckptd.errors import RefusedError
 from ckptd.zero.facts import as_dict, numel, shown
 from ckptd.zero.optimizers import stray_setting
 
+MOST_NAME_BYTES = 255
+
 if TYPE_CHECKING:
     from ckptd.zero.shards import Opened
     from ckptd.zero.stage12 import Shapes
@@ -55,7 +57,7 @@ def agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
 
 
 def shapes_of(model: Opened) -> Shapes:
-    """`param_shapes`, checked: real shapes, names that can be folders, each once.
+    """Return `param_shapes`, checked: real shapes, names that are text, each once.
 
     Raises:
         RefusedError: otherwise.
@@ -72,7 +74,7 @@ def shapes_of(model: Opened) -> Shapes:
     for group in shapes:
         current: dict[str, tuple[int, ...]] = {}
         for name, shape in as_dict(group).items():
-            if numel(shape) is None or not is_folder_name(name):
+            if numel(shape) is None or not _is_text(name):
                 raise RefusedError(f"{model.source.path} names {shown(name)}, which can be no parameter")
             if name in seen:
                 raise RefusedError(f"{model.source.path} lists {name} twice in param_shapes")
@@ -82,14 +84,31 @@ def shapes_of(model: Opened) -> Shapes:
     return checked
 
 
-def is_folder_name(name: Any) -> bool:
-    """True when a parameter's name can be one directory component (P15)."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..", "optimizer_state.pt")
-        and not any(c in "/\0\n" or "\ud800" <= c <= "\udfff" for c in name)
-        and len(name.encode()) <= 255
-    )
+def _is_text(name: Any) -> bool:
+    return isinstance(name, str) and name != "" and not any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def refuse_folder_name(name: str, path: str) -> None:
+    """Refuse a tensor's name that cannot be a folder below `zero/`; `a/b` is two nested ones, as in stock.
+
+    Raises:
+        RefusedError: it would lead out of `zero/` (P15), or no file system takes it.
+    """
+    parts = name.split("/")
+    reason = None
+    if any(part in ("", ".", "..") for part in parts):
+        reason = "which is no path below zero/"
+    elif any(c in name for c in "\0\n") or any("\ud800" <= c <= "\udfff" for c in name):
+        reason = "which can be no folder"
+    elif any(len(part.encode()) > MOST_NAME_BYTES for part in parts):
+        reason = f"longer than a folder's name may be ({MOST_NAME_BYTES} bytes)"
+    elif parts[0] == "optimizer_state.pt" or any(".pt" in part for part in parts[1:]):
+        reason = "which the loader would take for a file of optimizer state"
+    if reason is not None:
+        raise RefusedError(
+            f"{path} names a tensor {shown(name)}, {reason}: it has no place in a universal form",
+            hint="--form weights exports it; the ZeRO form is safe all the same",
+        )
 
 
 def _shape_digest(model: Opened) -> str:

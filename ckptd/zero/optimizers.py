@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptd.core.loaders import stage3_loader_word
 from ckptd.errors import RefusedError
 from ckptd.torchfile.values import Inert, Tensor
 from ckptd.zero.facts import as_dict
@@ -57,6 +58,9 @@ def notes(save: Save) -> tuple[str, ...]:
             f"{', '.join(numbers)} (one number per group) begins anew: DeepSpeed's loaders take none but step"
         )
     steps = [group.scalars.get("step") for group in save.cells[0][0].shards[0].groups]
+    unread = stage3_loader_word(save.ds_version, len(steps)) if save.stage >= 3 else None
+    if unread is not None:
+        found.append(unread)
     if save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps):
         found.append(
             f"saved in {len(steps)} sub-groups: DeepSpeed's stage 3 loader counts each step of a torch "

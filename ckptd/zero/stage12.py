@@ -25,26 +25,32 @@ Shapes = list[dict[str, tuple[int, ...]]]
 SHARDED_KEYS = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-def cut(opened: Opened) -> OptimShard:
+def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
     """Keep of an opened optimizer shard only offsets and mappings.
 
+    With `masters_only` the fp32 partitions alone, which is all that weights need: whatever state the
+    optimizer keeps beside them is not looked at.
+
     Raises:
-        RefusedError: elastic checkpoints, missing mappings, state that is no flat buffer.
+        RefusedError: missing mappings; unless `masters_only` elastic checkpoints, or state of another form.
     """
     source, inner = opened.source, as_dict(opened.root.get("optimizer_state_dict"))
     base = inner.get("base_optimizer_state")
-    if isinstance(base, list):
+    if isinstance(base, list) and not masters_only:
         raise RefusedError(
             f"{source.path} is an elastic checkpoint, which has no universal form",
             hint="save with elastic_checkpoint false; the ZeRO form is safe all the same",
         )
     fp32_groups, mappings = inner.get("single_partition_of_fp32_groups"), inner.get("param_slice_mappings")
-    if not isinstance(fp32_groups, list) or not isinstance(mappings, list) or not isinstance(base, dict):
+    if not isinstance(fp32_groups, list) or not isinstance(mappings, list):
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its param_slice_mappings")
+    if not isinstance(base, dict) and not masters_only:
+        raise RefusedError(f"{source.path} lacks its optimizer state")
     if len(fp32_groups) != len(mappings):
         raise RefusedError(f"{source.path} has {len(fp32_groups)} fp32 groups and {len(mappings)} mappings")
-    refuse_unknown_layout(base, source)
-    states = as_dict(base.get("state"))
+    if not masters_only:
+        refuse_unknown_layout(as_dict(base), source)
+    states = {} if masters_only else as_dict(as_dict(base).get("state"))
     paddings = _paddings(inner.get("group_paddings"), len(mappings))
     aligned = inner.get("param_alignment_paddings")
     groups: list[ShardGroup] = []

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def cut(opened: Opened) -> OptimShard:
-    """Keep of an opened optimizer shard only offsets.
+def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
+    """Keep of an opened optimizer shard only offsets; `masters_only` as in stages 1 and 2.
 
     Raises:
         RefusedError: AutoEP partitions, missing or swapped-out state.
@@ -32,10 +32,11 @@ def cut(opened: Opened) -> OptimShard:
             hint="the ZeRO form is safe all the same",
         )
     fp32_groups, base = inner.get("fp32_flat_groups"), inner.get("optimizer_state_dict")
-    if not isinstance(fp32_groups, list) or not isinstance(base, dict):
+    if not isinstance(fp32_groups, list) or not (isinstance(base, dict) or masters_only):
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its optimizer state")
-    refuse_unknown_layout(base, source)
-    states = as_dict(base.get("state"))
+    if not masters_only:
+        refuse_unknown_layout(as_dict(base), source)
+    states = {} if masters_only else as_dict(as_dict(base).get("state"))
     groups: list[ShardGroup] = []
     for s, tensor in enumerate(fp32_groups):
         fp32 = flat(tensor, source, f"fp32 partition of sub-group {s}")

@@ -47,7 +47,8 @@ class Degrees:
 class Surveyor:
     """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while.
 
-    `contents`: keep what weights need beyond the optimizer's shards (frozen parameters, layers, experts).
+    `contents`: for weights. Keep what they need beyond the optimizer's shards (frozen parameters, layers,
+    experts), and of those shards the fp32 masters alone: an optimizer's own state is no matter of weights.
     """
 
     def __init__(
@@ -153,11 +154,11 @@ class Surveyor:
         model_sources.append(model.source)
         head = optim0 if mm == 0 else self._open(optim[mm, 0])
         agree_optims(head, optim0, same_rank=mm == 0, same_stage=pp == 0)
-        shards = [_cut(head, grid.stage)]
+        shards = [self._cut(head, grid.stage)]
         for d in range(1, grid.dp):
             shard = self._open(optim[mm, d])
             agree_optims(shard, head, same_rank=True, same_stage=True)
-            shards.append(_cut(shard, grid.stage))
+            shards.append(self._cut(shard, grid.stage))
         frozen = [_frozen(model)] if self.contents else []
         like = model
         for d in _model_ranks(grid, models)[1:]:
@@ -166,6 +167,11 @@ class Surveyor:
             model_sources.append(like.source)
             frozen += [_frozen(like)] if self.contents else []
         return Cell(pp, tp, model, shapes_of(model), shards, frozen)
+
+    def _cut(self, opened: Opened, stage: int) -> OptimShard:
+        """Offsets of a rank's shard: of the fp32 masters alone where weights are made."""
+        of_stage = stage3.cut if stage >= 3 else stage12.cut
+        return of_stage(opened, masters_only=self.contents)
 
     def _look(self, source: Source, like: Opened | None = None) -> Opened:
         with self.opening(source.path) as fd:
@@ -312,7 +318,3 @@ def _frozen(model: Opened) -> Fragments:
         found = flat(tensor, model.source, f"the frozen parameter {name}")
         pieces[sys.intern(str(name))] = (found.offset, found.numel, found.dtype)
     return Fragments(model.source.index, pieces)
-
-
-def _cut(opened: Opened, stage: int) -> OptimShard:
-    return stage3.cut(opened) if stage >= 3 else stage12.cut(opened)

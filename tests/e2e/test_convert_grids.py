@@ -202,9 +202,13 @@ def renamed(new: str) -> Change:
     return change
 
 
-@pytest.mark.parametrize("name", ["up.\ud800weight", "optimizer_state.pt"], ids=ascii)
-def test_names_that_can_be_no_folder_are_refused(saves: Path, tmp_path: Path, name: str) -> None:
-    refused(changed(saves / "tp2", tmp_path / "in", "*.pt", renamed(name)), "can be no parameter")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("up.\ud800weight", "can be no parameter"), ("optimizer_state.pt", "a file of optimizer state")],
+    ids=ascii,
+)
+def test_names_that_can_be_no_folder_are_refused(saves: Path, tmp_path: Path, name: str, words: str) -> None:
+    refused(changed(saves / "tp2", tmp_path / "in", "*.pt", renamed(name)), words)
 
 
 def huge_grid(state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of real trainers that nothing protects, and real shards where they mislead: said, never mistaken."""
+"""Checkpoints of real trainers that nothing protects, and real shards that mislead: said, never mistaken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ real_saves = made_before(RUN)
 
 
 def test_the_shards_that_a_trainer_saves_last_are_no_checkpoint_of_it(tmp_path: Path) -> None:
-    """Stage 3 gathers no weights by default: `trainer.save_model()` leaves global_stepN and `latest` in output_dir."""
+    """Stage 3 gathers no weights by default: `trainer.save_model()` leaves global_stepN and `latest`."""
     with node(tmp_path, local="save_total_limit = 1") as here:
         train(HfRun(stage=3, steps=2, final_save=True), here.save_dir, tmp_path)
         assert (here.save_dir / "latest").read_text() == "global_step2", "what the real Trainer leaves"

@@ -11,7 +11,8 @@ from tests.seeded.bugs import ROOT, applies, bugs
 def test_every_patch_applies_and_names_its_test() -> None:
     known = bugs()
     assert len(known) >= 25
-    assert [bug.number for bug in known] == [f"{n:02d}" for n in range(1, len(known) + 1)]
+    numbers = [bug.number for bug in known]
+    assert numbers == sorted(set(numbers))
     assert applies([bug.patch for bug in known]) == ""
     for bug in known:
         re.compile(bug.reason)

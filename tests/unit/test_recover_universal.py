@@ -63,6 +63,19 @@ def test_experts_and_sequence_parallelism_are_told(scene: Scene) -> None:
     assert "gradient_accumulation_steps" not in text
 
 
+def test_a_release_that_cannot_load_the_form_is_told(scene: Scene) -> None:
+    """Stage 3 of a DeepSpeed whose own loader does not read the form that it is handed."""
+    scene.save(5)
+    done = scene.resume(world_size=4, remote=False)
+    facts = model_facts(scene.save_dir / TAG)
+    assert facts is not None
+    for version, stage, is_told in (("0.14.4", 3, True), ("0.14.4", 2, False), ("0.18.3", 3, False)):
+        grid = done.plan.candidate.grid.model_copy(update={"zero_stage": stage})
+        plan = replace(done.plan, candidate=replace(done.plan.candidate, grid=grid))
+        text = "\n".join(advice(plan, facts.model_copy(update={"ds_version": version})))
+        assert ("load it with 0.18.3 or newer" in text) is is_told
+
+
 def test_from_the_remote_alone(scene: Scene) -> None:
     scene.save(5)
     scene.commit(TAG, 5)

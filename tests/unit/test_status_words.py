@@ -155,7 +155,7 @@ def test_live_answers_a_probe(state_dir: Path, tmp_path: Path) -> None:
 
 
 def test_watch_without_a_terminal_is_a_line_per_interval(state_dir: Path) -> None:
-    """For a log; SIGINT ends it without a word, with the code of what was seen last: nothing could be read."""
+    """For a log; SIGINT ends it without a word, with the code of what was seen last: nothing was read."""
     process = subprocess.Popen(
         [
             sys.executable,

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli.inspect_look import look
 from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.core.loaders import stage3_loader_word
 from ckptd.errors import RefusedError
 from ckptd.torchfile.values import Tensor
 from tests.unit.reading import load, tensor_bytes
 from tests.unit.synthetic import Shapes, Shard, full_bytes, write_stage3, write_stage12
+from tests.unit.weights import read_folder
 
 GROUPS: list[Shapes] = [{"w": (5, 3), "b": (1,)}, {"late": (9,), "none": (0, 4)}]
 Change = Callable[[int, dict[str, Any]], None]
@@ -187,6 +190,120 @@ def test_moments_of_16_bits_stay_so(tmp_path: Path, stage: int, monkeypatch: pyt
     value, _, data = load(tmp_path / "u" / "zero" / "w" / "exp_avg.pt")
     assert value["param"].dtype == "bfloat16"
     assert tensor_bytes(value["param"], data)[:6] == struct.pack("<3H", 0, 1, 2)
+
+
+def elastic(inner: dict[str, Any]) -> None:
+    inner["base_optimizer_state"] = [inner["base_optimizer_state"]["state"]]
+
+
+def muon(inner: dict[str, Any]) -> None:
+    base = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
+    base["param_groups"][0]["use_muon"] = True
+
+
+def listed(inner: dict[str, Any]) -> None:
+    states_of(inner)[0]["exp_avg"] = [1, 2]
+
+
+def on_some_ranks(rank: int, inner: dict[str, Any]) -> None:
+    if rank == 1:
+        forget_group(inner)
+
+
+STRANGE: dict[str, Change] = {
+    "Muon": lambda _, inner: muon(inner),
+    "not one value per parameter element": lambda _, inner: listed(inner),
+    "other optimizer states": on_some_ranks,
+    "elastic": lambda _, inner: elastic(inner),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"), [(s, w) for s in (1, 2, 3) for w in STRANGE if (s, w) != (3, "elastic")]
+)
+def test_weights_need_the_masters_alone(tmp_path: Path, stage: int, words: str) -> None:
+    """What has no universal form, by reason of the optimizer's own states, has weights all the same."""
+    written(stage, tmp_path / "tag", STRANGE[words])
+    with pytest.raises(RefusedError, match=words):
+        convert(tmp_path / "tag", tmp_path / "u", ConvertOptions())
+    convert(tmp_path / "tag", tmp_path / "w", ConvertOptions(form="weights", verify=True))
+    found = {name: read.data for name, read in read_folder(tmp_path / "w").items()}
+    shapes = {**GROUPS[0], **GROUPS[1]}
+    assert found == {name: full_bytes("fp32", name, shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_slash_in_a_name_is_a_folder_and_weights_take_any_name(tmp_path: Path, stage: int) -> None:
+    """As the stock converter does; a name that no folder can have is refused by its length."""
+    shapes: Shapes = {"pd.a/b": (5, 3), "plain": (4,)}
+    options: dict[str, Any] = {} if stage == 3 else {"stage": stage}
+    WRITERS[stage](tmp_path / "tag", [shapes], 2, **options)
+    convert(tmp_path / "tag", tmp_path / "u", ConvertOptions())
+    value, _, data = load(tmp_path / "u" / "zero" / "pd.a" / "b" / "fp32.pt")
+    tensor = value["param"] if isinstance(value, dict) else value
+    assert tensor_bytes(tensor, data) == full_bytes("fp32", "pd.a/b", (5, 3))
+    seen = look(tmp_path / "u").checkpoints[0]
+    assert (seen.is_complete, seen.tensors, seen.parameters) == (True, 2, 19)
+    assert look(tmp_path / "tag").checkpoints[0].parameters == 19
+    convert(tmp_path / "tag", tmp_path / "w", ConvertOptions(form="weights"))
+    assert set(read_folder(tmp_path / "w")) == set(shapes)
+
+    long: Shapes = {"x" * 256: (3,), "plain": (4,)}
+    WRITERS[stage](tmp_path / "long", [long], 2, **options)
+    with pytest.raises(RefusedError, match="longer than a folder's name may be"):
+        convert(tmp_path / "long", tmp_path / "u2", ConvertOptions())
+    convert(tmp_path / "long", tmp_path / "w2", ConvertOptions(form="weights"))
+    assert set(read_folder(tmp_path / "w2")) == set(long)
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/x", "a//b", "a/../../b", "a/./b", "a/fp32.pt", "a\nb"])
+def test_no_name_leads_out_of_the_universal_form(tmp_path: Path, name: str) -> None:
+    write_stage12(tmp_path / "tag", [{name: (3,), "plain": (4,)}], 2, stage=2)
+    with pytest.raises(RefusedError, match="has no place in a universal form"):
+        convert(tmp_path / "tag", tmp_path / "u", ConvertOptions())
+    assert [p.name for p in tmp_path.iterdir()] == ["tag"]
+
+
+@pytest.mark.parametrize(
+    ("version", "groups", "words"),
+    [
+        ("0.14.4", 1, "cannot load a universal form in stage 3: load it with 0.18.3 or newer"),
+        ("0.14.4", 2, "cannot load a universal form in stage 3: load it with 0.18.3 or newer"),
+        ("0.16.9", 1, None),
+        ("0.16.9", 2, "of 2 sub-groups: load it with 0.18.3 or newer"),
+        ("0.17.6", None, "of several parameter groups or sub-groups: load it with 0.18.3 or newer"),
+        ("0.18.3", 2, None),
+        ("0.19.8+abc", 2, None),
+        (None, 1, "(unknown), cannot load"),
+    ],
+)
+def test_what_the_saving_release_cannot_load(
+    version: str | None, groups: int | None, words: str | None
+) -> None:
+    said = stage3_loader_word(version, groups)
+    assert (said is None) if words is None else (words in str(said))
+
+
+@pytest.mark.parametrize("version", ["0.14.4", "0.16.9", "0.17.6", "0.19.8"])
+def test_converting_says_what_the_saving_release_cannot_load(
+    tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_version(monkeypatch, version)
+    written(3, tmp_path / "tag", lambda _, inner: None)
+    report = convert(tmp_path / "tag", tmp_path / "u", ConvertOptions())
+    said = [note for note in report.notes if "cannot load" in note]
+    assert len(said) == (version != "0.19.8"), report.notes
+    assert all(version in note and "0.18.3" in note for note in said)
+
+
+def keep_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Every shard is of that DeepSpeed."""
+    original = Shard.save
+
+    def save(self: Shard, path: Path, root: Any) -> None:
+        original(self, path, {**root, "ds_version": version})
+
+    monkeypatch.setattr(Shard, "save", save)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,0 +1,163 @@
+"""Whose turn it is in a remote: core/runs.py as a table of scenes, and the row of documents over a store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.heartbeat import Heartbeat, SeenNode
+from ckptd.core.manifest import RemoteIdentity, to_bytes
+from ckptd.core.runs import Claim, Decision, Row, RunFile, judge, run_of
+from ckptd.local.run_file import read_run, run_file, write_run
+from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.heartbeats import Heartbeats
+from ckptd.remote.runs import claim_run, newest_run, read_runs
+
+A = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}
+B = {"node": "b", "node_id": "idb", "host": "hb", "user": "bob", "save_dir": "/b/output"}
+HALVES = {"is_whole": False, "grid": (2, 1, 3)}
+
+
+def row(number: int = 1, run_id: str = "r1", **more: object) -> Row:
+    """A's, unless told otherwise."""
+    return Row.model_validate(
+        {**A, "job_id": "j", "number": number, "run_id": run_id, "created_at": "2026-01-01T00:00:00Z", **more}
+    )
+
+
+def claim(run_id: str = "r2", **more: object) -> Claim:
+    """B's, unless told otherwise."""
+    return Claim.model_validate({**B, "run_id": run_id, **more})
+
+
+def beat(run_id: str | None = "r1", age: float = 30.0, **more: object) -> SeenNode:
+    """A's, unless told otherwise."""
+    head = {"job_id": "j", "job": "output", "config_digest": "c", "ckptd_version": "0", "state": "ok"}
+    said = Heartbeat.model_validate({**A, **head, "as_of": "2026-01-01T00:00:00Z", "run_id": run_id, **more})
+    return SeenNode(node=said.node, seconds_ago=age, heartbeat=said)
+
+
+def judged(c: Claim, r: Row | None, *seen: SeenNode, is_virgin: bool = False) -> Decision:
+    """With the job's id j."""
+    return judge(c, r, seen, job_id="j", is_virgin=is_virgin)
+
+
+def test_the_first_run_of_a_fresh_remote_bears_the_jobs_id() -> None:
+    assert judged(claim(is_new=True), None, is_virgin=True) == Decision(run_id="j", appends=True)
+    assert judged(claim(is_new=True), None) == Decision(run_id="r2", appends=True)
+    assert judged(claim("r7"), None, is_virgin=True) == Decision(run_id="r7", appends=True)
+
+
+@pytest.mark.parametrize("run_id", ["r2", "r1"], ids=["another run", "the same, by hand"])
+def test_a_second_place_that_saves_whole_checkpoints_is_refused_while_the_first_lives(run_id: str) -> None:
+    found = judged(claim(run_id, is_new=run_id == "r2"), row(), beat())
+    assert not found.appends
+    assert [other.words for other in found.others] == ["alice@ha:/a/output"]
+
+
+@pytest.mark.parametrize("seen", [beat(age=301.0), beat(ended=True), beat("r9", age=1.0)])
+def test_it_goes_on_once_the_first_is_silent_or_has_ended(seen: SeenNode) -> None:
+    assert judged(claim(), row(), seen) == Decision(run_id="r2", appends=True)
+
+
+def test_a_daemon_that_beat_before_it_knew_its_run_lives() -> None:
+    assert judged(claim(), row(), beat(None)).others
+
+
+def test_the_same_place_never_conflicts_with_itself() -> None:
+    again = {**A, "node_id": "other"}  # its state was lost
+    assert judged(Claim(**again, run_id="r1"), row(), beat()) == Decision(run_id="r1", appends=True)
+    assert judged(Claim(**A, run_id="r1"), row(), beat()) == Decision(run_id="r1")
+    assert judged(Claim(**A, run_id="r2", is_new=True), row(), beat()) == Decision(run_id="r2", appends=True)
+
+
+def test_a_run_that_was_resumed_elsewhere_moves_there_and_its_former_place_is_the_second() -> None:
+    moved = judged(claim("r1", was_resumed=True, knows=1), row(), beat())
+    assert moved == Decision(run_id="r1", appends=True)
+    former = judged(Claim(**A, run_id="r1", accepted=1), row(2, **B), beat(**B))
+    assert former.others
+    late = judged(claim("r1", was_resumed=True, knows=1), row(2, **{**A, "save_dir": "/c"}), beat())
+    assert late.others, "another place claimed it after that resume"
+
+
+def test_parts_of_one_save_are_one_run() -> None:
+    mine, theirs = {**HALVES, "shards": [(1, 0)]}, {**HALVES, "shards": [(0, 0)]}
+    assert judged(claim(is_new=True, **mine), row(**theirs), beat(shards=[(0, 0)])) == Decision(run_id="r1")
+    assert judged(claim("r1", **mine), row(**theirs), beat()) == Decision(run_id="r1")
+    # the same shard twice, another grid, a whole one: two runs
+    assert judged(claim(is_new=True, **theirs), row(**theirs), beat()).others
+    assert judged(claim(is_new=True, **{**mine, "grid": (4, 1, 3)}), row(**theirs), beat()).others
+    assert judged(claim(is_new=True), row(**theirs), beat()).others
+
+
+def test_a_part_does_not_join_a_run_that_nobody_saves_or_that_its_directory_left() -> None:
+    mine, theirs = {**HALVES, "shards": [(1, 0)]}, {**HALVES, "shards": [(0, 0)]}
+    dead = judged(claim(is_new=True, **mine), row(**theirs), beat(age=400.0))
+    assert dead == Decision(run_id="r2", appends=True)
+    assert judged(claim(is_new=True, left="r1", **mine), row(**theirs), beat()).others
+
+
+def test_a_node_whose_ranks_changed_goes_on_under_the_row_that_it_was_accepted_under() -> None:
+    theirs = {**HALVES, "shards": [(0, 0)]}
+    found = judged(claim("r1", accepted=3, **theirs), row(3, **theirs), beat(shards=[(0, 0)]))
+    assert found == Decision(run_id="r1")
+    assert judged(claim("r1", accepted=2, **theirs), row(3, **theirs), beat(shards=[(0, 0)])).others
+
+
+def test_hosts_that_share_a_directory_are_one_place() -> None:
+    assert judged(claim(is_new=True, is_shared=True), row(is_shared=True), beat()) == Decision(run_id="r1")
+
+
+def test_a_document_of_an_older_release_is_of_the_first_run() -> None:
+    said = beat(None).heartbeat
+    assert said is not None
+    assert run_of(said, "j") == "j"
+    assert run_of(said.model_copy(update={"run_id": "r"}), "j") == "r"
+
+
+# --- over a store ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    found = DirectoryStore(tmp_path)
+    identity = RemoteIdentity(remote_id="r", job_id="j", job="output", created="2026-01-01T00:00:00Z")
+    found.put("_ckptd/remote.json", to_bytes(identity))
+    return found
+
+
+def test_of_two_that_begin_in_a_fresh_remote_one_has_it(store: DirectoryStore) -> None:
+    first = claim_run(store, Claim(**A, run_id="x", is_new=True), "j")
+    assert (first.run_id, first.number, first.others) == ("j", 1, ())
+    said = beat(None).heartbeat
+    assert said is not None
+    Heartbeats(store).put(said)
+    second = claim_run(store, claim(is_new=True), "j")
+    assert [other.save_dir for other in second.others] == ["/a/output"]
+    assert [(one.number, one.run_id) for one in read_runs(store)] == [(1, "j")]
+    os.utime(Path(store.url) / "_ckptd/heartbeats/a.json", (1, 1))
+    assert claim_run(store, claim(is_new=True), "j").run_id == "r2"
+    newest = newest_run(store)
+    assert newest is not None
+    assert (newest.number, newest.run_id, newest.words) == (2, "r2", "bob@hb:/b/output")
+    assert claim_run(store, claim("r2"), "j").number == 2, "said again, nothing is added"
+
+
+def test_run_json_is_of_one_directory(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    fd = os.open(here, os.O_RDONLY)
+    assert read_run(fd, str(here)) is None
+    write_run(fd, run_file(fd, str(here), "r1", "resumed", known=(("remote", 4),)))
+    found = read_run(fd, str(here))
+    os.close(fd)
+    assert isinstance(found, RunFile)
+    assert (found.run_id, found.knows("remote"), found.is_accepted("remote")) == ("r1", 4, 0)
+    assert found.accepting("remote", 5, "r1").is_accepted("remote") == 5
+    shutil.copytree(here, there)
+    fd = os.open(there, os.O_RDONLY)
+    assert read_run(fd, str(there)) is None, "a copy of the directory is another place"
+    os.close(fd)
