@@ -4,17 +4,21 @@ checkpoint of the job (P17).
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
 from ckptd.core.names import shown
 from ckptd.core.unprotected import told
 from ckptd.local.scan import scan
+from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
     from ckptd.daemon.job import Job
     from ckptd.daemon.problems import Code, Problem, Severity
+
+log = logging.getLogger("ckptd.job")
 
 UNPROTECTED: Code = "unprotected-save"
 _NUMBER = re.compile(r"(\d+)$")
@@ -48,6 +52,8 @@ def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
     said = told(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
     for one in said:
         severity: Severity = "attention" if one.is_urgent else "note"
+        if not any((p.code, p.about) == (UNPROTECTED, shown(one.about)) for p in job.problems.all()):
+            log.warning("%s; %s", one.text, one.next_step, extra=doing("look", one.about))
         job.problems.put(UNPROTECTED, one.about, one.text, one.next_step, severity=severity)
     # of a folder that had to be read to be known each turn says it anew
     about = {shown(one.about) for one in said} | {folder.tag for folder in listing.folders}

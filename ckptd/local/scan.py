@@ -34,21 +34,18 @@ _WORD_LIMIT_BYTES = 4 << 20
 
 
 def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None = None) -> SaveDirListing:
-    """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth.
+    """List a save_dir, without entries that vanish meanwhile: the next scan sees the truth.
 
     With a `trainer` other than auto, folders that another one wrote are foreign. Folders that are as they
-    were in `before` are given back as the same objects: whoever compares need not look inside.
+    were in `before` are given back as the same objects, so that comparing them is cheap.
     """
     known = {folder.tag: folder for folder in before.folders} if before else {}
     wanted = WRITES_AS.get(trainer, trainer)
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
-    foreign: list[str] = []
-    nameless: list[str] = []
-    closed: list[str] = []
-    linked: list[str] = []
     bare: dict[str, list[str]] = {}
-    names: list[str] = []
+    foreign, nameless, closed = list[str](), list[str](), list[str]()
+    linked, names = list[str](), list[str]()
     latest = read_pointer(save_dir_fd, "latest")
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):

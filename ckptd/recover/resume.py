@@ -213,7 +213,7 @@ class Resume:
             if not self._is_proven(fd, candidate, seen):
                 continue
             self._is_surely_newest(candidate, seen)
-            self._say_unprotected(candidate, seen, said)
+            self._say_unprotected(candidate.tag, seen, said)
             plan = make_plan(
                 candidate,
                 seen.local,
@@ -302,10 +302,10 @@ class Resume:
             raise self._sources.absent[0]
         self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")
 
-    def _say_unprotected(self, candidate: Candidate, seen: _Seen, said: set[str]) -> None:
+    def _say_unprotected(self, tag: str, seen: _Seen, said: set[str]) -> None:
         """Tell of checkpoints here that are none of ours, once: one of them may be newer."""
         listing = seen.listing
-        for one in told(listing.unprotected, str(self._job.save_dir), listing.latest, (candidate.tag,)):
+        for one in told(listing.unprotected, str(self._job.save_dir), listing.latest, (tag,)):
             if one.text not in said:
                 self._say(f"{one.text}; {one.next_step}")
                 said.add(one.text)
@@ -322,6 +322,7 @@ class Resume:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
         job = self._job
         if self._sources.absent:
+            self._say_unprotected("", seen, set())
             raise self._sources.absent[0]
         self._must_be_read(seen.local)
         if self._sources.damaged or self._damaged_here or choice.notes:
