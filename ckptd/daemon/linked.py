@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from ckptd.core.names import shown
 from ckptd.core.unprotected import told
 from ckptd.local.scan import scan
-from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
@@ -53,7 +52,7 @@ def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
     for one in said:
         severity: Severity = "attention" if one.is_urgent else "note"
         if not any((p.code, p.about) == (UNPROTECTED, shown(one.about)) for p in job.problems.all()):
-            log.warning("%s; %s", one.text, one.next_step, extra=doing("look", one.about))
+            log.warning("%s; %s", one.text, one.next_step)
         job.problems.put(UNPROTECTED, one.about, one.text, one.next_step, severity=severity)
     # of a folder that had to be read to be known each turn says it anew
     about = {shown(one.about) for one in said} | {folder.tag for folder in listing.folders}
