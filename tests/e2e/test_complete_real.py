@@ -1,4 +1,4 @@
-"""What makes a real save whole beside its shards' names: swapped tensors, one layout, what old shards tell."""
+"""What makes a real save whole beside the names of its shards."""
 
 from __future__ import annotations
 
