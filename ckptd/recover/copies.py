@@ -48,10 +48,11 @@ def is_held(here: LocalSight, copy: Copy) -> bool:
     shards = [f for f in own if f.role is not Role.SIDE and is_in_roots(f.path, roots)] or own
     beside = (file.path for file in own if file.role is Role.SIDE)
     is_all_there = here.is_complete or all(path in here.facts for path in beside)
-    return bool(shards) and is_all_there and all(_is_here(here, file) for file in shards)
+    return bool(shards) and is_all_there and all(is_here(here, file) for file in shards)
 
 
-def _is_here(here: LocalSight, file: ManifestFile) -> bool:
+def is_here(here: LocalSight, file: ManifestFile) -> bool:
+    """Whether a folder holds that very file; of replicas of model states: its tensors."""
     facts = here.facts.get(file.path)
     if facts is None:
         return False
