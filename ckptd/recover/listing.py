@@ -157,12 +157,13 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
         latest=seen.latest,
         latest_universal=seen.latest_universal,
         checkpoints=rows,
-        runs=tuple(map(_listed, runs_in(remote))),
+        runs=tuple(map(listed_run, runs_in(remote))),
         problems=seen.damaged + disputed,
     )
 
 
-def _listed(view: RunView) -> ListedRun:
+def listed_run(view: RunView) -> ListedRun:
+    """A run as it is shown and printed as JSON."""
     place = view.place
     return ListedRun(
         run_id=view.run_id,

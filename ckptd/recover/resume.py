@@ -37,7 +37,7 @@ from ckptd.recover.lock import one_at_a_time
 from ckptd.recover.one_save import OneSave
 from ckptd.recover.owner import owner_of
 from ckptd.recover.plan import ResumePlan, make_plan
-from ckptd.recover.runs import Runs, bind, choose_run, elsewhere, wait_until_silent
+from ckptd.recover.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
 from ckptd.recover.sight import LocalSight, forms_alone, look_locally, memory_of
 from ckptd.recover.sources import Sources, named
 from ckptd.recover.steps import Convert, MoveAside, Step
@@ -316,7 +316,7 @@ class Resume:
             return
         save_dir = str(self._job.save_dir)
         if candidate.is_committed or read_run(fd, save_dir) is not None:
-            bind(fd, save_dir, chosen.run_id, self._sources.remotes)
+            bind(fd, save_dir, chosen.run_id, known_rows(self._sources.remotes))
 
     def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
         """None: something was left out, choose again."""

@@ -278,15 +278,16 @@ def recognised(runs: Runs, remotes: Sequence[RemoteSight], local: Sequence[Local
     return None
 
 
-def bind(save_dir_fd: int, save_dir: str, run_id: str, remotes: Sequence[RemoteSight]) -> None:
-    """Write that the directory holds this run from now on, as a person said by `resume`."""
-    seen = tuple(
-        (
-            remote.observation.identity.remote_id,
-            max((row.number for row in remote.observation.rows), default=0),
-        )
-        for remote in remotes
+def known_rows(remotes: Iterable[RemoteSight]) -> tuple[tuple[str, int], ...]:
+    """(remote id, number of the newest row) of each."""
+    return tuple(
+        (one.observation.identity.remote_id, max((row.number for row in one.observation.rows), default=0))
+        for one in remotes
     )
+
+
+def bind(save_dir_fd: int, save_dir: str, run_id: str, seen: tuple[tuple[str, int], ...]) -> None:
+    """Write that the directory holds this run from now on, as a person said; `seen`: as `known_rows`."""
     before = read_run(save_dir_fd, save_dir)
     if before is not None and before.run_id == run_id:
         known = tuple(sorted({**dict(before.known), **dict(seen)}.items()))
