@@ -14,7 +14,7 @@ from tests.unit.test_recover_commands import ckptd
 
 __all__ = ["pair"]
 
-NEWEST = {"newest": {"tag": "global_step6", "branch": 1, "step": 6, "written_seconds_ago": 1.0}}
+NEWEST = {"tag": "global_step6", "branch": 1, "step": 6, "written_seconds_ago": 1.0}
 
 
 def status(pair: Pair) -> tuple[int, dict[str, Any]]:
@@ -26,7 +26,7 @@ def status(pair: Pair) -> tuple[int, dict[str, Any]]:
 def test_status_of_a_url_is_of_the_newest_run(pair: Pair) -> None:
     """X's step 20 is the highest, and another run's: the job is safe by Y's step 6."""
     pair.x.save(30)
-    pair.y.beat(**NEWEST)
+    pair.y.beat(newest=NEWEST)
     code, found = status(pair)
     assert (code, found["verdict"], found["safe"]["step"], found["run_id"]) == (0, "safe", 6, Y)
     assert [(run["run_id"], run["checkpoints"]) for run in found["runs"]] == [(Y, 2), (X, 2)]
@@ -37,14 +37,14 @@ def test_status_of_a_url_is_of_the_newest_run(pair: Pair) -> None:
 
 def test_a_second_run_that_lives_is_a_problem(pair: Pair) -> None:
     """Both on one node of one name: each has a heartbeat of its own."""
-    pair.y.beat(**NEWEST)
-    pair.x.beat(**NEWEST)
+    pair.y.beat(newest=NEWEST)
+    pair.x.beat(newest=NEWEST)
     code, found = status(pair)
     assert code == 1
     assert [node["node"] for node in found["nodes"]] == ["n0"]
     (text,) = found["problems"]
     assert f":{pair.x.save_dir} saves another run ({short(X)}) under this name" in text
-    pair.x.beat(ended=True, **NEWEST)
+    pair.x.beat(ended=True, newest=NEWEST)
     assert status(pair)[0] == 0
 
 
