@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.grids import expert_notes, known, named, prove_grid, two_saves
-from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_name
+from ckptd.core.layouts import MODEL_ONLY, Grid, Role, missing_shards, parse_shard_name
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
 from ckptd.core.marks import judge_marks, out_of_order
 from ckptd.core.parts import Spread, may_be_elsewhere
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.listing import FolderListing
 
 SLOWEST_SAVE_BYTES_PER_SECOND = 100e6
+STAGE_0 = "a checkpoint of DeepSpeed without ZeRO (stage 0), whose optimizer lies in the model states"
 
 
 class State(StrEnum):
@@ -76,6 +77,8 @@ class Context:
     """The job runs on several nodes; None: all of a save lies here."""
     told: Told | None = None
     """What is taken of what `spread` tells."""
+    is_to_send: bool = True
+    """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,7 @@ def judge(
 
     The tests run from cheap to dear and from "still moving" to "complete"; each names the file it is about.
     """
-    problem = tag_problem(listing.tag)
+    problem = tag_problem(listing.tag) if context.is_to_send else None
     if problem:
         return Verdict(state=State.REFUSED, reason=f"tag {listing.tag!r} {problem}; rename it to ship it")
     gone = _gone(listing, memory)
@@ -180,6 +183,8 @@ def _root(
         return None, {}, problem or "the grid is not proven yet", ()
     inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
     present = frozenset(named(path) for path in inside)
+    if grid.zero_stage == 0 and not any(shard.role is Role.OPTIM for shard in present):
+        return None, {}, STAGE_0, ()
     missing = missing_shards(grid, present)
     if missing and not may_be_elsewhere(context.spread, present, grid, is_in_flight=context.is_in_flight):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -304,6 +309,8 @@ def _moving(listing: FolderListing, memory: Memory | None) -> State:
 
 
 def _not_yet(listing: FolderListing, memory: Memory | None, context: Context, reason: str) -> Verdict:
+    if reason == STAGE_0:
+        return Verdict(state=State.REFUSED, reason=reason)
     renewed, kept = _renewal(listing, memory)
     if context.is_in_flight:
         return Verdict(state=State.RESAVING if kept else State.SAVING, reason=reason)

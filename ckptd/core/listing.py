@@ -10,6 +10,7 @@ from functools import cached_property
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import parse_shard_name
 from ckptd.core.trainers import Trainer, added_by_us, is_weights
+from ckptd.core.unprotected import Kind, Unprotected
 
 OURS = "_ckptd"
 POINTERS = frozenset({"latest", "latest_universal"})
@@ -108,3 +109,10 @@ class SaveDirListing:
     """Other users' folders that we may not enter, perhaps checkpoints; `foreign` has them as well."""
     linked: tuple[str, ...] = ()
     """Links that are named as checkpoints are, or by `latest`; of a folder a shard that is no plain file."""
+    unprotected: tuple[Unprotected, ...] = ()
+    """Checkpoints in and below save_dir that are none of this job's layouts; never looked into."""
+
+    @property
+    def loose(self) -> frozenset[str]:
+        """Folders with shards that `trainer.save_model` left beside the Trainer's checkpoints."""
+        return frozenset(one.path for one in self.unprotected if one.kind is Kind.LOOSE)

@@ -7,8 +7,12 @@ regular file is reported, not touched (H8).
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import stat
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from ckptd import files
@@ -16,37 +20,48 @@ from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
 from ckptd.core.names import name_problem, shown
 from ckptd.core.resumed import RESUMED_PATH
-from ckptd.core.trainers import WRITES_AS, layout_of
+from ckptd.core.trainers import WRITES_AS, Trainer, layout_of
+from ckptd.core.unprotected import is_loose, is_trainers_checkpoint, of_listing
 from ckptd.errors import CkptdError
 from ckptd.local.links import leads_elsewhere, linked_shard, may_be_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+log = logging.getLogger("ckptd.scan")
 
 MAX_DEPTH = 8
 EXTRA_LIMIT_BYTES = 16 << 20
 LOST_AND_FOUND = "lost+found"
 """Root's, in every ext4 that is mounted at save_dir."""
+WALK_SECONDS = 10.0
+"""What a walk over all processes found is used for so long."""
+WALK_WAIT_SECONDS = 1.0
+"""So long its end is waited for; usually it takes some milliseconds, on a node of thousands of processes
+seconds.
+"""
+WALK_SPARES = 20
+"""And for so many times as long as it took: looking takes at most a twentieth of the time."""
+_NOT_TO_BE_SEEN = (PermissionError, FileNotFoundError, ProcessLookupError)
+"""Another user's process, or one that has ended."""
 _POINTER_LIMIT_BYTES = 4096
 _WORD_LIMIT_BYTES = 4 << 20
 """It names every folder of save_dir."""
 
 
 def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None = None) -> SaveDirListing:
-    """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth.
+    """List a save_dir, without entries that vanish meanwhile: the next scan sees the truth.
 
     With a `trainer` other than auto, folders that another one wrote are foreign. Folders that are as they
-    were in `before` are given back as the same objects: whoever compares need not look inside.
+    were in `before` are given back as the same objects, so that comparing them is cheap.
     """
     known = {folder.tag: folder for folder in before.folders} if before else {}
     wanted = WRITES_AS.get(trainer, trainer)
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
-    foreign: list[str] = []
-    nameless: list[str] = []
-    bare: list[str] = []
-    closed: list[str] = []
-    linked: list[str] = []
+    bare: dict[str, list[str]] = {}
+    foreign, nameless, closed = list[str](), list[str](), list[str]()
+    linked, names = list[str](), list[str]()
     latest = read_pointer(save_dir_fd, "latest")
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
@@ -66,16 +81,18 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
                     if is_one:
                         nameless.append(shown(entry.name))
                     elif listing is not None and not listing.shards and _is_fit(entry.name):
-                        bare.append(entry.name)
+                        bare[entry.name] = [file.path for file in listing.files]
                 else:
                     folders.append(listing)
             elif stat.S_ISREG(status.st_mode) and _is_fit(entry.name):
+                names.append(entry.name)
                 if entry.name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
                     extras.append(_listed(entry.name, status))
             else:
                 foreign.append(entry.name)
                 if stat.S_ISLNK(status.st_mode) and may_be_checkpoint(entry.name, latest):
                     linked += [entry.name] if leads_elsewhere(save_dir_fd, entry.name) else []
+    folders, loose = _without_loose(folders, names)
     return SaveDirListing(
         device=os.fstat(save_dir_fd).st_dev,
         folders=tuple(folders),
@@ -83,12 +100,27 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         latest=latest,
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
         resumed=read_pointer(save_dir_fd, RESUMED_PATH, limit_bytes=_WORD_LIMIT_BYTES),
-        foreign=tuple(foreign),
+        foreign=tuple(foreign + loose),
         nameless=tuple(nameless),
         bare=tuple(bare),
         closed=tuple(closed),
         linked=tuple(linked),
+        unprotected=of_listing(bare, names, loose, latest),
     )
+
+
+def _without_loose(
+    folders: list[FolderListing], names: Iterable[str]
+) -> tuple[list[FolderListing], list[str]]:
+    """Split off the shards in global_stepN that lie beside a Trainer's checkpoints, or in one of them.
+
+    `trainer.save_model` writes them where stage 3 gathers no weights. The Trainer loads checkpoint-N alone.
+    """
+    has_trainers = any(folder.trainer is Trainer.HUGGINGFACE for folder in folders)
+    if not has_trainers and not is_trainers_checkpoint(names):
+        return folders, []
+    loose = [f.tag for f in folders if f.trainer is Trainer.DEEPSPEED and is_loose(f.tag)]
+    return [folder for folder in folders if folder.tag not in loose], loose
 
 
 def _is_closed(save_dir_fd: int, name: str, status: os.stat_result) -> bool:
@@ -187,18 +219,79 @@ def read_pointer(save_dir_fd: int, name: str, *, limit_bytes: int = _POINTER_LIM
     return data.decode(errors="replace").strip() or None
 
 
+class OpenWriters:
+    """Which folders of a save_dir some process writes in; one walk over all processes answers for all.
+
+    A walk reads every descriptor that we may see: seconds on a node with thousands of processes. So a thread
+    makes it, an answer is used for ten seconds or, where the walk was long, for longer.
+    """
+
+    def __init__(self, save_dir: str) -> None:
+        self._save_dir = save_dir
+        self._tags: frozenset[str] = frozenset()
+        self._walked_at_seconds = -math.inf
+        self._good_for_seconds = 0.0
+        self._walking: threading.Thread | None = None
+
+    def has(self, tag: str, rested_seconds: float = math.inf) -> bool:
+        """Whether a file of the folder is open for writing, or may be: the walk that tells is not at its end.
+
+        `rested_seconds`: how long nothing changed in the folder; what was seen before that says nothing of
+        whoever wrote last.
+        """
+        if self._walking is not None and self._walking.is_alive():
+            return True
+        if self._age_seconds > min(rested_seconds, self._good_for_seconds):
+            self._walking = threading.Thread(target=self._walk, name="open-writers", daemon=True)
+            self._walking.start()
+            self._walking.join(WALK_WAIT_SECONDS)
+            if self._walking.is_alive() or self._age_seconds == math.inf:
+                return True
+        return tag in self._tags
+
+    @property
+    def _age_seconds(self) -> float:
+        return time.monotonic() - self._walked_at_seconds
+
+    def _walk(self) -> None:
+        begun_seconds = time.monotonic()
+        try:
+            tags = written_folders(self._save_dir)
+        except OSError as error:
+            log.warning("who writes in %s is not known: %s", self._save_dir, error)
+            self._walked_at_seconds = -math.inf
+            return
+        took_seconds = time.monotonic() - begun_seconds
+        self._tags, self._good_for_seconds = tags, max(WALK_SECONDS, WALK_SPARES * took_seconds)
+        self._walked_at_seconds = begun_seconds
+
+
 def has_open_writer(save_dir: str, tag: str) -> bool:
     """True when a process that we may see holds a file of the folder open for writing (H32)."""
-    prefix = f"{os.path.realpath(save_dir)}/{tag}/"
+    return tag in written_folders(save_dir)
+
+
+def written_folders(save_dir: str) -> frozenset[str]:
+    """Folders of save_dir in which a process that we may see holds a file open for writing.
+
+    Raises:
+        OSError: it cannot be told (no free descriptor).
+    """
+    prefix = f"{os.path.realpath(save_dir)}/"
+    found: set[str] = set()
     for pid in os.listdir("/proc"):
         if not pid.isdigit():
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_NOT_TO_BE_SEEN):
             for fd in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(prefix) and _is_writing(pid, fd):
-                        return True
-    return False
+                with contextlib.suppress(*_NOT_TO_BE_SEEN):
+                    path = os.readlink(f"/proc/{pid}/fd/{fd}")
+                    if not path.startswith(prefix):
+                        continue
+                    tag, slash, _ = path.removeprefix(prefix).partition("/")
+                    if slash and tag not in found and _is_writing(pid, fd):
+                        found.add(tag)
+    return frozenset(found)
 
 
 def _is_writing(pid: str, fd: str) -> bool:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
-from ckptd.core.manifest import side_key, stem
+from ckptd.core.manifest import side_key, stem, tag_problem
 from ckptd.core.save import Order
 from ckptd.core.shared import shares_folder
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
-from ckptd.local.scan import has_open_writer, scan
+from ckptd.local.scan import scan, written_folders
 from ckptd.local.state_dir import read_node_id
 from ckptd.place import opened_ours
 from ckptd.recover.standing import Memory
@@ -206,7 +206,7 @@ def look_locally(
         for remote in remotes
         for view in remote.commits
     )
-    found = []
+    found: list[LocalSight] = []
     for folder in listing.folders:
         newest_ns = max((f.identity.mtime_ns for f in folder.files), default=0)
         context = Context(
@@ -216,6 +216,7 @@ def look_locally(
             save_spread_seconds=job.save_spread_seconds,
             accepted=accepted,
             known_grids=grids,
+            is_to_send=False,
         )
         rows, unread = _read(save_dir / folder.tag, [f.path for f in folder.files])
         facts = {row.path: row for row in rows}
@@ -224,11 +225,12 @@ def look_locally(
                 listing=folder,
                 verdict=judge(folder, facts, None, context),
                 facts=facts,
-                is_open=has_open_writer(str(save_dir), folder.tag),
+                is_open=False,
                 unread=unread,
             )
         )
-    return listing, tuple(found)
+    written = written_folders(str(save_dir)) if found else frozenset()
+    return listing, tuple(replace(one, is_open=one.listing.tag in written) for one in found)
 
 
 def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:
@@ -260,7 +262,10 @@ def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
             for row in here
             if row["step"] is not None
         }
-        refused = frozenset(str(row["tag"]) for row in rows if row.get("state") == "refused")
+        # a tag that no remote takes says nothing of the bytes
+        refused = frozenset(
+            tag for row in rows if row.get("state") == "refused" and not tag_problem(tag := str(row["tag"]))
+        )
         forms = [form for row in rows for by in row.get("remotes", {}).values() for form in by.values()]
         commits = frozenset(str(form["commit_sha256"]) for form in forms if form.get("commit_sha256"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
