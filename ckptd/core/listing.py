@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import parse_shard_name
+from ckptd.core.swapped import is_swapped
 from ckptd.core.trainers import Trainer, added_by_us, is_weights
 from ckptd.core.unprotected import Kind, Unprotected
 
@@ -42,6 +43,8 @@ class FolderListing:
     trainer: Trainer = Trainer.DEEPSPEED
     roots: tuple[str, ...] = ("",)
     """Folders below this one that hold the shards; "" is this one."""
+    empty: tuple[str, ...] = ()
+    """Folders below this one with nothing in them: DeepSpeed's NVMe offload does not load without (§3)."""
 
     @property
     def is_model_only(self) -> bool:
@@ -55,6 +58,7 @@ class FolderListing:
         for file in self.files:
             i = file.identity
             rows.append(f"{file.path}\0{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}")
+        rows += [f"{path}/" for path in self.empty]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
     @cached_property
@@ -65,6 +69,11 @@ class FolderListing:
         return tuple(
             f for f in self.files if f.path.rpartition("/")[0] in self.roots and parse_shard_name(f.name)
         )
+
+    @cached_property
+    def swapped(self) -> tuple[ListedFile, ...]:
+        """Optimizer state beside the shards (core/swapped.py): saved again with them."""
+        return tuple(f for f in self.files if is_swapped(f.path, self.roots))
 
     @cached_property
     def added(self) -> tuple[ListedFile, ...]:

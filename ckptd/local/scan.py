@@ -140,12 +140,15 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
         status = os.fstat(fd)
         found: list[tuple[str, os.stat_result]] = []
         irregular: list[str] = []
+        empty: list[str] = []
         for path, item in _walk(fd, "", status.st_dev, MAX_DEPTH):
-            if item is not None and stat.S_ISREG(item.st_mode) and _is_fit(path):
+            if item is not None and path.endswith("/") and _is_fit(path[:-1]):
+                empty.append(path[:-1])
+            elif item is not None and stat.S_ISREG(item.st_mode) and _is_fit(path):
                 found.append((path, item))
             else:
                 irregular.append(shown(path))
-        if before is not None and _is_same(before, status, found, irregular):
+        if before is not None and _is_same(before, status, found, irregular, empty):
             return before
         regular = [_listed(path, item) for path, item in found]
         trainer, roots = layout_of(tag, (file.path for file in regular))
@@ -156,6 +159,7 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
             folder=FolderIdentity(dev=status.st_dev, ino=status.st_ino),
             files=tuple(regular),
             irregular=tuple(irregular),
+            empty=tuple(empty),
         )
     finally:
         os.close(fd)
@@ -172,11 +176,14 @@ def _is_same(
     folder: os.stat_result,
     found: list[tuple[str, os.stat_result]],
     irregular: list[str],
+    empty: list[str],
 ) -> bool:
     """Compared on the numbers alone: this runs for every file of a node at every look."""
     if (before.folder.dev, before.folder.ino) != (folder.st_dev, folder.st_ino):
         return False
-    if len(before.files) != len(found) or list(before.irregular) != irregular:
+    if list(before.irregular) != irregular or list(before.empty) != empty:
+        return False
+    if len(before.files) != len(found):
         return False
     for file, (path, status) in zip(before.files, found, strict=True):
         i = file.identity
@@ -187,8 +194,14 @@ def _is_same(
 
 
 def _walk(fd: int, prefix: str, device: int, depth: int) -> Iterator[tuple[str, os.stat_result | None]]:
-    """Yield (path, status) of everything but plain directories; None for what may not be entered."""
-    for name in sorted(os.listdir(fd)):
+    """Yield (path, status) of everything but plain directories; None for what may not be entered.
+
+    Of a directory in which nothing is: its path with a slash at the end.
+    """
+    names = sorted(os.listdir(fd))
+    if not names and prefix:
+        yield prefix, os.fstat(fd)
+    for name in names:
         path = prefix + name
         try:
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
