@@ -60,7 +60,7 @@ class Heartbeats:
         )
         return tuple(
             self._seen(name, info, now_ns, reads_all=reads_all)
-            for name, info in sorted(found)
+            for name, info in sorted(found, key=lambda one: (one[0], one[1].key))
             if name != node
         )
 
