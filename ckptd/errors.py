@@ -224,5 +224,7 @@ def from_os_error(error: OSError, what: str) -> CkptdError:
     if error.errno == errno.EROFS:
         return NotPermitted(text, hint="the file system is mounted read-only; remount it or choose another")
     if error.errno in _DENIED:
-        return NotPermitted(text, hint="run ckptd as the user who trains, see `ckptd check`")
+        return NotPermitted(
+            text, hint="run it as a user who may; in save_dir that is who trains (`ckptd check`)"
+        )
     return StorageError(text)

@@ -18,22 +18,26 @@ from ckptd import errors
 from ckptd.budget import MIB, divide, shortage
 from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
-from ckptd.config_values import shown_remote, url_path
+from ckptd.config_values import shown_remote
 from ckptd.convert.supervise import probe_restrictions
+from ckptd.core.runs import short
 from ckptd.core.view import ZERO
 from ckptd.errors import (
     CkptdError,
     ConfigError,
+    LockHeld,
     RefusedError,
     RemoteNotOurs,
     RemoteUnreachable,
     from_os_error,
 )
 from ckptd.local.probe import Finding, failed, probe_save_dir
+from ckptd.local.run_file import host_name
 from ckptd.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.place import lies_in_save_dir
 from ckptd.recover.abilities import abilities_rows, settings_rows
 from ckptd.recover.owner import owner_of
+from ckptd.recover.runs import held_by
 from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
@@ -41,11 +45,13 @@ from ckptd.remote.living import NEXT_STEP as IS_OWN_RUN
 from ckptd.remote.living import said_of
 from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.remote.one_place import NEXT_STEP, are_one, one_place
+from ckptd.words import ago
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.core.heartbeat import SeenNode
     from ckptd.recover.owner import Owner
     from ckptd.remote.messages import Answer
 
@@ -166,18 +172,17 @@ def _remote(
         bytes_per_second=remote.bandwidth.at(time.time()),
         node=job.node_name or this_node(os.environ),
         node_id=_CHECK_NODE_ID,
+        asks_who_lives=True,
     )
     answer = attach_once(settings, REMOTE_SECONDS)
     if isinstance(answer, CkptdError):
-        yield _absent(what, remote, job, owner, answer)
+        yield _absent(what, remote, owner, answer)
         return
     if (error := _twin(job, remote, answer, seen)) is not None:
         yield failed(what, error)
         return
     seen[remote.name] = answer
-    if answer.living and not job.shared_fs:
-        text = said_of(answer.living, remote.url, answer.identity.created)
-        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
+    yield from _who_writes(what, job, remote, owner, answer)
     made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
     free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
     text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
@@ -193,6 +198,38 @@ def _remote(
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
+
+
+def _who_writes(
+    what: str, job: JobConfig, remote: RemoteConfig, owner: Owner, answer: Attached
+) -> Iterator[Finding]:
+    """Who else writes there: another run that lives is a fault, before this one has sent anything."""
+    if job.shared_fs:
+        return
+    here = (host_name(), str(job.save_dir))
+    held, newest = held_by(job.save_dir), answer.newest
+    unnamed: list[SeenNode] = []
+    for seen in answer.living:
+        beat = seen.heartbeat
+        if beat is None or not beat.save_dir:
+            unnamed.append(seen)
+            continue
+        if (beat.host, beat.save_dir) == here or beat.run_id == held is not None:
+            continue
+        if held is None and (newest is None or not newest.is_whole or newest.run_id != beat.run_id):
+            unnamed.append(seen)  # perhaps another node of this very run, which has not begun here
+            continue
+        whose = f"{beat.user}@{beat.host}:{beat.save_dir}"
+        run = f"run {short(beat.run_id)}" if beat.run_id is not None else "another run"
+        heard = ago(seen.seconds_ago or 0.0)
+        msg = f"{whose} saves {run} to {remote.url} under the name {job.name}, heard of {heard} ago"
+        hint = 'only one of two runs sends there: give this one name = "…" and a url of its own'
+        yield failed(what, LockHeld(msg, hint=hint))
+    own = job.node_name or this_node(os.environ)
+    others = [seen for seen in unnamed if seen.node != own]
+    if others and remote.name not in owner.job_ids:
+        text = said_of(others, remote.url, answer.identity.created)
+        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
 
 
 def _twin(
@@ -214,29 +251,15 @@ def _without_zero(remote: RemoteConfig) -> Finding:
     return Finding(what=shown_remote(remote.name, remote.url), verdict="note", text=text, hint=hint)
 
 
-def _absent(what: str, remote: RemoteConfig, job: JobConfig, owner: Owner, error: CkptdError) -> Finding:
-    """A place that could become the remote is no failure before the first start."""
-    path = url_path(remote.url)
-    has_none = f"has no {IDENTITY_KEY}" in error.message and remote.name not in owner.remote_ids
-    if path is None and isinstance(error, RemoteNotOurs) and has_none:
+def _absent(what: str, remote: RemoteConfig, owner: Owner, error: CkptdError) -> Finding:
+    """A place that could become the remote is no failure before the first start.
+
+    The remote's child looked at the place (`attach`): no path of a remote is touched here (docs/adr/0182).
+    """
+    is_new = isinstance(error, RemoteNotOurs) and remote.name not in owner.remote_ids
+    if is_new and (f"has no {IDENTITY_KEY}" in error.message or error.message.endswith(" is not there")):
         text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
         return Finding(what=what, verdict="note", text=text)
-    is_known = remote.name in owner.remote_ids
-    is_new = isinstance(error, RemoteNotOurs) and path is not None and not is_known
-    if is_new and path is not None and (has_none or not path.exists()):
-        place = next(p for p in (path, *path.parents) if p.exists())
-        beside = [Path("/"), next(p for p in (job.save_dir, *job.save_dir.parents) if p.exists())]
-        if remote.same_filesystem or all(place.stat().st_dev != p.stat().st_dev for p in beside):
-            if has_none or path.parent.is_dir():
-                text = (
-                    f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
-                )
-                return Finding(what=what, verdict="note", text=text)
-        else:
-            error = RemoteNotOurs(
-                f"{remote.url} has no {IDENTITY_KEY} and lies on the file system of save_dir or of /",
-                hint="is it mounted? a copy there would not survive this disk",
-            )
     return failed(what, error)
 
 

@@ -20,6 +20,7 @@ from ckptd.remote.documents import IDENTITY_KEY, read_identity
 from ckptd.remote.living import living
 from ckptd.remote.messages import Attached
 from ckptd.remote.open import directory_path
+from ckptd.remote.runs import newest_run
 
 if TYPE_CHECKING:
     from ckptd.core.heartbeat import SeenNode
@@ -68,7 +69,8 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         initialised=initialised,
         free_bytes=store.free_bytes(),
         place=None if path is None else _place_of(path),
-        living=_living(store, settings) if settings.job_id is None and not initialised else (),
+        living=_living(store, settings, is_first=settings.job_id is None and not initialised),
+        newest=newest_run(store) if settings.asks_who_lives else None,
     )
 
 
@@ -82,9 +84,13 @@ def _abilities(store: Store, settings: RemoteSettings, found: RemoteIdentity) ->
         return settings.abilities
 
 
-def _living(store: Store, settings: RemoteSettings) -> tuple[SeenNode, ...]:
+def _living(store: Store, settings: RemoteSettings, *, is_first: bool) -> tuple[SeenNode, ...]:
     """Words alone: what keeps them from being read keeps nobody from attaching."""
+    if not (is_first or settings.asks_who_lives):
+        return ()
     with contextlib.suppress(CkptdError):
+        if settings.asks_who_lives:
+            return living(store)
         return living(store, but_node=settings.node, but_node_id=settings.node_id)
     return ()
 
@@ -124,13 +130,13 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
     if settings.remote_id is not None:
         msg = f"{store.url} has no {IDENTITY_KEY}, though it had one before"
         raise RemoteNotOurs(msg, hint=_MOVED)
-    if not settings.may_initialise:
-        msg = f"{store.url} has no {IDENTITY_KEY}"
-        raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
     if path is not None:
         _check_outer(path)
     if path is not None and not settings.same_filesystem:
         _check_place(path, settings)
+    if not settings.may_initialise:
+        msg = f"{store.url} has no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
 
 
 def _check_apart(path: Path, settings: RemoteSettings) -> None:
@@ -165,12 +171,12 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
         if settings.remote_id is not None or not parent.is_dir():
             msg = f"{path} is not there"
             raise RemoteUnreachable(msg, hint=_NOT_MOUNTED if settings.remote_id is None else _MOVED)
-        if not settings.may_initialise:
-            msg = f"{path} is not there"
-            raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
         _check_outer(path)
         if not settings.same_filesystem:
             _check_place(parent, settings)
+        if not settings.may_initialise:
+            msg = f"{path} is not there"
+            raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
         path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)
         _flush_names(parent)
     except OSError as error:
