@@ -172,6 +172,7 @@ def see_problems(job: Job, state: JobState) -> None:
     see_alarms(job, state)
     see_waiting(job, state)
     see_nodes(job)
+    job.runs.see_problems(see)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()
