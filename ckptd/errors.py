@@ -31,6 +31,7 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
 from __future__ import annotations
 
 import errno
+import os
 from enum import StrEnum
 
 
@@ -224,5 +225,6 @@ def from_os_error(error: OSError, what: str) -> CkptdError:
     if error.errno == errno.EROFS:
         return NotPermitted(text, hint="the file system is mounted read-only; remount it or choose another")
     if error.errno in _DENIED:
-        return NotPermitted(text, hint="run ckptd as the user who trains, see `ckptd check`")
+        hint = f"user {os.geteuid()}, as whom this runs, may not: use a place of that user's, or run it as"
+        return NotPermitted(text, hint=f"{hint} the owner (`ls -ld` shows who)")
     return StorageError(text)

@@ -107,6 +107,7 @@ class Resume:
         self._damaged_here: set[str] = set()
         self._proven: set[str] = set()
         self._sources = Sources(say=say)
+        self._execution: Execution | None = None
         self._one = OneSave(
             job=job,
             nodes=options.nodes,
@@ -144,6 +145,12 @@ class Resume:
                 return self._resume(fd)
         finally:
             os.close(fd)
+
+    def when_stopped(self) -> str:
+        """Say what lies where after Ctrl-C."""
+        if self._execution is None:
+            return "stopped before anything was changed"
+        return self._execution.when_stopped()
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -232,7 +239,7 @@ class Resume:
             self._say(typed(self._job, note))
         path = path_of(self._job.save_dir, plan.path)
         for step in plan.steps:
-            self._say(f"{'would ' if self._options.dry_run else ''}{step}")
+            self._say(f"{'would' if self._options.dry_run else 'will'} {step}")
         if not self._options.dry_run:
             assert fd is not None
             leave_word(fd, plan.candidate, seen.listing, self._say)
@@ -244,7 +251,9 @@ class Resume:
                 reserve_bytes=reserve_bytes(fd, self._job, sizes),
                 memory_budget_bytes=self._options.memory_budget_bytes,
                 on_progress=self._on_progress,
+                say=self._say,
             )
+            self._execution = execution
             try:
                 execution.run(plan.steps)
             except CkptdError as error:
@@ -347,6 +356,9 @@ class Resume:
             names.append(("latest", f"names {seen.listing.latest}, which cannot be loaded"))
         steps = [MoveAside(name=name, label=name, reason=reason) for name, reason in names]
         for step in steps:
-            self._say(f"{'would ' if self._options.dry_run else ''}{step}")
+            self._say(f"{'would' if self._options.dry_run else 'will'} {step}")
         if not self._options.dry_run:
-            Execution(self._job.save_dir, fd, reserve_bytes=0, memory_budget_bytes=0).run(steps)
+            execution = Execution(
+                self._job.save_dir, fd, reserve_bytes=0, memory_budget_bytes=0, say=self._say
+            )
+            execution.run(steps)
