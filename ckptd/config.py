@@ -6,6 +6,8 @@ meant, and the jobs beside it go on (H31). The models themselves are in `config_
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import re
@@ -63,16 +65,64 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """A job file as it was read, once: its table, or why it could not be read."""
+
+    path: Path
+    table: Mapping[str, Any] | None = None
+    error: ConfigError | NotPermitted | None = None
+
+    @property
+    def glob(self) -> str | None:
+        """The pattern in save_dir; None: it names one directory, or the file could not be read."""
+        pattern = self.table.get("save_dir") if self.table is not None else None
+        return pattern if isinstance(pattern, str) and is_glob(pattern) else None
+
+    def jobs(self, *, check_paths: bool = True) -> list[JobConfig]:
+        """Judge the table: one job, or one for each directory that a glob in save_dir matches now.
+
+        Raises:
+            ConfigError, NotPermitted: what is wrong with the file.
+        """
+        if self.table is None:
+            assert self.error is not None
+            raise self.error
+        data = {"name": self.path.stem} | copy.deepcopy(dict(self.table))
+        if self.glob is None:
+            return [_job_of(data, self.path, check_paths=check_paths)]
+        matches = expand(data, str(self.path))
+        jobs = [_job_of(one, self.path, check_paths=check_paths) for one in matches]
+        for job in jobs:
+            job._is_matched = True
+        return jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
     """Everything that was found: the good jobs, and what is wrong with the others."""
 
     daemon: DaemonConfig
     jobs: tuple[JobConfig, ...]
     problems: tuple[tuple[Path, ConfigError | NotPermitted], ...] = ()
-    glob_roots: tuple[str, ...] = ()
-    """Directories below which a save_dir is a glob: further jobs may appear there."""
-    unmatched: tuple[str, ...] = ()
-    """The globs that stand for no directory yet."""
+    files: tuple[JobFile, ...] = ()
+    """The job files as they were read; none where the command line alone names the job."""
+
+    @property
+    def glob_roots(self) -> tuple[str, ...]:
+        """Directories below which a save_dir is a glob: further jobs may appear there."""
+        wrong = {path for path, _ in self.problems}
+        return tuple(root_of(file.glob) for file in self.files if file.glob and file.path not in wrong)
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """The globs that stand for no directory yet."""
+        wrong = {path for path, _ in self.problems}
+        matched = {job.file for job in self.jobs}
+        return tuple(
+            file.glob
+            for file in self.files
+            if file.glob and file.path not in wrong and file.path.absolute() not in matched
+        )
 
     @property
     def has_globs(self) -> bool:
@@ -84,6 +134,13 @@ class LoadedConfig:
         """How many a daemon is made for: a glob is several, the next directory may come at any time."""
         return max(len(self.jobs), 2 if self.has_globs else 0)
 
+    def expanded_again(self, environ: Mapping[str, str]) -> LoadedConfig:
+        """Return the same configuration with the directories that its globs match now.
+
+        No file is read: an edit counts when a person asks for a reload, never because a directory appeared.
+        """
+        return _judge(self.files, self.daemon, environ)
+
 
 def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:
     """`ckptd.toml` (absent: defaults), environment on top.
@@ -91,7 +148,10 @@ def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:
     Raises:
         ConfigError: the file or a variable is wrong; the daemon does not start with it (H31).
     """
-    data: dict[str, Any] = _read_toml(path) if path is not None and path.exists() else {}
+    data: dict[str, Any] = {}
+    if path is not None:
+        with contextlib.suppress(NotFoundError):
+            data = _read_toml(path)
     data |= settings_from_environment(environ).daemon
     return _validate(DaemonConfig, data, str(path or "environment"))
 
@@ -121,14 +181,7 @@ def load_job_file(path: Path, *, check_paths: bool = True) -> list[JobConfig]:
     Raises:
         NotFoundError, ConfigError: as `load_job`.
     """
-    data = _read_job(path)
-    if not is_glob(data.get("save_dir")):
-        return [load_job(path, check_paths=check_paths)]
-    data.setdefault("name", path.stem)
-    jobs = [_job_of(one, path, check_paths=check_paths) for one in expand(data, str(path))]
-    for job in jobs:
-        job._is_matched = True
-    return jobs
+    return JobFile(path=path, table=_read_job(path)).jobs(check_paths=check_paths)
 
 
 def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig:
@@ -206,42 +259,60 @@ def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
 
 
 def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str, str]) -> LoadedConfig:
-    """Judge job files one by one, then against each other; a conflict falls on the later file (H6, H31)."""
+    """Read each job file once and judge them one by one, then against each other; a conflict falls on the
+    later file (H6, H31)."""
+    return _judge([_job_file(path) for path in paths], daemon, environ)
+
+
+def _job_file(path: Path) -> JobFile:
+    try:
+        return JobFile(path=path, table=_read_job(path))
+    except CkptdError as error:
+        return JobFile(path=path, error=_as_wrong(error))
+
+
+def _judge(job_files: Iterable[JobFile], daemon: DaemonConfig, environ: Mapping[str, str]) -> LoadedConfig:
     good: list[JobConfig] = []
     problems: list[tuple[Path, ConfigError | NotPermitted]] = []
     state_dirs = [p for p in (daemon.state_dir, _optional_path(environ.get("STATE_DIRECTORY"))) if p]
-    paths = tuple(paths)
-    for path in paths:
+    job_files = tuple(job_files)
+    for file in job_files:
         try:
-            jobs = load_job_file(path)
+            jobs = file.jobs()
             for number, job in enumerate(jobs):
-                conflicts(job, [*good, *jobs[:number]], state_dirs, str(path))
+                conflicts(job, [*good, *jobs[:number]], state_dirs, str(file.path))
         except CkptdError as error:
-            problems.append((path, _as_wrong(error)))
+            problems.append((file.path, _as_wrong(error)))
+        except OSError as error:  # of a directory that a glob matches: this file's jobs alone
+            problems.append((file.path, _as_wrong(from_os_error(error, f"{file.path}: {error.filename}"))))
         else:
             good += jobs
-    dirs = {path: _read_job(path).get("save_dir") for path in paths if path not in dict(problems)}
-    globs = {path: str(pattern) for path, pattern in dirs.items() if is_glob(pattern)}
-    matched = {job.file for job in good}
-    return LoadedConfig(
-        daemon=daemon,
-        jobs=tuple(good),
-        problems=tuple(problems),
-        glob_roots=tuple(map(root_of, globs.values())),
-        unmatched=tuple(one for path, one in globs.items() if path.absolute() not in matched),
-    )
+    return LoadedConfig(daemon=daemon, jobs=tuple(good), problems=tuple(problems), files=job_files)
 
 
 def load_all(config_dir: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:
-    """`ckptd.toml` and every `jobs.d/*.toml` below `config_dir`.
+    """Read `ckptd.toml` and every `jobs.d/*.toml` below `config_dir`.
 
     Raises:
         ConfigError: `ckptd.toml` is wrong. Wrong job files are in `problems`, and those that may not be read.
+        NotPermitted, StorageError: jobs.d cannot be listed, so that nothing tells which jobs there are.
     """
     environ = environ or {}
     daemon = load_daemon(config_dir / "ckptd.toml", environ)
-    files = sorted(p for p in (config_dir / "jobs.d").glob("*.toml") if not p.name.startswith("."))
-    return load_jobs(files, daemon, environ)
+    found = [_job_file(path) for path in _listed(config_dir / "jobs.d")]
+    # a file that went after it was listed is one that is not there
+    there = [file for file in found if file.error is None or os.path.lexists(file.path)]
+    return _judge(there, daemon, environ)
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise from_os_error(error, f"listing {folder}") from error
+    return [folder / name for name in sorted(names) if name.endswith(".toml") and not name.startswith(".")]
 
 
 def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import glob
 import itertools
@@ -38,6 +39,8 @@ def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: a URL without {dir}.
+        OSError: the directory that the pattern begins with is there and cannot be listed; `glob` would find
+            nothing there, and every job of it would end.
     """
     pattern = os.path.normpath(data["save_dir"])
     remotes = data.get("remote", [])
@@ -47,6 +50,8 @@ def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
             msg = f'{where}: remote[{index}].url = "{url}": save_dir is a glob ({pattern}), '
             msg += "so several jobs would share it"
             raise ConfigError(msg, hint=f"put {PLACEHOLDER} into the url, for example {url}/{PLACEHOLDER}")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.listdir(root_of(pattern))
     folders = [p for p in sorted(glob.glob(pattern)) if os.path.isdir(p) and not os.path.islink(p)]
     return [_one(data, path, matched(pattern, path)) for path in folders]
 

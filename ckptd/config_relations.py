@@ -1,12 +1,15 @@
 """Relations between paths of jobs: nothing of one lies inside another (H5, H6, H30).
 
 Two jobs with one URL would destroy each other, a remote inside save_dir would be watched as a checkpoint;
-such mistakes are refused here, before anything is written.
+such mistakes are refused here, before anything is written. The path of a remote is compared as it is spelled:
+a call on a dead mount does not return, so only the remote's own process touches it, and refuses there what is
+found out by resolving symlinks alone (ckptd/remote/attach.py).
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +21,11 @@ if TYPE_CHECKING:
 
     from ckptd.config_model import JobConfig
 
+APART_HINT = "no URL, save_dir or state directory may lie inside another"
+
 
 def check_job_paths(job: JobConfig, where: str) -> None:
-    """save_dir is no symlink and has a parent; no remote lies inside it or around it.
+    """Refuse a save_dir that is a symlink or has no parent, and a remote inside it or around it.
 
     Raises:
         ConfigError: naming the path and what it resolves to.
@@ -40,13 +45,13 @@ def check_job_paths(job: JobConfig, where: str) -> None:
             msg, hint="is the disk mounted? save_dir itself may appear later, its parent must exist"
         )
     places = _places(job)
-    for index, (what, path) in enumerate(places):
-        for other, other_path in places[:index]:
-            _apart(where, what, path, other, other_path)
+    for index, place in enumerate(places):
+        for other in places[:index]:
+            _apart(where, place, other)
 
 
 def conflicts(job: JobConfig, others: Sequence[JobConfig], state_dirs: Sequence[Path], where: str) -> None:
-    """Names, URLs and directories of `job` against those of the jobs before it and the state directories.
+    """Compare names, URLs and directories with those of the jobs before it and the state directories.
 
     Raises:
         ConfigError: naming both.
@@ -55,29 +60,45 @@ def conflicts(job: JobConfig, others: Sequence[JobConfig], state_dirs: Sequence[
         if other.name == job.name:
             msg = f'{where}: name = "{job.name}" is taken by {other.file or other.save_dir}'
             raise ConfigError(msg, hint="names of jobs are unique in one daemon")
-        for what, path in _places(job):
-            for theirs, their_path in _places(other):
-                _apart(where, what, path, f"{theirs} of job {other.name}", their_path)
+        for place in _places(job):
+            for theirs in _places(other):
+                _apart(where, place, replace(theirs, what=f"{theirs.what} of job {other.name}"))
     for state_dir in state_dirs:
-        for what, path in _places(job):
-            _apart(where, what, path, "state_dir", state_dir)
+        for place in _places(job):
+            _apart(where, place, _Place("state_dir", state_dir))
 
 
-def _places(job: JobConfig) -> list[tuple[str, Path]]:
-    places = [("save_dir", job.save_dir)]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    what: str
+    path: Path
+    is_remote: bool = False
+
+    def spellings(self) -> set[Path]:
+        """Return the path as written and, of a local directory, what it resolves to."""
+        written = Path(os.path.normpath(self.path))
+        if self.is_remote:
+            return {written}
+        return {written, Path(os.path.realpath(self.path))}
+
+
+def _places(job: JobConfig) -> list[_Place]:
+    places = [_Place("save_dir", job.save_dir)]
     for index, remote in enumerate(job.remotes):
         path = url_path(remote.url)
         if path is not None:
-            places.append((f"remote[{index}].url", path))
+            places.append(_Place(f"remote[{index}].url", path, is_remote=True))
     return places
 
 
-def _apart(where: str, what: str, path: Path, other: str, other_path: Path) -> None:
-    mine, theirs = Path(os.path.realpath(path)), Path(os.path.realpath(other_path))
-    if mine == theirs:
-        msg = f'{where}: {what} = "{path}" is also {other}'
-        raise ConfigError(msg, hint="each save_dir and each URL belongs to one job alone")
-    if theirs in mine.parents or mine in theirs.parents:
-        inner, outer = (what, other) if theirs in mine.parents else (other, what)
-        msg = f'{where}: {what} = "{path}": {inner} lies inside {outer} ({other_path})'
-        raise ConfigError(msg, hint="no URL, save_dir or state directory may lie inside another")
+def _apart(where: str, mine: _Place, other: _Place) -> None:
+    what, path = mine.what, mine.path
+    for here in mine.spellings():
+        for there in other.spellings():
+            if here == there:
+                msg = f'{where}: {what} = "{path}" is also {other.what}'
+                raise ConfigError(msg, hint="each save_dir and each URL belongs to one job alone")
+            if there in here.parents or here in there.parents:
+                inner, outer = (what, other.what) if there in here.parents else (other.what, what)
+                msg = f'{where}: {what} = "{path}": {inner} lies inside {outer} ({other.path})'
+                raise ConfigError(msg, hint=APART_HINT)

@@ -7,12 +7,24 @@ Each ends by itself with its parent (PR_SET_PDEATHSIG), or at the end of its inp
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import RemoteUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+SAID_SECONDS = 5.0
+"""After this long without an answer a command says on stderr which remote or path it waits for."""
+LIMIT_SECONDS = 30.0
+"""After this long it counts as unreachable."""
+NOT_ANSWERING = "is the server up? a hard mount waits for ever; see `ckptd check`"
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -22,3 +34,45 @@ def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def must_answer(path: str) -> None:
+    """Look at a path that a command was given in a process of its own, before the command touches it.
+
+    Raises:
+        RemoteUnreachable: it does not answer.
+    """
+    pid = os.fork()
+    if pid == 0:
+        # a process that cannot be ended keeps no stream of ours open
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.closerange(1, 1 << 16)
+        with contextlib.suppress(OSError):
+            os.statvfs(path)
+            os.stat(os.path.join(path, "_ckptd"))
+        os._exit(0)
+    for seconds in (SAID_SECONDS, LIMIT_SECONDS - SAID_SECONDS):
+        if _has_ended(pid, seconds):
+            return
+        if seconds == SAID_SECONDS:
+            say_waiting(path)
+    os.kill(pid, signal.SIGKILL)
+    raise RemoteUnreachable(f"{path} did not answer within {LIMIT_SECONDS:.0f} s", hint=NOT_ANSWERING)
+
+
+def _has_ended(pid: int, seconds: float) -> bool:
+    fd = os.pidfd_open(pid)
+    try:
+        if not select.select([fd], [], [], seconds)[0]:
+            return False
+    finally:
+        os.close(fd)
+    os.waitpid(pid, 0)
+    return True
+
+
+def say_waiting(shown: str) -> None:
+    """Write one line to stderr: what a command waits for, and how long."""
+    text = f"{shown} has not answered for {SAID_SECONDS:.0f} s; waiting for it {LIMIT_SECONDS:.0f} s at most"
+    sys.stderr.write(f"ckptd: {text}\n")
+    sys.stderr.flush()

@@ -1,6 +1,7 @@
 """The house rules of docs/design.md §7, read from the syntax trees and from real processes.
 
-Import directions, length of functions, purity of core, who may remove anything, and what status and daemon never load.
+Import directions, length of functions, purity of core, who may remove anything, and what status and daemon
+never load.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RANK = {
     "words": 0,
     "errors": 0,
     "trainer": 0,
-    "spawn": 0,
+    "spawn": 1,
     "core": 1,
     "config": 2,
     "budget": 3,

@@ -180,8 +180,13 @@ def end_of(text: str) -> Path | str:
     from pathlib import Path
 
     from ckptd.remote.open import directory_path
+    from ckptd.spawn import must_answer
 
-    return text if "://" in text and directory_path(text) is None else directory_path(text) or Path(text)
+    path = directory_path(text)
+    if "://" in text and path is None:
+        return text
+    must_answer(str(path or text))
+    return path or Path(text)
 
 
 def _refuse_remote(there: Path | str) -> None:

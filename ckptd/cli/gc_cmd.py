@@ -88,11 +88,11 @@ def _conversion(collector: Collector, where: Where) -> bool:
     """Whether the URL is where a conversion was killed; what it left open is given up."""
     from ckptd.errors import RemoteError
     from ckptd.remote.access import access_of
-    from ckptd.remote.open import open_store
+    from ckptd.remote.apart import open_apart
 
     (remote,) = where.remotes
     try:
-        return collector.conversion(remote.url, open_store(remote.url, access=access_of(remote)))
+        return collector.conversion(remote.url, open_apart(remote.name, remote.url, access_of(remote)))
     except RemoteError:
         # said by whoever looks at it as a remote
         return False
@@ -150,10 +150,11 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
     """Pinned tags: decisions here, and in every remote that answers."""
     from ckptd.cli.text import say
     from ckptd.cli.verify_repair import look
+    from ckptd.core.decision import PINS
     from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.errors import CkptdError
 
-    decisions = read_decisions(state_dir) if state_dir is not None else []
+    decisions = read_decisions(state_dir, PINS) if state_dir is not None else []
     try:
         sights, _ = look(where)
     except CkptdError as error:

@@ -34,10 +34,12 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.inspect_look import look
         from ckptd.errors import DamagedError, UsageError
+        from ckptd.spawn import must_answer
 
         if "://" in folder:
             hint = f"ckptd list {folder}; of one checkpoint: ckptd convert --dry-run {folder} DST"
             raise UsageError(f"inspect looks at folders of this machine; {folder} is a URL", hint=hint)
+        must_answer(folder)
         seen = look(Path(folder))
         if as_json:
             print(json.dumps(seen.model_dump(mode="python"), indent=1))  # names need not be UTF-8

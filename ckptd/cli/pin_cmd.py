@@ -129,11 +129,11 @@ def _remotes_of(config: JobConfig) -> JobConfig:
 def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """The decision as the remotes hold it: a serial above every earlier one of its subject."""
     from ckptd.remote.access import access_of
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.observe import record, still_ours
-    from ckptd.remote.open import open_store
 
     for remote in _remotes_of(config).remotes:
-        store = open_store(remote.url, access=access_of(remote))
+        store = open_apart(remote.name, remote.url, access_of(remote))
         identity = still_ours(store, None)
         owner.must_own(remote.name, remote.url, identity)
         decision = record(store, decision, identity)
@@ -187,14 +187,15 @@ def _published_state(state_dir: Path, tag: str) -> str:
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
     """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    from ckptd.core.decision import PINS
     from ckptd.daemon.decisions import pinned_tags, read_decisions
     from ckptd.remote.access import access_of
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.observe import is_pinned
-    from ckptd.remote.open import open_store
 
-    if tag in pinned_tags(read_decisions(state_dir)):
+    if tag in pinned_tags(read_decisions(state_dir, PINS)):
         return
-    if not any(is_pinned(open_store(r.url, access=access_of(r)), tag) for r in _remotes_of(config).remotes):
+    if not any(is_pinned(open_apart(r.name, r.url, access_of(r)), tag) for r in _remotes_of(config).remotes):
         _must_exist(config, tag)
 
 
@@ -203,13 +204,13 @@ def _must_exist(config: JobConfig, tag: str) -> None:
     from ckptd.core.manifest import tag_problem
     from ckptd.errors import NotFoundError
     from ckptd.remote.access import access_of
-    from ckptd.remote.open import open_store
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.reader import read_remote
 
     if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
         return
     for remote in _remotes_of(config).remotes:
-        held = read_remote(open_store(remote.url, access=access_of(remote)))
+        held = read_remote(open_apart(remote.name, remote.url, access_of(remote)))
         if any(c.commit.tag == tag for c in held.commits):
             return
     msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"

@@ -73,12 +73,12 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
     from ckptd.daemon.setup import node_id_of
     from ckptd.errors import LockHeld
     from ckptd.remote.access import access_of
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.living import living
-    from ckptd.remote.open import open_store
     from ckptd.remote.takeover import identity_of
     from ckptd.words import ago
 
-    store = open_store(remote.url, access=access_of(remote))
+    store = open_apart(remote.name, remote.url, access_of(remote))
     found = identity_of(store)
     if found.job == config.name:
         return
@@ -94,10 +94,10 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
 def _one(config: JobConfig, remote: RemoteConfig, journal: Journal | None) -> str:
     """Take one remote over where it is another's; what was done."""
     from ckptd.remote.access import access_of
-    from ckptd.remote.open import open_store
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.takeover import identity_of, take_over
 
-    store = open_store(remote.url, access=access_of(remote))
+    store = open_apart(remote.name, remote.url, access_of(remote))
     found = identity_of(store)
     known_job = journal.meta(f"job_id:{remote.name}") if journal is not None else None
     known_remote = journal.meta(f"remote_id:{remote.name}") if journal is not None else None

@@ -6,7 +6,7 @@ daemon that is just starting finds it. SIGUSR1 means "look now".
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ckptd.core.planner import open_saves
 from ckptd.core.view import ZERO, ShipState
 from ckptd.daemon.linked import linked_here
 from ckptd.daemon.outlook import running_speed
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, RefusedError
 from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
 from ckptd.place import opened_ours
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from ckptd.daemon.job import Job
     from ckptd.daemon.state import JobState
+
+log = logging.getLogger("ckptd.control")
 
 FOLDER = "control"
 PAUSE, DRAIN = "pause.json", "drain.json"
@@ -88,6 +90,7 @@ class Control:
         self.pause: PauseFile | None = None
         self._drain: _Drain | None = None
         self._read: dict[str, tuple[int, int]] = {}
+        self._unread: dict[str, tuple[int, int]] = {}
 
     # --- what was asked --------------------------------------------------------------------------------
 
@@ -97,25 +100,48 @@ class Control:
         for name in (PAUSE, DRAIN):
             try:
                 status = os.stat(state_dir / FOLDER / name)
-            except OSError:
+            except (FileNotFoundError, NotADirectoryError):
+                self._unread.pop(name, None)
+                continue
+            except OSError as error:
+                self._say_once(name, (0, 0), error)
                 continue
             known = (status.st_mtime_ns, status.st_ino)
             if self._read.get(name) == known:
                 continue
-            self._read[name] = known
-            news = True
-            # what cannot be read asks for nothing
-            with contextlib.suppress(CkptdError, OSError, ValidationError):
+            try:
                 with opened_ours(state_dir / FOLDER) as fd:
                     data = files.read_beneath(fd, name, limit_bytes=_LIMIT_BYTES)
-                if name == PAUSE:
-                    said = PauseFile.model_validate_json(data)
-                    self.pause = said if said.is_paused else None
-                else:
-                    asked = DrainFile.model_validate_json(data)
-                    passed = max(0.0, time.time() - asked.asked_at_unix_seconds)
-                    self.begin_drain(asked.seconds, passed_seconds=passed)
+                self._take(name, data)
+            except (RefusedError, ValidationError) as error:
+                self._say_once(name, known, error)
+            except (CkptdError, OSError) as error:
+                # not marked as read: it is asked for until it could be read
+                self._say_once(name, known, error)
+                continue
+            self._read[name] = known
+            news = True
         return news
+
+    def _take(self, name: str, data: bytes) -> None:
+        """Obey what was read.
+
+        Raises:
+            ValidationError: no ckptd wrote it; it asks for nothing.
+        """
+        if name == PAUSE:
+            said = PauseFile.model_validate_json(data)
+            self.pause = said if said.is_paused else None
+        else:
+            asked = DrainFile.model_validate_json(data)
+            passed = max(0.0, time.time() - asked.asked_at_unix_seconds)
+            self.begin_drain(asked.seconds, passed_seconds=passed)
+
+    def _say_once(self, name: str, version: tuple[int, int], error: Exception) -> None:
+        """Log why a request was not obeyed, once for each file that was written."""
+        if self._unread.get(name) != version:
+            self._unread[name] = version
+            log.warning("the request in %s/%s cannot be read: %s", FOLDER, name, error)
 
     def begin_drain(self, seconds: float, *, passed_seconds: float = 0.0) -> None:
         """From now on, or from `passed_seconds` ago."""
@@ -138,8 +164,9 @@ class Control:
 
     @property
     def seconds_to_next(self) -> float:
-        """The deadline is noticed by itself; a drain is planned anew each second."""
-        return 1.0 if self.is_draining else 3600.0
+        """A drain is planned anew each second, and a request that could not be read is tried again."""
+        is_unread = any(self._read.get(name) != version for name, version in self._unread.items())
+        return 1.0 if self.is_draining or is_unread else 3600.0
 
     def pace(self, job: Job) -> None:
         """Make way for a save in flight (P11), in this job or on its disk, and for what a person asked."""

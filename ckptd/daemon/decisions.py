@@ -7,21 +7,26 @@ never ends a pin that a file here or a remote tells of.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.core import manifest as mf
 from ckptd.core.decision import PINS, Decision, newest_words
+from ckptd.core.names import decode_name
 from ckptd.errors import CkptdError
 from ckptd.place import opened_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from ckptd.journal import Journal
+
+log = logging.getLogger("ckptd.decisions")
 
 DECISIONS = "decisions"
 _DECISION_LIMIT_BYTES = 16 << 20
@@ -29,16 +34,73 @@ _SETTLED_NS = 2_000_000_000
 """A folder that changed later than this before it was read may change again under the same time."""
 
 
-def read_decisions(state_dir: Path) -> list[Decision]:
-    """Decision files of the state directory; an unreadable one is left out (its remote copy counts)."""
-    found: list[Decision] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """Decision files of a state directory, by name."""
+
+    read: Mapping[str, Decision]
+    named: Mapping[str, Decision]
+    """Pins whose files cannot be read: their names say the tag."""
+    unread: Mapping[str, OSError]
+    """What may be readable later (no free descriptor, an I/O error)."""
+
+    @property
+    def all(self) -> tuple[Decision, ...]:
+        return (*self.named.values(), *self.read.values())
+
+
+def read_decisions(state_dir: Path, kinds: Collection[str] | None = None) -> list[Decision]:
+    """Decision files of the state directory; of `kinds` alone, where given.
+
+    What no ckptd wrote is left out; of a pin that cannot be read the name counts.
+
+    Raises:
+        OSError: the folder, or another file in it, cannot be read.
+    """
+    own = _read(state_dir, kinds)
+    for error in (error for name, error in own.unread.items() if name not in own.named):
+        raise error
+    return list(own.all)
+
+
+def _read(
+    state_dir: Path, kinds: Collection[str] | None = None, known: Mapping[str, Decision] | None = None
+) -> _Own:
+    """Read them; a file that cannot be read now, and could before, says what it said then: none changes.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    read: dict[str, Decision] = {}
+    named: dict[str, Decision] = {}
+    unread: dict[str, OSError] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened_ours(state_dir / DECISIONS) as fd:
         for name in sorted(os.listdir(fd)):
-            if name.endswith(".json") and not name.startswith("."):
-                with contextlib.suppress(CkptdError, OSError):
-                    data = files.read_beneath(fd, name, limit_bytes=_DECISION_LIMIT_BYTES)
-                    found.append(mf.parse(Decision, data, name))
-    return found
+            is_one = name.endswith(".json") and not name.startswith(".")
+            if not is_one or (kinds is not None and name.partition("~")[0] not in kinds):
+                continue
+            try:
+                data = files.read_beneath(fd, name, limit_bytes=_DECISION_LIMIT_BYTES)
+                read[name] = mf.parse(Decision, data, name)
+            except FileNotFoundError:
+                continue
+            except (CkptdError, OSError) as error:
+                if isinstance(error, OSError):
+                    unread[name] = error
+                if known is not None and name in known:
+                    read[name] = known[name]
+                elif (pin := _named_pin(name)) is not None:
+                    named[name] = pin
+    return _Own(read=read, named=named, unread=unread)
+
+
+def _named_pin(name: str) -> Decision | None:
+    """What the name of a pin's file says of it; None: of another decision."""
+    kind, _, rest = name.removesuffix(".json").partition("~")
+    tag, _, serial = rest.rpartition("~")
+    if kind != "pin" or not tag:
+        return None
+    return Decision(kind="pin", tag=decode_name(tag), serial=int(serial) if serial.isdecimal() else 0)
 
 
 def write_decision(state_dir: Path, decision: Decision) -> None:
@@ -69,13 +131,19 @@ class Decisions:
         self._journal = journal
         self._state_dir = state_dir
         self._kept = newest_words(journal.decisions())
-        self._own: list[Decision] = []
+        self._own = _Own(read={}, named={}, unread={})
         self._read_as_of_ns: int | None = None
 
     def refresh(self, seen: list[Decision]) -> bool:
-        """Read own files again, beside what remotes showed; whether anything changed."""
+        """Read own files again, beside what remotes showed; whether anything changed.
+
+        Raises:
+            OSError: own files cannot be listed.
+        """
         self._keep(seen)
-        known = {(d.kind, d.tag, d.serial): d for d in [*seen, *self._read_own()]}
+        self._read_own()
+        told = [*self._own.named.values(), *seen, *self._own.read.values()]
+        known = {(d.kind, d.tag, d.serial): d for d in told}
         before, self.known = self.known, tuple(sorted(known.values(), key=lambda d: d.serial))
         return self.known != before
 
@@ -87,16 +155,19 @@ class Decisions:
                 self._journal.put_decision(decision)
                 self._kept = {**self._kept, tag: decision}  # another thread may read
 
-    def _read_own(self) -> list[Decision]:
-        """Those of the state directory, read when the folder has changed or may just be changing."""
+    def _read_own(self) -> None:
+        """Read the state directory's when the folder has changed or may just be changing, and again for as
+        long as a file of it could not be read.
+        """
         try:
             changed_ns = (self._state_dir / DECISIONS).stat().st_mtime_ns
-        except OSError:
-            return []
+        except (FileNotFoundError, NotADirectoryError):
+            self._own, self._read_as_of_ns = _Own(read={}, named={}, unread={}), None
+            return
         if changed_ns != self._read_as_of_ns:
-            self._read_as_of_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else None
-            self._own = read_decisions(self._state_dir)
-        return self._own
+            own = _read(self._state_dir, known=self._own.read)
+            is_settled = not own.unread and time.time_ns() - changed_ns > _SETTLED_NS
+            self._own, self._read_as_of_ns = own, changed_ns if is_settled else None
 
     @property
     def pins(self) -> frozenset[str]:
@@ -104,10 +175,15 @@ class Decisions:
         return self._pins(self.known)
 
     def is_pinned(self, tag: str) -> bool:
-        """Whether it is now: a pin may have come since the last turn (any thread)."""
-        if (own := read_decisions(self._state_dir)) != self._own:
+        """Whether it is now, or may be: a pin may have come since the last turn (any thread)."""
+        try:
+            own = _read(self._state_dir, known=self._own.read)
+        except OSError as error:
+            log.warning("%s counts as pinned: decisions cannot be read: %s", tag, error)
+            return True
+        if own.all != self._own.all:
             self._read_as_of_ns = None  # whatever the folder's time says
-        return tag in self._pins((*self.known, *own))
+        return tag in self._pins((*self.known, *own.all))
 
     @property
     def words(self) -> tuple[Decision, ...]:
@@ -118,7 +194,9 @@ class Decisions:
         newest = newest_words([*self._kept.values(), *self.known]).values()
         # an unpin that the journal alone has ends no pin, there either
         words = [word for word in newest if (word.kind == "pin") == (word.tag in pins)]
-        return (*words, *(d for d in self._own if d.kind not in PINS and _is_to_publish(d)))
+        # a name does not say who pinned it, and when
+        words = [word for word in words if word not in self._own.named.values()]
+        return (*words, *(d for d in self._own.read.values() if d.kind not in PINS and _is_to_publish(d)))
 
     def _pins(self, known: tuple[Decision, ...]) -> frozenset[str]:
         # the journal alone ends no pin: a remote that was made anew may count its serials from lower ones

@@ -40,7 +40,11 @@ class FirstStart:
         self._settled: Decision | None = None
 
     def settled(self, *, has_heard_all: bool) -> Decision | None:
-        """The decision; None: a remote may have it and has not answered."""
+        """The decision; None: a remote may have it and has not answered.
+
+        Raises:
+            OSError: it may be recorded here, and that cannot be read now.
+        """
         if self._settled is None:
             self._settled = self._recorded_here()
         if self._settled is None and has_heard_all:
@@ -56,7 +60,8 @@ class FirstStart:
         return self._settled is not None and tag in self._settled.committed
 
     def _recorded_here(self) -> Decision | None:
-        return self._newest(read_decisions(self._state_dir), is_any_place=self._beginning.holds_state)
+        recorded = read_decisions(self._state_dir, ("first-start",))
+        return self._newest(recorded, is_any_place=self._beginning.holds_state)
 
     def _recorded_in_remote(self) -> Decision | None:
         seen = [link.observation for link in self._links.values() if link.observation is not None]
@@ -72,7 +77,7 @@ class FirstStart:
 
     def _record(self) -> Decision:
         seen = [link.observation for link in self._links.values() if link.observation is not None]
-        own = read_decisions(self._state_dir)
+        own = read_decisions(self._state_dir, ("adopt",))
         known = [*own, *(d for one in seen for d in one.decisions)]
         # said here while remotes were waited for: of what is recorded now
         meant = {one.at for one in own if one.serial > self._beginning.since_ns}

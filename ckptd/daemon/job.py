@@ -78,8 +78,10 @@ class Job:
         post: Callable[[Callable[[], None]], None],
         *,
         is_patient: bool = True,
+        apart_from: tuple[str, ...] = (),
     ) -> None:
         self.config = config
+        self._apart_from = apart_from
         self.state_dir = state_dir
         self.problems = Problems()
         self.state: JobState | None = None
@@ -160,8 +162,12 @@ class Job:
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
+        # the state directory of save_dir's own kind lies inside save_dir
+        apart_from = (str(self.state_dir), *self._apart_from)
         for remote in self.config.remotes:
-            settings = remote_settings(self.config, remote, journal, node=self.node, node_id=node_id)
+            settings = remote_settings(
+                self.config, remote, journal, node=self.node, node_id=node_id, apart_from=apart_from
+            )
             heard = on_attached(self, remote.name)
             own = (settings, self.problems, self.patience.post, heard, self.wake)
             self.links[remote.name] = RemoteLink(*own, remote.bandwidth, self._totals.places)

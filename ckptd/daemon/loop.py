@@ -33,10 +33,11 @@ from ckptd.local.state_dir import state_dir_of
 from ckptd.observe.logs import about
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.config import LoadedConfig
     from ckptd.config_model import JobConfig
+    from ckptd.daemon.reload import Changes
 
 log = logging.getLogger("ckptd")
 
@@ -136,7 +137,15 @@ class Daemon:
             where = (config.save_dir, config.name, self._loaded.daemon.state_dir, self._environ)
             state_dir = state_dir_of(*where, jobs_in_daemon=self._loaded.jobs_in_daemon)
             shared = (self._totals, self._workers, self._queue.put)
-            job = Job(config, self._loaded.daemon, state_dir, *shared, is_patient=not self._once)
+            others = tuple(str(one.save_dir) for one in self._loaded.jobs if one.name != config.name)
+            job = Job(
+                config,
+                self._loaded.daemon,
+                state_dir,
+                *shared,
+                is_patient=not self._once,
+                apart_from=others,
+            )
             job.open()
         except (CkptdError, OSError) as error:
             told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
@@ -166,7 +175,8 @@ class Daemon:
         self._service.reloading()
         failed: str | None = None
         try:
-            failed = self._apply_again(is_asked=True)
+            if self._load_again is not None:
+                failed = self._apply(self._load_again(), [job.config for job in self.jobs])
         except CkptdError as error:
             failed = str(error)
             log.error("reload refused, everything goes on as it was: %s", error)
@@ -174,22 +184,15 @@ class Daemon:
         self._publish(is_urgent=True)
         self._service.ready()
 
-    def _apply_again(self, *, is_asked: bool) -> str | None:
-        """Close, start, keep; what was refused in words."""
-        if self._load_again is None:
-            return None
-        loaded = self._load_again()
-        old = self._loaded
-        found = changes(
-            [job.config for job in self.jobs], loaded, is_daemon_changed=loaded.daemon != old.daemon
-        )
-        if not is_asked and not found.close and not found.start:
-            return None
+    def _apply(self, loaded: LoadedConfig, known: Sequence[JobConfig]) -> str | None:
+        """Close, start, keep what differs between `known` and `loaded`; return what was refused, in words."""
+        found = changes(known, loaded, is_daemon_changed=loaded.daemon != self._loaded.daemon)
         self._loaded = loaded
         self._totals.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
         self._exporter.change(loaded.daemon.metrics)
-        self.invalid = [Invalid(path.stem, str(path), error, time.time()) for path, error in found.refused]
+        before = {one.save_dir: one for one in self.invalid}
+        self.invalid = self._still_invalid(found)
         closed = [job for job in self.jobs if job.config.save_dir in found.close]
         anew = {config.save_dir for config in found.start}
         gone = [job for job in closed if job.config.save_dir not in anew]
@@ -200,7 +203,7 @@ class Daemon:
             job.close()
             self.jobs.remove(job)
         for config in found.start:
-            self._open_job(config)
+            self._open_job(config, before.get(str(config.save_dir)))
         for job in self.jobs:
             refused = found.kept.get(job.config.save_dir)
             if refused is None:
@@ -213,6 +216,20 @@ class Daemon:
         for error in wrong:
             log.error("refused, what runs goes on as it was: %s", error)
         return str(wrong[0]) if wrong else None
+
+    def _still_invalid(self, found: Changes) -> list[Invalid]:
+        """What is wrong after a change: files that are refused, and jobs that it leaves as they are.
+
+        What was wrong before in the same words is so since then.
+        """
+        before = {one.save_dir: one for one in self.invalid}
+        wrong = []
+        for path, error in found.refused:
+            known = before.get(str(path))
+            is_same = known is not None and str(known.error) == str(error)
+            wrong.append(known if known and is_same else Invalid(path.stem, str(path), error, time.time()))
+        left = {str(job.save_dir) for job in self._loaded.jobs} - {str(job.save_dir) for job in found.start}
+        return wrong + [one for one in self.invalid if one.save_dir in left]
 
     def _look_for_matches(self, now: float) -> None:
         """What a glob matches by now becomes a job, and what a lock, a disk or rights kept from being one."""
@@ -227,10 +244,10 @@ class Daemon:
                 self._open_job(config, before)
         if not self._loaded.has_globs:
             return
-        try:
-            self._apply_again(is_asked=False)
-        except CkptdError as error:
-            log.warning("the configuration is not used: %s", error)
+        # the files as a person last had them read: half an edit is nobody's wish
+        loaded = self._loaded.expanded_again(self._environ)
+        if (loaded.jobs, _words(loaded)) != (self._loaded.jobs, _words(self._loaded)):
+            self._apply(loaded, self._loaded.jobs)
 
     def _on_stop(self) -> None:
         if self._drain_seconds and self._deadline is None:
@@ -347,3 +364,8 @@ class Daemon:
             if code in codes:
                 return code
         return max(codes, default=0)
+
+
+def _words(loaded: LoadedConfig) -> list[tuple[str, str]]:
+    """What is wrong with which file; errors of two readings are never equal themselves."""
+    return [(str(path), str(error)) for path, error in loaded.problems]

@@ -98,6 +98,7 @@ def remote_settings(
     *,
     node: str,
     node_id: str,
+    apart_from: tuple[str, ...] = (),
 ) -> m.RemoteSettings:
     """What a remote's child is told: the job file's words, and the identity seen before (P2)."""
     return m.RemoteSettings(
@@ -110,6 +111,7 @@ def remote_settings(
         abilities=_abilities_of(journal, remote),
         same_filesystem=remote.same_filesystem,
         save_dir=str(config.save_dir),
+        apart_from=apart_from,
         verify=remote.verify,
         access=access_of(remote),
         bytes_per_second=remote.bandwidth.at(time.time()),

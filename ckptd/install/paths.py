@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_values import url_path
 from ckptd.place import OURS
+from ckptd.spawn import must_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +42,7 @@ def _of_job(job: JobConfig) -> Iterable[Path]:
     for remote in job.remotes:
         place = url_path(remote.url)
         if place is not None:
+            must_answer(str(place))
             yield _present(place)
 
 

@@ -267,7 +267,7 @@ def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | 
         answers.append(answer)
         answered.set()
 
-    client = RemoteClient(settings, on_answer)
+    client = RemoteClient(settings, on_answer, has_stderr=False)
     try:
         client.submit(Attach(settings=settings))
         if not answered.wait(timeout_seconds):

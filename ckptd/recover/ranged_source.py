@@ -19,8 +19,9 @@ from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.recover.mirrored import RemoteFile, RemoteSource, of_commit, of_manifest, source_of
 from ckptd.recover.sight import look_at_remote
 from ckptd.remote.access import Access, access_of
+from ckptd.remote.apart import open_apart
 from ckptd.remote.documents import IDENTITY_KEY
-from ckptd.remote.open import is_s3, open_store
+from ckptd.remote.open import is_s3
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +75,7 @@ def directory_remote(folder: Path) -> str | None:
 def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
     """True when a remote of ckptd has its root there."""
     try:
-        return open_store(url, access=access).get(IDENTITY_KEY) is not None
+        return open_apart(url, url, access).get(IDENTITY_KEY) is not None
     except CkptdError:
         if must_answer:
             raise
@@ -112,7 +113,7 @@ def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
 def _plain(url: str, access: Access) -> RemoteSource:
     """Any folder of shards, or one with `latest`."""
     above = ancestors(url)[1:2]
-    store = open_store(above[0] if above else url, access=access)
+    store = open_apart(url, above[0] if above else url, access)
     head = f"{url.rpartition('/')[2]}/" if above else ""
     listed = {info.key[len(head) :]: info for info in store.list(head)}
     name = url.rpartition("/")[2]

@@ -178,7 +178,8 @@ class Restore:
             msg = f"{self._dir} lies inside the save_dir of job {job.name}"
             raise RefusedError(msg, hint="what lies there is taken for checkpoints; choose another directory")
         remotes = [directory_path(remote.url) for remote in self._where.remotes]
-        for root in (Path(os.path.realpath(path)) for path in remotes if path is not None):
+        # by spelling: a remote that hangs is not touched here; the links of DIR itself are resolved
+        for root in (Path(os.path.normpath(path)) for path in remotes if path is not None):
             if root == self._dir or root in self._dir.parents or self._dir in root.parents:
                 msg = f"{self._dir} and the remote {root} lie one inside the other"
                 raise RefusedError(msg, hint="choose a directory outside the remote")

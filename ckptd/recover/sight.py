@@ -24,8 +24,8 @@ from ckptd.place import opened_ours
 from ckptd.recover.standing import Memory
 from ckptd.recover.trust import distrust, path_problem
 from ckptd.remote.access import Access
+from ckptd.remote.apart import open_apart
 from ckptd.remote.documents import IDENTITY_KEY, stem_of
-from ckptd.remote.open import open_store
 from ckptd.remote.reader import live_commits, manifests_of, read_remote
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def look_at_remote(
     Raises:
         RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
     """
-    store = open_store(url, access=access)
+    store = open_apart(name, url, access)
     try:
         observation = read_remote(store, is_tolerant=is_tolerant)
     except RemoteNotOurs as error:

@@ -30,6 +30,7 @@ from ckptd.recover.owner import owner_of, state_dir_hint
 from ckptd.recover.sight import is_gone, look_at_remote
 from ckptd.recover.steps import Convert, ConvertFrom, Fetch, RestoreExtras
 from ckptd.remote.access import access_of
+from ckptd.spawn import must_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,8 @@ def where_of(
     Raises:
         NotFoundError: no such job, it has no remote, or none of that name (66).
     """
+    if "://" not in job and "/" in job:
+        must_answer(job)
     if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
         url = job if "://" in job else str(Path(job).absolute())
         return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)

@@ -7,6 +7,7 @@ machine. So a directory becomes a remote only on a file system of its own, and o
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shlex
 from datetime import UTC, datetime
@@ -47,6 +48,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
     """
     path = directory_path(settings.url)
     if path is not None:
+        _check_apart(path, settings)
         _prepare_root(path, settings)
     found = read_identity(store)
     initialised = False
@@ -131,8 +133,32 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
     if not settings.may_initialise:
         msg = f"{store.url} has no {IDENTITY_KEY}"
         raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
+    if path is not None:
+        _check_outer(path)
     if path is not None and not settings.same_filesystem:
         _check_place(path, settings)
+
+
+def _check_apart(path: Path, settings: RemoteSettings) -> None:
+    """Refuse a root that lies in a local directory of ckptd, or around one, once symlinks are resolved (H6).
+
+    The configuration compared the spellings; only this process may touch the path of a remote.
+    """
+    root = Path(os.path.realpath(path))
+    for local in (settings.save_dir, *settings.apart_from):
+        other = Path(os.path.realpath(local))
+        if root == other or other in root.parents or root in other.parents:
+            msg = f"{path} is {root}, and {local} lies there too: one lies inside the other"
+            raise RemoteNotOurs(msg, hint="no URL, save_dir or state directory may lie inside another")
+
+
+def _check_outer(path: Path) -> None:
+    """Refuse to begin a remote inside another one: that one's daemon keeps what lies there (H6)."""
+    root = Path(os.path.realpath(path))
+    for outer in root.parents:
+        if os.path.lexists(outer / IDENTITY_KEY):
+            msg = f"{path} lies inside the remote {outer}"
+            raise RemoteNotOurs(msg, hint="no URL, save_dir or state directory may lie inside another")
 
 
 def _prepare_root(path: Path, settings: RemoteSettings) -> None:
@@ -153,6 +179,7 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
         if not settings.may_initialise:
             msg = f"{path} is not there"
             raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
+        _check_outer(path)
         if not settings.same_filesystem:
             _check_place(parent, settings)
         path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)

@@ -75,7 +75,7 @@ class _Output:
 
 def main() -> None:
     """Serve until the input ends."""
-    _end_with_parent()
+    end_with_parent()
     threading.excepthook = _end_by_bug
     output = _Output()
     window_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES
@@ -138,7 +138,7 @@ def _end_by_bug(args: threading.ExceptHookArgs) -> None:
     os._exit(_EX_SOFTWARE)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Die with the parent process, not with the thread of it that started us; leave Ctrl-C to it."""
     parent = os.getppid()
 

@@ -105,8 +105,13 @@ class RemoteClient:
         *,
         window_bytes: int = WINDOW_BYTES,
         making: str | None = None,
+        has_stderr: bool = True,
     ) -> None:
-        """`making`: the module whose `opened` makes forms while they are sent; None: only files are sent."""
+        """`making`: the module whose `opened` makes forms while they are sent; None: only files are sent.
+
+        Without `has_stderr` a child that a dead mount keeps from dying holds no stream of a command open.
+        """
+        self._stderr = None if has_stderr else subprocess.DEVNULL
         self._settings = settings
         self._window_bytes = window_bytes
         self._on_answer = on_answer
@@ -248,6 +253,7 @@ class RemoteClient:
             [sys.executable, "-m", CHILD, str(self._window_bytes), *([self._making] if self._making else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._stderr,
             env=clean_environment(self._settings.url),
             cwd="/",
             close_fds=True,

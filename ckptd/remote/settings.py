@@ -42,6 +42,8 @@ class RemoteSettings(Model):
     same_filesystem: bool = False
     save_dir: str
     """To prove that a directory remote lies on another file system (H5)."""
+    apart_from: tuple[str, ...] = ()
+    """Local directories that a directory remote, symlinks resolved, may neither lie in nor hold (H6)."""
     verify: Literal["auto", "read-back", "none"] = "auto"
     access: Access = Access()
     bytes_per_second: int | None = None

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,6 +279,35 @@ def test_a_glob_makes_a_job_of_each_directory_also_later(house: House) -> None:
     house.save("b")
     house.wait("the second", lambda: house.committed("b"))
     assert set(house.jobs()) == {"runs-a", "runs-b"}
+
+
+def test_no_edit_counts_before_a_reload(house: House) -> None:
+    """A new directory of a glob becomes a job; a limit that an operator is still typing deletes nothing."""
+    for name in ("one", "runs/a"):
+        (house.root / "nvme" / name).mkdir(parents=True)
+    house.job("one")
+    house.job("bad", 'save_total_limit = "many"')
+    house.job("runs", save_dir=f"{house.root}/nvme/runs/*", url=f"{house.root}/nas/{{dir}}")
+    house.start()
+    for step in (1, 2, 3):
+        house.save("one", step)
+        house.wait("the commit", partial(house.committed, "one", step))
+    refused_since = house.jobs()["bad"]["problems"][0]["since"]
+    house.job("one", "[local]\nsave_total_limit = 1\n")
+    house.job("bad")
+    (house.config / "jobs.d" / "half.toml").write_text("save_dir = ")
+    (house.root / "nvme" / "runs" / "b").mkdir()
+    house.wait("the new directory's job", lambda: "runs-b" in house.jobs())
+    house.save("one", 4)
+    house.wait("the commit", lambda: house.committed("one", 4))
+    time.sleep(2)
+    kept = sorted(path.name for path in (house.root / "nvme" / "one").glob("global_step*"))
+    assert kept == [f"global_step{step}" for step in (1, 2, 3, 4)]
+    assert house.jobs()["bad"]["problems"][0]["since"] == refused_since
+    assert "half" not in house.jobs()
+    house.reload("one")
+    house.wait("the limit", lambda: len(list((house.root / "nvme" / "one").glob("global_step*"))) == 1)
+    assert {"bad", "half"} <= set(house.jobs())
 
 
 def test_a_glob_without_dir_in_the_url_is_refused(house: House) -> None:

@@ -21,8 +21,8 @@ import pytest
 
 from ckptd.daemon import backoff, links, standstill
 from ckptd.errors import NoSpaceError, StorageError
+from tests.faults.hanging import sshfs
 from tests.faults.transfer_rig import BIG, Rig
-from tests.stores.sshd import sshd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.root]
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 MEGABYTES = 4
-_START_SECONDS = 200.0
 _CALL = re.compile(r"(\w+)(?:\(| resumed>)")
 """In a line of strace: whole, or the end of one that was interrupted."""
 
@@ -191,25 +190,8 @@ def test_a_squashed_root_and_missing_links_are_said(nas: Nas) -> None:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """A FUSE mount over a real SSH server, and the process that serves it."""
-    point = tmp_path / "mnt"
-    point.mkdir()
-    with sshd(tmp_path / "server") as server:
-        options = f"port={server.port},IdentityFile={server.key},StrictHostKeyChecking=yes"
-        known = f"UserKnownHostsFile={server.key.parent}/known_hosts"
-        source = f"{server.url().split('@')[0].removeprefix('sftp://')}@127.0.0.1:{server.files}"
-        process = subprocess.Popen(["sshfs", "-f", source, str(point), "-o", f"{options},{known}"])
-        end = time.monotonic() + _START_SECONDS
-        while not os.path.ismount(point):
-            assert time.monotonic() < end, "sshfs does not mount"
-            assert process.poll() is None
-            time.sleep(0.05)
-        try:
-            yield point, process
-        finally:
-            process.send_signal(signal.SIGCONT)
-            subprocess.run(["umount", "-l", str(point)], check=False)
-            process.terminate()
-            process.wait(10)
+    with sshfs(tmp_path) as (point, process, _):
+        yield point, process
 
 
 def test_a_mount_that_hangs_hurts_only_its_own_child(

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.core.view import ZERO
-from ckptd.daemon.beginning import Beginning, beginning, place_of
+from ckptd.daemon.beginning import Beginning, beginning
 from ckptd.daemon.decisions import read_decisions
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
+from ckptd.local.run_file import place_of
 from ckptd.remote import messages as m
 from tests.unit.test_daemon_links import IDENTITY, Scene
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from ckptd.config import (
     load_daemon,
     load_job,
     load_job_file,
+    load_jobs,
     resolve_job,
 )
 from ckptd.config_explain import toml_keys
@@ -25,7 +28,7 @@ from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfi
 from ckptd.config_places import command_for
 from ckptd.config_s3 import S3Keys
 from ckptd.config_template import daemon_template, job_template
-from ckptd.errors import ConfigError, NotFoundError
+from ckptd.errors import CkptdError, ConfigError, NotFoundError
 from ckptd.remote.access import Access, access_of
 from tests.unit.config_files import base, refusal, write
 
@@ -550,3 +553,31 @@ def test_a_file_that_cannot_be_read_stops_its_own_job_alone(tmp_path: Path, base
     assert resolve_job("llama", {}, config_dir=tmp_path / "conf").name == "llama"
     with pytest.raises(ConfigError, match="symbolic links"):
         resolve_job("loop", {}, config_dir=tmp_path / "conf")
+
+
+@pytest.mark.timeout(60)
+def test_each_job_file_is_read_once(tmp_path: Path) -> None:
+    """A second reading may find another file, or none: a pipe gives its content to one reader alone."""
+    path = tmp_path / "runs.toml"
+    (tmp_path / "nvme" / "a").mkdir(parents=True)
+    text = (
+        f'save_dir = "{tmp_path}/nvme/*"\n'
+        f'[[remote]]\nname = "nas"\nurl = "{tmp_path}/nas/{{dir}}"\nsame_filesystem = true\n'
+    )
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(text,), daemon=True)
+    writer.start()
+    loaded = load_jobs([path], DaemonConfig(state_dir=tmp_path / "state"), {})
+    writer.join()
+    assert [job.name for job in loaded.jobs] == ["runs-a"]
+    assert loaded.glob_roots == (f"{tmp_path}/nvme",)
+    (tmp_path / "nvme" / "b").mkdir()
+    path.unlink()
+    assert [job.name for job in loaded.expanded_again({}).jobs] == ["runs-a", "runs-b"]
+
+
+def test_a_jobs_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
+    """Nothing tells which jobs there are: a reload must not end them all."""
+    (tmp_path / "jobs.d").write_text("")
+    with pytest.raises(CkptdError, match=r"listing .*jobs\.d"):
+        load_all(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,9 @@ from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.runs import claim_run, newest_run, read_runs
 
-A = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}
-B = {"node": "b", "node_id": "idb", "host": "hb", "user": "bob", "save_dir": "/b/output"}
-HALVES = {"is_whole": False, "grid": (2, 1, 3)}
+A: dict[str, Any] = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}
+B: dict[str, Any] = {"node": "b", "node_id": "idb", "host": "hb", "user": "bob", "save_dir": "/b/output"}
+HALVES: dict[str, Any] = {"is_whole": False, "grid": (2, 1, 3)}
 
 
 def row(number: int = 1, run_id: str = "r1", **more: object) -> Row:
@@ -123,7 +124,7 @@ def test_a_document_of_an_older_release_is_of_the_first_run() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
-    found = DirectoryStore(tmp_path)
+    found = DirectoryStore(str(tmp_path))
     identity = RemoteIdentity(remote_id="r", job_id="j", job="output", created="2026-01-01T00:00:00Z")
     found.put("_ckptd/remote.json", to_bytes(identity))
     return found

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,37 @@ def test_what_cannot_be_read_asks_for_nothing(tmp_path: Path, data: bytes) -> No
     assert one.refresh(tmp_path)
     assert one.pause is not None
     assert not one.is_draining
+
+
+def test_a_request_that_cannot_be_read_now_is_obeyed_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process without free descriptors reads nothing; the same file counts once there are some."""
+    paused(tmp_path)
+    write_control(tmp_path, DRAIN, DrainFile(asked_at_unix_seconds=time.time(), seconds=30.0))
+    one = Control()
+    with no_free_descriptor(), caplog.at_level("WARNING", logger="ckptd.control"):
+        assert not one.refresh(tmp_path)
+        assert not one.refresh(tmp_path)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "the request in control/pause.json cannot be read",
+        "the request in control/drain.json cannot be read",
+    ]
+    assert (one.pause, one.is_draining, one.seconds_to_next) == (None, False, 1.0)
+    assert one.refresh(tmp_path)
+    assert one.pause is not None
+    assert one.is_draining
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """Let no file be opened (EMFILE)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ import pytest
 from ckptd.core.decision import Decision
 from ckptd.core.listing import SaveDirListing
 from ckptd.core.view import ZERO
-from ckptd.daemon.beginning import FirstLook, beginning, place_of
+from ckptd.daemon.beginning import FirstLook, beginning
 from ckptd.daemon.decisions import read_decisions, write_decision
 from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.state import JobState
 from ckptd.journal import Journal
+from ckptd.local.run_file import place_of
 from ckptd.remote import messages as m
 from tests.unit.core_views import sealed
 from tests.unit.recover_scene import Scene

@@ -155,3 +155,29 @@ def test_a_full_remote_is_attached_with_what_it_was_seen_to_do(node: Node, tmp_p
         assert (again.identity, again.abilities) == (first.identity, first.abilities)
     finally:
         subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def test_a_symlink_into_a_local_directory_is_found_where_the_remote_is_attached(
+    node: Node, tmp_path: Path
+) -> None:
+    """The configuration compares spellings alone; nothing is written there, nor inside another remote."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "save")
+    state = tmp_path / "state"
+    state.mkdir()
+    for url, more in (
+        (link / "nas", {}),
+        (link, {}),
+        (tmp_path, {}),
+        (state / "nas", {"apart_from": (str(state),)}),
+    ):
+        with pytest.raises(RemoteNotOurs, match="lies there too"):
+            do(node, url, **more)
+    assert list((tmp_path / "save").iterdir()) == []
+    assert list(state.iterdir()) == []
+    do(node, tmp_path / "nas")
+    inner = tmp_path / "inner"
+    inner.symlink_to(tmp_path / "nas")
+    with pytest.raises(RemoteNotOurs, match=f"lies inside the remote {tmp_path / 'nas'}"):
+        do(node, inner / "second")
+    assert not (tmp_path / "nas" / "second").exists()

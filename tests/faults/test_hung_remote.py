@@ -1,0 +1,125 @@
+"""A directory remote that hangs costs a start of the daemon nothing, and each command a limited time.
+
+The mount is sshfs over a real SSH server that is stopped: a call that waits for it is not ended by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.harness import RUN, made_before, node
+from tests.faults.hanging import sshfs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.harness import Node
+    from tests.stores.sshd import Sshd
+
+pytestmark = [pytest.mark.faults, pytest.mark.root]
+real_saves = made_before(RUN)
+
+_QUICK = (
+    "from ckptd import spawn; from ckptd.recover import check; from ckptd.__main__ import entry\n"
+    "spawn.SAID_SECONDS, spawn.LIMIT_SECONDS, check.REMOTE_SECONDS = 2.0, 10.0, 10.0\nentry()"
+)
+"""ckptd with shorter limits than 5 s and 30 s."""
+_PATIENCE_SECONDS = 90.0
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[tuple[Node, Path, Sshd]]:
+    """A node whose first remote lies on the mount; both remotes hold step 1 when the server stops."""
+    with sshfs(tmp_path) as (point, _, server), node(tmp_path / "node") as here:
+        (tmp_path / "second").mkdir()
+        second = f'[[remote]]\nname = "second"\nurl = "{tmp_path}/second/run"\nsame_filesystem = true\n'
+        forms = 'forms = ["zero"]\n'
+        here.url = f"{point}/run"
+        here.write_job(local="forms = []\nsave_total_limit = 2", remote=f"{forms}{second}{forms}")
+        here.save(1)
+        assert here.once() == 0, here.log.read_text()
+        server.stop_answering(is_stopped=True)
+        try:
+            yield here, tmp_path / "second" / "run", server
+        finally:
+            server.stop_answering(is_stopped=False)
+
+
+def test_each_command_names_the_remote_and_ends(hung: tuple[Node, Path, Sshd]) -> None:
+    """What the other remote can answer is answered, else 69."""
+    here, second, _ = hung
+    job, nas = str(here.job_file), here.url
+    expected = {
+        ("resume", job): 0,
+        ("resume", job, "--remote", "second"): 0,
+        ("list", job): 69,
+        ("verify", job): 69,
+        ("check", job): 69,
+        ("gc", job, "--dry-run"): 69,
+        ("pin", job, "global_step9"): 69,
+        ("takeover", job): 69,
+        ("restore", job, "global_step1", "--to", str(here.save_dir.parent / "restored")): 0,
+        ("list", nas): 69,
+        ("status", nas): 69,
+        ("inspect", f"{nas}/global_step1"): 69,
+        ("convert", "--dry-run", f"{nas}/global_step1", str(here.save_dir.parent / "universal")): 69,
+    }
+    begun = time.monotonic()
+    running = {words: _start(*words) for words in expected}
+    found: dict[tuple[str, ...], int | None] = {}
+    said: dict[tuple[str, ...], str] = {}
+    for words, process in running.items():
+        try:
+            out, err = process.communicate(timeout=max(1.0, _PATIENCE_SECONDS - (time.monotonic() - begun)))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            found[words], said[words] = None, "no end"
+        else:
+            found[words], said[words] = process.returncode, out + err
+    assert found == expected, said
+    for words in expected:
+        if words[-1] != "second":
+            assert "did not answer within 10 s" in said[words], (words, said[words])
+            assert "nas" in said[words]
+    assert "remote nas has not answered for 2 s" in said["list", job]
+    assert f"remote nas ({nas}) did not answer within 10 s" in said["resume", job]
+    assert str(second) not in said["resume", job], "nothing is wrong with the other one"
+
+
+def test_a_daemon_starts_and_reloads_while_it_hangs(hung: tuple[Node, Path, Sshd]) -> None:
+    """It seals, the other remote gets the save; the hung one catches up when it answers again."""
+    here, second, server = hung
+    begun = time.monotonic()
+    process = here.start()
+    assert time.monotonic() - begun < _PATIENCE_SECONDS / 2
+    commits = second / "_ckptd" / "commits"
+    here.save(2)
+    here.wait("step 2 in the other remote", lambda: (commits / "global_step2~g1~zero.json").exists(), 90)
+    mark = here.log.read_text().count("watching")
+    process.send_signal(signal.SIGHUP)
+    here.save(3)
+    here.wait("step 3 in the other remote", lambda: (commits / "global_step3~g1~zero.json").exists(), 90)
+    assert process.poll() is None
+    assert mark >= 1
+    server.stop_answering(is_stopped=False)
+    ours = here.url + "/_ckptd/commits/global_step3~g1~zero.json"
+    here.wait("step 3 in the one that hung", lambda: os.path.exists(ours), 240)
+
+
+def _start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _QUICK, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"},
+    )
