@@ -65,7 +65,7 @@ _FETCHED = "resume."
 
 
 class Execution:
-    """Executes steps in one save_dir. `on_progress(what, bytes_done, bytes_total)`; `say`: each that is done."""
+    """Executes steps in one save_dir. `on_progress(what, bytes_done, bytes_total)`, `say(what is done)`."""
 
     def __init__(
         self,
@@ -113,8 +113,10 @@ class Execution:
         if not self._left:
             return "stopped: every step was done"
         left = ", ".join(str(step) for step in self._left)
-        staged = [name for name in names_in(self._fd, STAGING) if name.startswith(_FETCHED)]
-        lies = f"; what was fetched lies in {path_of(self._save_dir, STAGING)}, and is not fetched again"
+        staging, staged = path_of(self._save_dir, STAGING), False
+        with contextlib.suppress(OSError):  # by its path: save_dir is closed by now
+            staged = any(name.startswith(_FETCHED) for name in os.listdir(staging))
+        lies = f"; what was fetched lies in {staging}, and is not fetched again"
         return f"stopped, and this was not done: {left}{lies if staged else ''}"
 
     def _times_of(self, steps: Sequence[Step]) -> dict[str, tuple[int, int]]:

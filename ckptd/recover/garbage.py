@@ -137,15 +137,15 @@ class Collector:
         if under_way:
             tags = ", ".join(sorted({one.tag for one in under_way.values()}))
             self._say(
-                f"{sight.name}: {_counted(under_way, found)} are of this node's uploads that are not finished "
-                f"({tags}); its daemon goes on with them"
+                f"{sight.name}: {_counted(under_way, found)} are of this node's uploads that are not "
+                f"finished ({tags}); its daemon goes on with them"
             )
         if ended:
             self._ended[sight.name] = _Ended(found=found, sent=tuple(ended.values()))
         if left:
             self._say(
-                f"{sight.name}: {_counted(left, found)} are in no manifest, and this node did not send them as "
-                "far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
+                f"{sight.name}: {_counted(left, found)} are in no manifest, and this node did not send them "
+                "as far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
             )
 
     def gone(self, sight: RemoteSight, node: str) -> None:

@@ -485,8 +485,14 @@ def journal_of(scene: RepairScene, tag: str = "global_step7") -> tuple[Journal, 
 
 def sent(journal: Journal, save_id: int, key: str, size: int, *, is_whole: bool) -> None:
     """An object as the daemon notes it."""
-    proof = "read-back" if is_whole else None
-    row = ObjectRow(key=key, bytes=size, flushed_bytes=size, crc64="0" * 16, proof=proof, token="")
+    row = ObjectRow(
+        key=key,
+        bytes=size,
+        flushed_bytes=size,
+        crc64="0" * 16,
+        proof="read-back" if is_whole else None,
+        token="",
+    )
     journal.put_object(save_id, "nas", "zero", row)
 
 

@@ -187,13 +187,13 @@ def test_a_changed_url_is_named_by_check(scene: Scene) -> None:
     run = ("run", scene.save_dir, scene.nas, "--same-filesystem", "--once")
     assert ckptd(scene, *run, CKPTD_SETTLE="1s").returncode == 0
     new = scene.root / "nas" / "new"
-    again = ("check", scene.save_dir, new, "--same-filesystem")
-    done = ckptd(scene, *again)
+    again = ("check", scene.save_dir, new)
+    done = ckptd(scene, *again, CKPTD_REMOTE_SAME_FILESYSTEM="true")
     assert done.returncode != 0
     assert str(scene.nas) in done.stdout + done.stderr
     assert "its url was changed" in " ".join((done.stdout + done.stderr).split())
     assert "had one before" not in done.stdout + done.stderr
-    named = ckptd(scene, *again, CKPTD_REMOTE_NAME="second")
+    named = ckptd(scene, *again, CKPTD_REMOTE_SAME_FILESYSTEM="true", CKPTD_REMOTE_NAME="second")
     assert "its url was changed" not in " ".join(named.stdout.split()), named
 
 
