@@ -77,13 +77,13 @@ def _s3fs(endpoint: str) -> Any:
 
 
 def s3fs_up(folder: Path, prefix: str, endpoint: str) -> Callable[[], None]:
-    """put of the folder."""
+    """put of the folder, with its defaults: parts of 50 MiB, ten of each file and all files at once."""
     system = _s3fs(endpoint)
     return lambda: system.put(f"{folder}/", f"{BUCKET}/{prefix}/", recursive=True)
 
 
 def s3fs_down(folder: Path, prefix: str, endpoint: str) -> Callable[[], None]:
-    """get of the prefix."""
+    """get of the prefix, with the same defaults."""
     system = _s3fs(endpoint)
     return lambda: system.get(f"{BUCKET}/{prefix}/", f"{folder}/", recursive=True)
 

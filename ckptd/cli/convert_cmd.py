@@ -50,7 +50,8 @@ def register(app: typer.Typer) -> None:
             False,
             "--inject-missing-state",
             "--inject_missing_state",
-            help="Accepted for the stock converter's sake; ckptd never needs that state.",
+            help="Accepted because ds_to_universal has it. One tensor-parallel rank needs no "
+            "universal_checkpoint_info; several are not joined without it.",
         ),
         cluster: str = typer.Option(
             "", help="Dask workers: tcp://HOST:PORT, local:N, slurm[:N].", show_default=False

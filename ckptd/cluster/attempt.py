@@ -127,6 +127,7 @@ class Attempt:
             if self._verify:
                 self._tell_phase("verifying")
                 self._drain([_Feed(ANYWHERE, self._tasking.proving(self._sizes))])
+            self._crew.release(self._job.attempt)
         except BaseException:
             self._crew.end(self._job.attempt, [asked.future for asked in self._asked.values()])
             raise

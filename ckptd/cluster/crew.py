@@ -290,10 +290,17 @@ class Crew:
         """Cancel what is queued, and have what runs stop; waits for it, within reason."""
         with suppress(Exception):
             self._client.cancel(futures, force=True)
-            self._client.run(work.stop, attempt, on_error="ignore")
+            self.release(attempt)
             end = time.monotonic() + STOP_SECONDS
-            while time.monotonic() < end and any(self._client.run(work.running, on_error="ignore").values()):
+            while time.monotonic() < end and any(
+                self._client.run(work.running, attempt, on_error="ignore").values()
+            ):
                 time.sleep(0.1)
+
+    def release(self, attempt: str) -> None:
+        """Have the workers close what they keep open for an attempt, which is over."""
+        with suppress(Exception):
+            self._client.run(work.stop, attempt, on_error="ignore")
 
 
 def _lost() -> RemoteUnreachable:

@@ -10,8 +10,9 @@ import json
 import os
 import socket
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from ckptd.errors import (
     from_os_error,
 )
 from ckptd.real import opened_real
+from ckptd.remote.fsspec_store import FilesStore
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
 from ckptd.remote.store import Abilities
@@ -55,27 +57,68 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 8 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What a process keeps open from task to task: clients of servers cost memory and handshakes."""
+
+    source: Store | None
+    target: Store
+
+    def close(self) -> None:
+        """End the connections; a directory has none."""
+        for store in (self.source, self.target):
+            if isinstance(store, S3Store | FilesStore):
+                with suppress(Exception):  # nobody needs it any more
+                    store.close()
+
+
 class _Attempts:
-    """What this process knows of attempts: those that are over, and how many tasks of each run here."""
+    """What this process knows of attempts: which are over, how many tasks of each run here, their clients.
+
+    A worker may live for months and serve thousands of attempts, so clients are closed with their attempt:
+    when it is over, or, if its command died without a word, when another attempt opens its own.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._over: set[str] = set()
-        self._running = 0
+        self._running: Counter[str] = Counter()
+        self._ends: dict[tuple[str, str], _Ends] = {}
 
     @contextmanager
     def slot(self, attempt: str, most: int) -> Iterator[None]:
         """One of the tasks that the memory budget of this process allows at a time."""
         with self._changed:
-            while self._running >= most and attempt not in self._over:
+            while self._running.total() >= most and attempt not in self._over:
                 self._changed.wait(1.0)
-            self._running += 1
+            self._running[attempt] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._running -= 1
+                self._running[attempt] -= 1
+                if not self._running[attempt]:
+                    del self._running[attempt]
+                idle = self._taken_idle() if attempt in self._over else []
                 self._changed.notify_all()
+            for ends in idle:
+                ends.close()
+
+    def ends(self, job: Job) -> _Ends:
+        """Return the clients of a job, opened by the first of its tasks; called within a slot."""
+        key = job.attempt, job.model_dump_json()
+        with self._changed:
+            idle = [] if key in self._ends else self._taken_idle()
+            if key not in self._ends:
+                self._ends[key] = _opened(job)
+            found = self._ends[key]
+        for ends in idle:
+            ends.close()
+        return found
+
+    def _taken_idle(self) -> list[_Ends]:
+        """Forget the clients of attempts without a task here; the caller closes them outside the lock."""
+        return [self._ends.pop(key) for key in [*self._ends] if key[0] not in self._running]
 
     def check(self, attempt: str) -> None:
         if attempt in self._over:
@@ -84,12 +127,19 @@ class _Attempts:
     def end(self, attempt: str) -> None:
         with self._changed:
             self._over.add(attempt)
+            idle = self._taken_idle()
             self._changed.notify_all()
+        for ends in idle:
+            ends.close()
+
+    def running(self, attempt: str) -> int:
+        """Tasks of an attempt."""
+        return self._running[attempt]
 
     @property
-    def running(self) -> int:
-        """Tasks."""
-        return self._running
+    def open(self) -> int:
+        """Pairs of clients that are kept."""
+        return len(self._ends)
 
 
 _attempts = _Attempts()
@@ -117,9 +167,14 @@ def stop(attempt: str) -> None:
     _attempts.end(attempt)
 
 
-def running() -> int:
-    """Tasks that run in this process."""
-    return _attempts.running
+def running(attempt: str) -> int:
+    """Tasks of an attempt that run in this process."""
+    return _attempts.running(attempt)
+
+
+def kept_open() -> int:
+    """Pairs of clients that this process keeps for its attempts."""
+    return _attempts.open
 
 
 def claims(question_text: str) -> str:
@@ -169,17 +224,8 @@ def _failed(task: Task, error: CkptdError) -> Result:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """What a process keeps open from task to task: clients of servers cost memory and handshakes."""
-
-    source: Store | None
-    target: Store
-
-
-@cache
-def _ends(job_text: str) -> _Ends:
-    job = Job.model_validate_json(job_text)
+def _opened(job: Job) -> _Ends:
+    """Clients of a job's ends; nothing is asked of a server yet."""
     source = open_store(job.source_url, access=job.source_access) if job.source_url else None
     target = open_store(
         job.target_url,
@@ -214,7 +260,7 @@ class _Work:
         """Look whose attempt it is, compare, make, join, prove."""
         job, task = self.job, self.task
         self.check_stop()
-        ends = _ends(_common(job))
+        ends = _attempts.ends(job)
         self._check_note(ends.target)
         if job.rounds:
             _use_numpy()
@@ -309,11 +355,6 @@ class _Work:
                 f"the tensor-parallel ranks hold different copies of {raw['c']}",
                 hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
             )
-
-
-def _common(job: Job) -> str:
-    """The job's text as the key of what a process keeps open."""
-    return job.model_dump_json()
 
 
 @cache

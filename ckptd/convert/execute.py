@@ -183,7 +183,8 @@ class Worker:
             and files.free_bytes(self.out_fd) - length < self.settings.reserve_bytes
         ):
             raise NoSpaceError(
-                f"writing on would leave less than {self.settings.reserve_bytes} bytes free for the next save"
+                f"writing on would leave less than {self.settings.reserve_bytes / (1 << 20):,.1f} MiB free "
+                "for the next save"
             )
 
     def _part(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:

@@ -57,8 +57,9 @@ def patterns_of(save: Save, *, strict: bool) -> Patterns:
         raise RefusedError(
             f"{where} {'is missing and ' if save.universal_info is None else ''}"
             f"says nothing of how the {save.tp} tensor-parallel ranks join",
-            hint="AutoTP and Megatron-DeepSpeed describe it unless client_state overwrites the key; "
-            "the ZeRO form is safe all the same",
+            hint="save again with that key in client_state, as AutoTP and Megatron-DeepSpeed do; "
+            "--inject-missing-state does not help: it would join every parameter along dimension 0, which is "
+            "wrong for row-parallel and replicated ones. The ZeRO form is safe all the same",
         )
     return patterns
 

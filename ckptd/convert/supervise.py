@@ -6,6 +6,7 @@ result by one rename; `inspect_files` and `probe_restrictions` come from `ckptd.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import errors, files
+from ckptd.config_quantities import show_bytes
 from ckptd.convert import children
 from ckptd.convert.asking import numpy_for, origin_of, plan_request
 from ckptd.convert.describing import MADE_BY
@@ -27,6 +29,7 @@ from ckptd.convert.workplace import (
     SourceFolder,
     Workplace,
     check_destination,
+    check_place,
     is_folder,
     look_at_source,
     opened_workplace,
@@ -84,6 +87,7 @@ def convert(
     started = time.monotonic()
     folder = look_at_source(source, beneath)
     parent, name = os.path.split(os.path.abspath(destination))
+    check_place(destination, must_be_new=False, beneath=beneath)
     place_parent = real_path(work_dir if work_dir is not None else parent, beneath)
     origin = origin_of(folder, chosen)
     conversion = Conversion(folder, origin, chosen, on_progress, should_stop, should_pause)
@@ -114,11 +118,17 @@ def _convert(
     except (errors.LockHeld, errors.BehindError):
         raise  # stopped: what is finished stays for the next attempt
     except errors.CkptdError:
-        remove_workplace(place_parent, name)
+        _tidy(place_parent, name)
         raise
     except OSError as error:
-        remove_workplace(place_parent, name)
+        _tidy(place_parent, name)
         raise errors.from_os_error(error, f"converting into {destination}") from error
+
+
+def _tidy(place_parent: str, name: str) -> None:
+    """Remove the partial folder after a failure, which is what is raised whatever becomes of this."""
+    with contextlib.suppress(errors.CkptdError, OSError):
+        remove_workplace(place_parent, name)
 
 
 class Conversion:
@@ -193,11 +203,14 @@ class Conversion:
         needed = trailer.bytes - have
         if clone:
             needed = max(0, min(needed - self.clonable_bytes, self.folder.disk_bytes))
-        left = files.free_bytes(place.fd) - needed
-        if needed and left < self.options.reserve_bytes:
+        free, reserve = files.free_bytes(place.fd), self.options.reserve_bytes
+        if needed and free - needed < reserve:
+            kept = f", of which {show_bytes(reserve)} must stay free" if reserve else ""
             raise errors.NoSpaceError(
-                f"the conversion needs {needed} bytes of new disk, which would leave {left} free "
-                f"and {self.options.reserve_bytes} must stay free"
+                f"{os.path.dirname(place.path)}: the conversion needs {show_bytes(needed)} of new disk; "
+                f"{show_bytes(free)} are free{kept}",
+                hint=f"free {show_bytes(needed + reserve - free)} there, or convert to another disk; "
+                "nothing was written",
             )
 
     def execute(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:

@@ -62,6 +62,11 @@ class WeightsLayout:
             found.append(
                 "the save leaves frozen parameters out (exclude_frozen_parameters): they are not here"
             )
+        if self.contents.lacks_base:
+            found.append(
+                "adapters alone: the save holds no weight of the model that they adapt "
+                "(exclude_frozen_parameters); load that one from its own files"
+            )
         if self.contents.aliases:
             tied = [f"{name} = {stored}" for name, stored in sorted(self.contents.aliases.items())]
             found.append(f"stored once under another name: {_listed(tied)}")

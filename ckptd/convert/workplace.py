@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import stat
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
@@ -19,7 +20,15 @@ from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
 from ckptd.convert.sources import identity_of
 from ckptd.core.layouts import NamedShard, parse_shard_name
 from ckptd.core.names import NAME_BYTES
-from ckptd.errors import CkptdError, LockHeld, NotFoundError, StorageError, TargetExists, UsageError
+from ckptd.errors import (
+    CkptdError,
+    LockHeld,
+    NotFoundError,
+    NotPermitted,
+    StorageError,
+    TargetExists,
+    UsageError,
+)
 from ckptd.place import lock
 from ckptd.real import opened_real, real_path
 
@@ -127,12 +136,38 @@ def check_place(destination: Path, *, must_be_new: bool = True, beneath: Path | 
         raise UsageError(f"{destination} cannot be made")
     if len(os.fsencode(partial_name(name))) > NAME_BYTES:
         raise UsageError(f"{name} is too long a name", hint="choose a shorter one (230 bytes)")
-    if not is_folder(parent):
+    try:
+        is_there = is_folder(parent)
+    except PermissionError as error:
+        raise NotPermitted(
+            f"{parent} cannot be reached by {_user(os.geteuid())}", hint="choose a DST where you may write"
+        ) from error
+    if not is_there:
         raise NotFoundError(f"{parent} is no folder", hint="make it first")
     target = os.path.join(real_path(parent, beneath), name)
     if must_be_new and os.path.lexists(target):
         raise TargetExists(f"{destination} is there already")
     return target
+
+
+def _no_right(folder: str) -> NotPermitted:
+    """The refusal of a place where this user cannot make files, with its owner and who we are."""
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return NotPermitted(f"{folder} is mounted read-only", hint="choose a DST on another file system")
+    status = os.stat(folder)
+    return NotPermitted(
+        f"{folder} is owned by {_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}; "
+        f"{_user(os.geteuid())} may not write there",
+        hint="choose a DST where you may write",
+    )
+
+
+def _user(uid: int) -> str:
+    """A user's name and number."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
 
 
 class Workplace:
@@ -235,12 +270,17 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
     Raises:
         LockHeld: another conversion works on it.
         UsageError: it lies on another file system than the destination.
+        NotPermitted: no right to write there.
     """
     folder = partial_name(name)
-    with opened_real(parent) as parent_fd:
-        if os.fstat(parent_fd).st_dev != os.stat(target_parent).st_dev:
-            raise UsageError(f"{parent} is on another file system than {target_parent}")
-        fd = files.open_dir_beneath(parent_fd, folder, create_mode=0o700)
+    with contextlib.ExitStack() as stack:
+        try:
+            parent_fd = stack.enter_context(opened_real(parent))
+            if os.fstat(parent_fd).st_dev != os.stat(target_parent).st_dev:
+                raise UsageError(f"{parent} is on another file system than {target_parent}")
+            fd = files.open_dir_beneath(parent_fd, folder, create_mode=0o700)
+        except (PermissionError, NotPermitted) as error:
+            raise _no_right(parent) from error
         try:
             try:
                 lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

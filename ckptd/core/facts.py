@@ -55,6 +55,8 @@ class ShardFacts(Model):
     run_id: str | None = None
     parameters: int | None = None
     """Number of elements of all parameters in param_shapes."""
+    groups: int | None = None
+    """Entries of param_shapes: the optimizer's groups at stages 1 and 2, sub-groups at stage 3."""
     frozen_parameters: int = 0
     buffers: int = 0
     has_universal_info: bool = False

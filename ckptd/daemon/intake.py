@@ -31,7 +31,7 @@ from ckptd.daemon.ordering import Ordering, written_ns
 from ckptd.daemon.reading import Reading
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.state import JobState, Quiet
-from ckptd.local.scan import has_open_writer
+from ckptd.local.scan import OpenWriters
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class Intake:
         """(dp, mm_count, zero_stage) of what was sealed before this look."""
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
         self.metrics = Metrics(config, state)
-        self.late = Late(config, state, workers, wake)
+        self._writers = OpenWriters(str(config.save_dir))
+        self.late = Late(config, state, workers, self._writers, wake)
         self._ordering = Ordering(state, recogniser, self._is_sealed)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
@@ -190,7 +191,7 @@ class Intake:
         limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds)
         if now_seconds - quiet.since_seconds < limit:
             return True
-        return has_open_writer(str(self._config.save_dir), folder.tag)
+        return self._writers.has(folder.tag, now_seconds - quiet.since_seconds)
 
     def _is_sealed(self, folder: FolderListing) -> bool:
         row = self._state.row_of_tag(folder.tag)

@@ -23,7 +23,7 @@ from ckptd.daemon.processes import error_of
 from ckptd.daemon.refusals import unsent_again
 from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
 from ckptd.local import fs
-from ckptd.local.scan import has_open_writer, scan_folder
+from ckptd.local.scan import scan_folder
 from ckptd.observe.logs import doing
 from ckptd.remote import messages as m
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
     from ckptd.daemon.workers import OneJobs
     from ckptd.errors import CkptdError
+    from ckptd.local.scan import OpenWriters
 
 log = logging.getLogger("ckptd.late")
 
@@ -59,11 +60,17 @@ class Late:
     """The late files of one job's saves, as they become durable."""
 
     def __init__(
-        self, config: JobConfig, state: JobState, workers: OneJobs, wake: Callable[[], None]
+        self,
+        config: JobConfig,
+        state: JobState,
+        workers: OneJobs,
+        writers: OpenWriters,
+        wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._state = state
         self._workers = workers
+        self._writers = writers
         self._wake = wake
         self._looking: dict[str, str] = {}
         self._refused: dict[str, _Refused] = {}
@@ -94,7 +101,7 @@ class Late:
             is_quiet = now_seconds - quiet.since_seconds >= self._config.settle_seconds
             if not is_quiet or self._looking.get(folder.tag) == folder.digest:
                 continue
-            if not has_open_writer(str(self._config.save_dir), folder.tag):
+            if not self._writers.has(folder.tag, now_seconds - quiet.since_seconds):
                 self._look_at(row.id, folder, save_dir_fd)
 
     def _look_at(self, save_id: int, folder: FolderListing, save_dir_fd: int) -> None:

@@ -16,7 +16,7 @@ from ckptd.config_values import shown_remote
 from ckptd.daemon.backoff import Asking, Breaker
 from ckptd.daemon.processes import Process, error_of
 from ckptd.daemon.seen import seen_in
-from ckptd.daemon.standstill import NEXT_STEP, Standstill
+from ckptd.daemon.standstill import NEXT_STEP, STILL_SECONDS, Standstill
 from ckptd.daemon.trouble import tell
 from ckptd.remote import messages as m
 
@@ -104,6 +104,21 @@ class RemoteLink:
     def is_shipping(self) -> bool:
         """The mover is busy."""
         return self.ship_order is not None
+
+    @property
+    def still_seconds(self) -> float:
+        """How long no byte has moved of the upload or removal under way; 0 when there is none."""
+        return self._client.idle_seconds(self.ship_order) if self.ship_order is not None else 0.0
+
+    @property
+    def is_moving(self) -> bool:
+        """An upload or removal is under way, and bytes of it move."""
+        return self.is_shipping and self.still_seconds < STILL_SECONDS
+
+    @property
+    def is_stalled(self) -> bool:
+        """An upload was cut since no byte moved; nothing is durable since then, and nothing moves now."""
+        return self._standstill.is_cut and not self.is_moving
 
     @property
     def may_move(self) -> bool:
@@ -294,7 +309,7 @@ class RemoteLink:
 
     def _moves(self) -> None:
         """An upload or removal works."""
-        self._lacks_room = False
+        self._lacks_room = self._standstill.is_cut = False
         self._problems.clear("transfer-stalled", self.name)
         if self._moving.succeeded():
             self._wake()

@@ -26,6 +26,8 @@ from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reload
 from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
 from ckptd.daemon.setup import await_matches, may_open_now
+from ckptd.daemon.standstill import STILL_SECONDS
+from ckptd.daemon.stuck import stalled_drain
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
@@ -290,10 +292,18 @@ class Daemon:
         if left and left == {tag for job in self.jobs for tag in refused_here(job)}:
             log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
             return True
+        if self._drained_for(now) >= STILL_SECONDS and (stalled := stalled_drain(self.jobs)):
+            text = "no byte moves to %s, nor anywhere else: not waited for; not committed: %s"
+            log.warning(text, ", ".join(stalled), ", ".join(sorted(left)))
+            return True
         if self._deadline is not None and now >= self._deadline:
             log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or _UNSEALED)
             return True
         return False
+
+    def _drained_for(self, now: float) -> float:
+        """Seconds since the drain began."""
+        return now - (self._deadline or now) + (self._drain_seconds or 0.0)
 
     def _give_back_when_at_rest(self) -> None:
         """Once each time that all jobs have come to rest."""

@@ -17,6 +17,7 @@ from ckptd.core.forecast import Forecast, Saved, forecast, pace_of
 from ckptd.core.ground import ground_of, rotation_of
 from ckptd.core.playing import play, summed
 from ckptd.core.view import ZERO
+from ckptd.daemon.standstill import STILL_SECONDS
 from ckptd.daemon.viewing import unsealed
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def see_outlook(job: Job, state: JobState) -> None:
         return
     told, speed = outlook(job, state), link_speed(job, state)
     _see_full(job, state, told)
-    if told.save_steps_for_link is not None and speed is not None:
+    is_still = any(job.links[r.name].still_seconds >= STILL_SECONDS for r in job.config.remotes if r.required)
+    if told.save_steps_for_link is not None and speed is not None and not is_still:
         _see_slow(job, told, speed, told.save_steps_for_link)
     if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
         usual = show_seconds(told.save_every_seconds)

@@ -13,6 +13,8 @@ IDLE_SECONDS = 60.0
 """An upload of which no byte moved for so long is cut and goes on with a new child."""
 MOST_PATIENCE = 16
 """Each cut doubles that time, up to so many times, until an upload is finished."""
+STILL_SECONDS = 10.0
+"""Said for so long an upload of which no byte moved: a link that is slow moves some."""
 NEXT_STEP = "it accepts and then hangs: look at the server, the mount, the network in between"
 
 
@@ -22,6 +24,8 @@ class Standstill:
     def __init__(self) -> None:
         self._patience = 1
         self._durable: dict[str, int] = {}
+        self.is_cut = False
+        """Nothing more is durable there since an upload was cut."""
 
     @property
     def limit_seconds(self) -> float:
@@ -31,6 +35,7 @@ class Standstill:
     def cut(self) -> None:
         """What is slow in large steps (a flush, a driver's block) must not be cut for ever."""
         self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.is_cut = True
 
     def ended(self, *, is_done: bool) -> None:
         """An upload or removal ended."""

@@ -7,8 +7,12 @@ regular file is reported, not touched (H8).
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import stat
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from ckptd import files
@@ -23,10 +27,22 @@ from ckptd.local.links import leads_elsewhere, linked_shard, may_be_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+log = logging.getLogger("ckptd.scan")
+
 MAX_DEPTH = 8
 EXTRA_LIMIT_BYTES = 16 << 20
 LOST_AND_FOUND = "lost+found"
 """Root's, in every ext4 that is mounted at save_dir."""
+WALK_SECONDS = 10.0
+"""What a walk over all processes found is used for so long."""
+WALK_WAIT_SECONDS = 1.0
+"""So long its end is waited for; usually it takes some milliseconds, on a node of thousands of processes
+seconds.
+"""
+WALK_SPARES = 20
+"""And for so many times as long as it took: looking takes at most a twentieth of the time."""
+_NOT_TO_BE_SEEN = (PermissionError, FileNotFoundError, ProcessLookupError)
+"""Another user's process, or one that has ended."""
 _POINTER_LIMIT_BYTES = 4096
 _WORD_LIMIT_BYTES = 4 << 20
 """It names every folder of save_dir."""
@@ -187,18 +203,79 @@ def read_pointer(save_dir_fd: int, name: str, *, limit_bytes: int = _POINTER_LIM
     return data.decode(errors="replace").strip() or None
 
 
+class OpenWriters:
+    """Which folders of a save_dir some process writes in; one walk over all processes answers for all.
+
+    A walk reads every descriptor that we may see: seconds on a node with thousands of processes. So a thread
+    makes it, an answer is used for ten seconds or, where the walk was long, for longer.
+    """
+
+    def __init__(self, save_dir: str) -> None:
+        self._save_dir = save_dir
+        self._tags: frozenset[str] = frozenset()
+        self._walked_at_seconds = -math.inf
+        self._good_for_seconds = 0.0
+        self._walking: threading.Thread | None = None
+
+    def has(self, tag: str, rested_seconds: float = math.inf) -> bool:
+        """Whether a file of the folder is open for writing, or may be: the walk that tells is not at its end.
+
+        `rested_seconds`: how long nothing changed in the folder; what was seen before that says nothing of
+        whoever wrote last.
+        """
+        if self._walking is not None and self._walking.is_alive():
+            return True
+        if self._age_seconds > min(rested_seconds, self._good_for_seconds):
+            self._walking = threading.Thread(target=self._walk, name="open-writers", daemon=True)
+            self._walking.start()
+            self._walking.join(WALK_WAIT_SECONDS)
+            if self._walking.is_alive() or self._age_seconds == math.inf:
+                return True
+        return tag in self._tags
+
+    @property
+    def _age_seconds(self) -> float:
+        return time.monotonic() - self._walked_at_seconds
+
+    def _walk(self) -> None:
+        begun_seconds = time.monotonic()
+        try:
+            tags = written_folders(self._save_dir)
+        except OSError as error:
+            log.warning("who writes in %s is not known: %s", self._save_dir, error)
+            self._walked_at_seconds = -math.inf
+            return
+        took_seconds = time.monotonic() - begun_seconds
+        self._tags, self._good_for_seconds = tags, max(WALK_SECONDS, WALK_SPARES * took_seconds)
+        self._walked_at_seconds = begun_seconds
+
+
 def has_open_writer(save_dir: str, tag: str) -> bool:
     """True when a process that we may see holds a file of the folder open for writing (H32)."""
-    prefix = f"{os.path.realpath(save_dir)}/{tag}/"
+    return tag in written_folders(save_dir)
+
+
+def written_folders(save_dir: str) -> frozenset[str]:
+    """Folders of save_dir in which a process that we may see holds a file open for writing.
+
+    Raises:
+        OSError: it cannot be told (no free descriptor).
+    """
+    prefix = f"{os.path.realpath(save_dir)}/"
+    found: set[str] = set()
     for pid in os.listdir("/proc"):
         if not pid.isdigit():
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_NOT_TO_BE_SEEN):
             for fd in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(prefix) and _is_writing(pid, fd):
-                        return True
-    return False
+                with contextlib.suppress(*_NOT_TO_BE_SEEN):
+                    path = os.readlink(f"/proc/{pid}/fd/{fd}")
+                    if not path.startswith(prefix):
+                        continue
+                    tag, slash, _ = path.removeprefix(prefix).partition("/")
+                    if slash and tag not in found and _is_writing(pid, fd):
+                        found.add(tag)
+    return frozenset(found)
 
 
 def _is_writing(pid: str, fd: str) -> bool:

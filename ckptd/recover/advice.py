@@ -95,8 +95,9 @@ def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
 
 def _unread(facts: ShardFacts | None) -> list[str]:
     """Say that the DeepSpeed that saved cannot load the form, where it cannot."""
-    version = facts.ds_version if facts is not None else None
-    word = stage3_loader_word(version, None) if version else None
+    if facts is None or not facts.ds_version:
+        return []
+    word = stage3_loader_word(facts.ds_version, facts.groups)
     return [word] if word is not None else []
 
 

@@ -18,7 +18,7 @@ from ckptd.core.save import Order
 from ckptd.core.shared import shares_folder
 from ckptd.core.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
-from ckptd.local.scan import has_open_writer, scan
+from ckptd.local.scan import scan, written_folders
 from ckptd.local.state_dir import read_node_id
 from ckptd.place import opened_ours
 from ckptd.recover.standing import Memory
@@ -206,7 +206,7 @@ def look_locally(
         for remote in remotes
         for view in remote.commits
     )
-    found = []
+    found: list[LocalSight] = []
     for folder in listing.folders:
         newest_ns = max((f.identity.mtime_ns for f in folder.files), default=0)
         context = Context(
@@ -224,11 +224,12 @@ def look_locally(
                 listing=folder,
                 verdict=judge(folder, facts, None, context),
                 facts=facts,
-                is_open=has_open_writer(str(save_dir), folder.tag),
+                is_open=False,
                 unread=unread,
             )
         )
-    return listing, tuple(found)
+    written = written_folders(str(save_dir)) if found else frozenset()
+    return listing, tuple(replace(one, is_open=one.listing.tag in written) for one in found)
 
 
 def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:

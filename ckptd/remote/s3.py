@@ -89,6 +89,16 @@ class S3Store:
                 )
             return self._client
 
+    def close(self) -> None:
+        """End idle connections; a later request opens new ones."""
+        with self._lock:
+            client, direct = self._client, self._direct
+            self._client = self._direct = None
+        if direct is not None:
+            direct.close()
+        if client is not None:
+            client.close()
+
     @property
     def direct(self) -> Direct | None:
         """The short way for PUTs, once the client has shown it."""

@@ -228,6 +228,11 @@ class Direct:
         with self._lock:
             _close(self._idle)
 
+    def close(self) -> None:
+        """End idle connections."""
+        with self._lock:
+            _close(self._idle)
+
     def give_back(self, connection: http.client.HTTPConnection) -> None:
         """Its answer was read to the end."""
         with self._lock:

@@ -6,6 +6,7 @@ state dictionary; a pipeline has none, so there they are `<layer>.<name>` as in 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_RUNS = 1 << 16
 """Pieces that a tensor with gaps between its rows may fall into."""
+_ADAPTER = re.compile(r"(?:^|\.)(?:lora|ia3|oft|boft|vera|hada|lokr|randlora)_\w+(?:\.|$)")
+_BASE_LAYER = re.compile(r"(?:^|\.)base_layer\.")
+"""PEFT's names: what it adds to a layer, and the layer that it adds to."""
 STORED = "stored"
 """Name of the one state of such a tensor."""
 
@@ -39,6 +43,8 @@ class Contents:
     skipped: list[str] = field(default_factory=list)
     leaves_frozen_out: bool = False
     """Saved with `exclude_frozen_parameters`."""
+    lacks_base: bool = False
+    """Adapters of PEFT without a weight of the model that they adapt."""
 
     def add(self, name: str, tp: int, parameter: Parameter) -> None:
         """The first holder counts (layers of one tied module hold the same)."""
@@ -67,7 +73,19 @@ def contents(save: Save) -> Contents:
         if len(ranks) != save.tp:
             missing = next(tp for tp in range(save.tp) if tp not in ranks)
             raise RefusedError(f"{name} is not on tensor rank {missing}, but on others")
+    found.lacks_base = not found.leaves_frozen_out and _lacks_base(trained, found)
     return found
+
+
+def _lacks_base(trained: dict[str, tuple[int, ...]], found: Contents) -> bool:
+    """Tell whether only adapters of PEFT were saved.
+
+    At stage 1 DeepSpeed writes no list of frozen parameters, so that a save with `exclude_frozen_parameters`
+    does not say what it leaves out; but adapters have a base, and it is frozen or trained.
+    """
+    are_adapters = any(_ADAPTER.search(name) for name in trained)
+    others = (found.tensors.keys() | found.aliases.keys()) - found.buffers
+    return are_adapters and not others and not any(_BASE_LAYER.search(name) for name in trained)
 
 
 class _Module:

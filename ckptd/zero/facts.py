@@ -57,6 +57,7 @@ class RawFacts:
     autoep: bool = False
     round_robin_gradients: bool = False
     parameters: int | None = None
+    groups: int | None = None
     frozen_parameters: int = 0
     buffers: int = 0
     has_universal_info: bool = False
@@ -164,6 +165,7 @@ def _model_facts(facts: RawFacts, top: dict[Any, Any]) -> None:
     shapes = top.get("param_shapes")
     if isinstance(shapes, list):
         groups = [as_dict(group) for group in shapes]
+        facts.groups = len(groups)
         facts.parameters = sum(numel(shape) or 0 for group in groups for shape in group.values())
         if top.get("module") is None:
             heads = {n.partition(".")[0] for group in groups for n in group if isinstance(n, str)}

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 STAGE3_READS = ("exp_avg", "exp_avg_sq")
 """The stage 3 loader reads these two names beside fp32, and `state[0]["step"]`."""
 
+DRIFT_THERE = (
+    ", and there with FusedAdam, CPUAdam or one sub-group (it counts each step of a torch optimizer once "
+    "per sub-group)"
+)
+"""What is added where the loader of the release that saved reads no sub-groups, and a newer one miscounts."""
+
 
 def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
     """Refuse optimizers whose state is not one value per element of the rank's flat partition.
@@ -59,9 +65,10 @@ def notes(save: Save) -> tuple[str, ...]:
         )
     steps = [group.scalars.get("step") for group in save.cells[0][0].shards[0].groups]
     unread = stage3_loader_word(save.ds_version, len(steps)) if save.stage >= 3 else None
+    drifts = save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps)
     if unread is not None:
-        found.append(unread)
-    if save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps):
+        found.append(unread + (DRIFT_THERE if drifts else ""))
+    elif drifts:
         found.append(
             f"saved in {len(steps)} sub-groups: DeepSpeed's stage 3 loader counts each step of a torch "
             "optimizer once per sub-group; one parameter group and a larger sub_group_size, FusedAdam, "

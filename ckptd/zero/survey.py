@@ -246,7 +246,9 @@ class Surveyor:
                 f"{model.source.path} contradicts itself: mp_world_size {world}, "
                 f"tensor parallel degree {tp}, pipeline parallel degree {pp}"
             )
-        return Degrees(dp=_data_parallel(model, optim), tp=tp, pp=pp, stage=optim.facts.zero_stage or 1)
+        return Degrees(
+            dp=_data_parallel(model, optim, listed), tp=tp, pp=pp, stage=optim.facts.zero_stage or 1
+        )
 
     @staticmethod
     def _expect(grid: Degrees, optim: Listed, models: Listed) -> None:
@@ -293,8 +295,11 @@ def _model_ranks(grid: Degrees, models: Listed) -> range:
     return range(grid.dp if grid.stage >= 3 and any(d for _, d in models) else 1)
 
 
-def _data_parallel(model: Opened, optim: Opened) -> int:
-    """The data-parallel degree that metadata proves."""
+def _data_parallel(model: Opened, optim: Opened, listed: Listed) -> int:
+    """The data-parallel degree that metadata proves; where none is recorded, what the names show.
+
+    A rank that lacks by name is found later: then its parameters have fewer elements than their shapes.
+    """
     said = max(optim.facts.partition_count, default=None)
     world = model.facts.dp_world_size
     if (
@@ -307,7 +312,9 @@ def _data_parallel(model: Opened, optim: Opened) -> int:
             f"{optim.source.path} is of {said} ranks, {model.source.path} of {world}: two saves here"
         )
     dp = world or said
-    if dp is None or not 0 < dp <= MAX_RANKS:
+    if dp is None:
+        dp = 1 + max(d for _, d in listed)
+    if not 0 < dp <= MAX_RANKS:
         raise RefusedError(f"{optim.source.path} does not say how many ranks there are")
     return dp
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench import sparse
-from ckptd.cluster import crew
+from ckptd.cluster import crew, work
 from ckptd.cluster.conversion import Clustered
 from ckptd.cluster.placing import Home
 from ckptd.convert.options import ConvertOptions, ConvertProgress
@@ -282,6 +282,16 @@ def _profiler(dask_worker: Any) -> bool:
 
 
 @pytest.mark.full
+def test_clients_end_with_their_conversion(save: Path, tmp_path: Path) -> None:
+    """A worker that lives for months keeps nothing of the conversions that it served."""
+    from distributed import Client
+
+    with scene.workers(1) as cluster, Client(cluster.scheduler_address, set_as_default=False) as client:
+        for number in range(3):
+            clustered(cluster, save, tmp_path / f"u{number}")
+            assert set(client.run(work.kept_open).values()) == {0}
+
+
 def test_a_stop_leaves_what_is_done(cluster: Any, save: Path, tmp_path: Path) -> None:
     """SIGTERM of the command: workers stop, the folder is not there, the next attempt takes over."""
     told: list[ConvertProgress] = []

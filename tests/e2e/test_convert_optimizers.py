@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from ckptd.cli.inspect_look import look
 from ckptd.convert.supervise import ConvertOptions, convert
-from tests import stock
+from ckptd.errors import RefusedError
+from tests import consolidated, ranks, stock
 from tests.disguise import disguise
-from tests.real import TAG, Recipe, expect, prepare, save_dir_of
+from tests.real import CACHE, START_SECONDS, TAG, Recipe, expect, locked, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -53,6 +55,25 @@ def test_other_states_lie_where_adams_would(tmp_path: Path) -> None:
             "exp_avg_sq.pt",
         }, name
         assert not [d for d in differences if d.startswith("only ckptd")], name
+
+
+def test_weights_of_an_8_bit_optimizer_are_zero_to_fp32s() -> None:
+    """Its states are not one value per element, so they have no universal form; the masters are there."""
+    folder = CACHE / "blockwise-1"
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(), tempfile.TemporaryDirectory() as made:
+        if not (folder / "done").exists():
+            ranks.train("tests.make_blockwise", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
+            (folder / "done").touch()
+        cases = []
+        for stage in (2, 3):
+            source, out = folder / f"z{stage}" / "step", Path(made) / f"w{stage}"
+            with pytest.raises(RefusedError, match="not one value per parameter element"):
+                convert(source, Path(made) / "u", ConvertOptions())
+            report = convert(source, out, ConvertOptions(form="weights", verify=True))
+            assert report.parameters == 31
+            cases.append((str(source.parent), "step", str(out)))
+        assert consolidated.differences("fp32", cases) == [[], []]
 
 
 def as_adam(zero: Path, names: dict[str, str]) -> None:

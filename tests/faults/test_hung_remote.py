@@ -53,6 +53,34 @@ def hung(tmp_path: Path) -> Iterator[tuple[Node, Path, Sshd]]:
             server.stop_answering(is_stopped=False)
 
 
+@pytest.mark.full
+def test_a_drain_does_not_wait_for_a_mount_that_hangs(tmp_path: Path) -> None:
+    """Said within seconds as a note; the daemon ends a minute after the last byte, not at its deadline."""
+    with sshfs(tmp_path) as (point, _, server), node(tmp_path / "node") as here:
+        here.url = f"{point}/run"
+        here.write_job(local="forms = []", remote='forms = ["zero"]\nbandwidth = "50KB/s"')
+        process = here.start("--drain", "300s")
+        here.save(1)
+        here.wait("bytes in the remote", lambda: any(point.rglob("*.pt")) or any(point.rglob(".ckptd-*")))
+        server.stop_answering(is_stopped=True)
+        hung_at = time.monotonic()
+        try:
+            here.wait("said", lambda: "transfer-stalled" in here.problems(), 40)
+            (said,) = (p for p in here.status()["problems"] if p["code"] == "transfer-stalled")
+            assert (said["severity"], said["text"].startswith("nas: no byte has moved for ")) == (
+                "note",
+                True,
+            )
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(150) == 3
+            assert 55 < time.monotonic() - hung_at < 120
+            assert "no byte moves to nas, nor anywhere else: not waited for; not committed: global_step1" in (
+                here.log.read_text()
+            )
+        finally:
+            server.stop_answering(is_stopped=False)
+
+
 def test_each_command_names_the_remote_and_ends(hung: tuple[Node, Path, Sshd]) -> None:
     """What the other remote can answer is answered, else 69."""
     here, second, _ = hung

@@ -186,6 +186,16 @@ def inspect_files(kernel: Kernel, folder: Path, paths: Sequence[str]) -> list[Fi
     return found
 
 
+class _Writers:
+    """Of the simulated trainer."""
+
+    def __init__(self, path: str, has_open_writer: Callable[[str, str], bool]) -> None:
+        self._path, self._has_open_writer = path, has_open_writer
+
+    def has(self, tag: str, rested_seconds: float = 0.0) -> bool:
+        return self._has_open_writer(self._path, tag)
+
+
 class Stage:
     """The simulated world of one life in the place of the real one, from `enter` to `leave`."""
 
@@ -239,7 +249,7 @@ class Stage:
         self._plan(files, "cached_runs", lambda _fd, _size: ())
         self._plan(files, "drop_pages", lambda *_: None)
         self._plan(files, "drop_pages_but", lambda *_: None)
-        self._plan(intake, "has_open_writer", has_open_writer)
+        self._plan(intake, "OpenWriters", lambda path: _Writers(path, has_open_writer))
         self._plan(journal, "connect", self.databases.connect)
         for module in (files, pages):
             self._plan(module, "mount_of", lambda fd: str(system.fstat(fd).st_dev))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import secrets
+import socket
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -126,6 +128,22 @@ def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
             store.get("t/x")
         between.cuts = [2 << 20]
         assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
+
+
+def test_a_store_that_is_closed_holds_no_connection(moto: servers.Server) -> None:
+    """Workers of a cluster close theirs with each conversion; the next request opens anew."""
+    store = store_at(moto)
+    store.put("t/1", b"x")
+    assert store.direct is not None
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # moto keeps none open
+        idle = http.client.HTTPConnection(*listening.getsockname())
+        idle.connect()
+        store.direct.give_back(idle)
+        assert idle.sock is not None
+        store.close()
+        assert idle.sock is None
+    assert store.get("t/1") == b"x"
+    store.close()
 
 
 def test_a_server_that_hangs_is_left_and_gone_on_with(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import queue
+import re
 import resource
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile, PlanReader
 from ckptd.convert.sources import Sources, identity_of
 from ckptd.convert.supervise import ConvertOptions, convert
-from ckptd.errors import RefusedError, SourceChanged, StorageError, TargetExists, UsageError
+from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.real import REPOSITORY
 from tests.unit.synthetic import Made, Shapes, write_stage12
 
@@ -48,6 +49,16 @@ def _command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comp
         env=environment,
         check=False,
     )
+
+
+def _without_rights(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """ckptd as a user who keeps to modes: root too does without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    program = (
+        "import ctypes, os, sys; drop = ctypes.CDLL(None).prctl; drop(24, 1, 0, 0, 0); drop(24, 2, 0, 0, 0);"
+        "os.execv(sys.executable, [sys.executable, '-m', 'ckptd', *sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
 
 
 def test_a_destination_below_a_link_is_made_and_pointed_at(made: Made, tmp_path: Path) -> None:
@@ -81,15 +92,44 @@ def test_the_command_makes_nothing_in_a_directory_remote(
 def test_an_ordinary_user_converts_a_read_only_folder(made: Made, tmp_path: Path) -> None:
     """The result has the folder's rights, and its owner's right to fill and remove it."""
     made.folder.chmod(0o555)
-    without_rights = (  # root too keeps to modes without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
-        "import ctypes, os, sys; drop = ctypes.CDLL(None).prctl; drop(24, 1, 0, 0, 0); drop(24, 2, 0, 0, 0);"
-        "os.execv(sys.executable, [sys.executable, '-m', 'ckptd', *sys.argv[1:]])"
-    )
-    command = [sys.executable, "-c", without_rights, "convert", str(made.folder), str(tmp_path / "u")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    done = _without_rights("convert", str(made.folder), str(tmp_path / "u"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "u" / "zero").stat().st_mode & 0o777 == 0o755
     assert not list(tmp_path.glob(".u*"))
+
+
+@pytest.mark.parametrize(("where", "mode"), [("", 0o000), ("", 0o555), ("below", 0o000)])
+def test_a_place_without_rights_is_named_with_its_owner(
+    made: Made, tmp_path: Path, where: str, mode: int
+) -> None:
+    """A target is the user's own: that the trainer's user should run ckptd helps nobody."""
+    shut = tmp_path / "shut"
+    (shut / "below").mkdir(parents=True)
+    shut.chmod(mode)
+    try:
+        done = _without_rights("convert", str(made.folder), str(shut / where / "u"))
+    finally:
+        shut.chmod(0o700)
+    assert done.returncode == 77, done.stderr
+    said = " ".join(done.stderr.split())
+    assert str(shut) in said
+    assert ("may not write there" if not where else "cannot be reached by") in said
+    assert "choose a DST where you may write" in said
+    assert "who trains" not in said
+
+
+def test_a_disk_without_room_says_how_much_lacks(made: Made, tmp_path: Path) -> None:
+    with files.opened_dir(tmp_path) as fd:
+        free = files.free_bytes(fd)
+    with pytest.raises(NoSpaceError) as caught:
+        convert(made.folder, tmp_path / "u", ConvertOptions(reserve_bytes=free + (3 << 30)))
+    assert re.search(
+        r"needs \d+\.\d [KM]iB of new disk; [\d.]+ [GT]iB are free, of which", caught.value.message
+    )
+    assert re.fullmatch(
+        r"free [34]\.\d GiB there, or convert to another disk; nothing was written", caught.value.hint
+    )
+    assert "-" not in caught.value.message.replace(str(tmp_path), "")
 
 
 @pytest.mark.parametrize("name", ["b[/x]", "[red]\x1b[31m\n\udcff"])

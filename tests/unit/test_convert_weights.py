@@ -31,6 +31,7 @@ from tests.unit.weights import (
     read_folder,
     stage_2,
     stage_3,
+    trained_views,
 )
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,6 +158,30 @@ def test_what_the_save_leaves_out_is_said(tmp_path: Path, stage: int) -> None:
     assert report.notes[1:] == ("no tensor data in the save: extra",)
 
 
+@pytest.mark.parametrize(
+    ("base", "names_of_it", "is_said"),
+    [
+        ({}, {}, True),
+        ({"model.q.base_layer.weight": torch.ones(2)}, {}, False),
+        ({"model.q.running": torch.ones(2)}, {"buffer_names": ["model.q.running"]}, True),
+    ],
+    ids=["adapters alone", "with the base", "with a buffer"],
+)
+def test_adapters_without_their_base_are_named_at_stage_1(
+    tmp_path: Path, base: dict[str, Any], names_of_it: dict[str, Any], is_said: bool
+) -> None:
+    """DeepSpeed writes no list of frozen parameters there; LoRA's names show what is not in the save."""
+    groups: list[Shapes] = [
+        {"model.q.lora_A.default.weight": (2, 8), "model.q.lora_B.default.weight": (8, 2)}
+    ]
+    made = write_stage12(tmp_path / "in", groups, 2, stage=1)
+    module = {**trained_views(made, groups), **base}
+    torch.save(model_states(groups, 2, 1, module, **names_of_it), made.folder / "mp_rank_00_model_states.pt")
+    report = convert(made.folder, tmp_path / "w", WEIGHTS)
+    assert [note for note in report.notes if "adapters alone" in note] == [*report.notes]
+    assert bool(report.notes) is is_said
+
+
 def test_a_common_prefix_is_dropped_and_a_partial_one_kept(tmp_path: Path) -> None:
     groups: list[Shapes] = [{"module.a": (3,), "module.b": (2, 2)}]
     made = write_stage12(tmp_path / "in", groups, 1)
@@ -204,7 +229,7 @@ def test_inspect_knows_exported_weights_and_what_is_wrong_with_them(tmp_path: Pa
     checkpoint = seen.checkpoints[0]
     assert (seen.kind, seen.is_sound) == ("weights", True)
     assert (checkpoint.dtype, checkpoint.step, checkpoint.zero_stage) == ("bf16", 7, 2)
-    assert (checkpoint.parameters, checkpoint.layout) == (14, "safetensors")
+    assert (checkpoint.tensors, checkpoint.layout) == (14, "safetensors")
     assert [c.kind for c in look(tmp_path / "save").checkpoints] == ["zero", "weights"]
     first = next(out.glob("model-00001*"))
     whole = first.read_bytes()

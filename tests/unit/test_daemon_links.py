@@ -190,6 +190,23 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     assert "transfer-stalled" not in codes()
 
 
+def test_after_a_cut_it_counts_as_stalled_until_bytes_move_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+    scene.line.idle = 61.0
+    assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, False, 61.0)
+    scene.link.turn(1e6)
+    scene.answer(UNREACHABLE, order)
+    assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, True, 0.0)
+    scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+    scene.line.idle = 1.0
+    assert (scene.link.is_moving, scene.link.is_stalled) == (True, False)
+    scene.line.idle = 11.0
+    assert (scene.link.is_moving, scene.link.is_stalled) == (False, True)
+    scene.answer(m.Done(), order)
+    assert not scene.link.is_stalled
+
+
 def test_what_is_slow_in_large_steps_is_not_cut_for_ever(tmp_path: Path) -> None:
     """A flush of 64 MiB over a slow link, a driver's block: each cut doubles the patience."""
     scene = Scene(tmp_path)

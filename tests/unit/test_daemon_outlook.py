@@ -79,7 +79,7 @@ def scene(
             unuploaded=unuploaded,
             settle_seconds=10.0,
         ),
-        links={r.name: SimpleNamespace(is_away=is_away, left_alone=None) for r in remotes},
+        links={r.name: SimpleNamespace(is_away=is_away, left_alone=None, still_seconds=0.0) for r in remotes},
         way=SimpleNamespace(beside=lambda job: []),
         problems=Problems(),
     )
@@ -437,3 +437,15 @@ def test_a_trainer_that_rotates_is_not_told_to_set_a_limit() -> None:
     state.rows = dict(enumerate(rows))
     job.view = replace(job.view, saves=job.view.saves[:2])
     assert alarms(job, state) == {}
+
+
+def test_a_link_on_which_nothing_moves_is_not_called_slow() -> None:
+    """ "make the link faster" would be the wrong advice for a NAS that hangs; transfer-stalled says it."""
+    job, state = scene(speeds={"nas": 30e6})
+    assert "link-slow" in alarms(job, state)
+    job.problems = Problems()
+    job.links["s3"].still_seconds = 60.0
+    assert "link-slow" in alarms(job, state), "not required"
+    job.problems = Problems()
+    job.links["nas"].still_seconds = 10.0
+    assert "link-slow" not in alarms(job, state)

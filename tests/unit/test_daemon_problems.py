@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,11 +23,11 @@ from ckptd.daemon.holds import forget_lost_holds
 from ckptd.daemon.problems import CODES, HEALS_SECONDS, Problems
 from ckptd.daemon.refusals import Stays
 from ckptd.daemon.state import JobState
-from ckptd.daemon.stuck import see_stuck
+from ckptd.daemon.stuck import see_stuck, stalled_drain
 from ckptd.daemon.unfinished import unfinished, way_out
 from ckptd.errors import NotPermitted
 from ckptd.journal import Journal
-from tests.unit.core_views import committed_record, key_of, sealed
+from tests.unit.core_views import committed_record, job_view, key_of, save_view, sealed
 
 DAEMON = Path(of_problems.__file__).parent
 WITHOUT_A_JOB = {"config-invalid", "lock-held"}
@@ -162,7 +163,7 @@ class House:
             file=Path("/jobs/run.toml"),
             is_matched=False,
         )
-        self.link = SimpleNamespace(name="nas", is_shipping=False, observation=None)
+        self.link = SimpleNamespace(name="nas", is_shipping=False, observation=None, still_seconds=0.0)
         self.job = cast(
             "Any", SimpleNamespace(config=config, problems=self.problems, links={"nas": self.link})
         )
@@ -361,6 +362,47 @@ def test_a_transfer_that_was_cut_is_over_when_nothing_is_left_to_move(house: Hou
     assert set(house.told()) == {"transfer-stalled"}
     house.ends(1, "vanished")
     assert house.told() == {}
+
+
+def test_an_upload_that_stands_still_is_said_before_it_is_cut(house: House) -> None:
+    """As a note: a flush may last so long. Once it was cut that is said instead."""
+    said = []
+    for seconds in (9.0, 10.0, 47.0, 0.0):
+        house.link.still_seconds = seconds
+        said += [text.partition(";")[0] for text in house.told().values()]
+        assert all(problem.severity == "note" for problem in house.problems.all())
+    assert said == ["nas: no byte has moved for 10 s", "nas: no byte has moved for 40 s"]
+    house.link.still_seconds, house.link.is_shipping = 47.0, True
+    house.problems.put("transfer-stalled", "nas", "nas: cut", "wait")
+    assert list(house.told().values()) == ["nas: cut; wait"]
+
+
+def drains(
+    *, is_stalled: bool = True, is_moving: bool = False, committed: bool = False, required: bool = True
+) -> Any:
+    """A job with a checkpoint that "nas" lacks or has, its link, and a link of another remote."""
+    view = job_view([save_view(1, sealed(1), committed=committed)])
+    view = replace(view, remotes=(replace(view.remotes[0], is_required=required),))
+    nas = SimpleNamespace(is_stalled=is_stalled, is_moving=False)
+    other = SimpleNamespace(is_stalled=False, is_moving=is_moving)
+    state = SimpleNamespace(is_first_scan=False, plan=planned(), verdicts={})
+    links = {"nas": nas, "other": other}
+    config = SimpleNamespace(settle_seconds=0.5)
+    return cast("Any", SimpleNamespace(config=config, view=view, links=links, state=state, needs_turn=False))
+
+
+def test_a_drain_waits_for_no_remote_on_which_nothing_moves() -> None:
+    """Unless something moves elsewhere, or is about to: then the deadline holds."""
+    done = drains(committed=True)
+    assert stalled_drain([drains()]) == ("nas",)
+    assert stalled_drain([drains(required=False)]) == ("nas",), "where none is required all are waited for"
+    assert stalled_drain([drains(), done]) == ("nas",)
+    assert stalled_drain([drains(is_stalled=False)]) == ()
+    assert stalled_drain([drains(is_moving=True)]) == ()
+    assert stalled_drain([drains(), drains(is_stalled=False)]) == ()
+    assert stalled_drain([done]) == (), "nothing is left at all"
+    done.needs_turn = True
+    assert stalled_drain([drains(), done]) == (), "a save may be about to be complete"
 
 
 def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: House, tmp_path: Path) -> None:

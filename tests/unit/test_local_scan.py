@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +16,7 @@ from ckptd import files
 from ckptd.core.listing import SaveDirListing
 from ckptd.daemon.intake import IN_FLIGHT_SECONDS, Intake
 from ckptd.daemon.state import Quiet
-from ckptd.local.scan import scan
+from ckptd.local.scan import WALK_WAIT_SECONDS, OpenWriters, scan
 from tests.unit.recover_scene import Scene, known_save
 
 NOBODY = 65534
@@ -76,6 +80,7 @@ def test_a_folder_that_somebody_writes_to_is_in_flight_however_long_it_rests(tmp
     state.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)
 
     def is_recent(now_seconds: float) -> bool:
+        intake._writers = OpenWriters(str(scene.save_dir))  # an answer is used for a while
         return intake._recently_changed(folder, now_seconds)
 
     shard = scene.save_dir / folder.tag / folder.files[0].path
@@ -87,3 +92,50 @@ def test_a_folder_that_somebody_writes_to_is_in_flight_however_long_it_rests(tmp
         assert is_recent(IN_FLIGHT_SECONDS + 1)
     assert not is_recent(IN_FLIGHT_SECONDS + 1)
     state.journal.close()
+
+
+def settled(writers: OpenWriters, tag: str, rested_seconds: float = 100.0) -> bool:
+    """What is answered once the walk has come to its end."""
+    found = writers.has(tag, rested_seconds)
+    if writers._walking is not None and writers._walking.is_alive():
+        writers._walking.join(60)
+        found = writers.has(tag, 100.0)
+    return found
+
+
+def test_who_opened_a_file_before_the_folder_came_to_rest_is_seen(tmp_path: Path) -> None:
+    """An answer of before says nothing of that; afterwards one walk answers for every folder."""
+    writers = OpenWriters(str(tmp_path))
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / tag).mkdir()
+    assert not settled(writers, "global_step1")
+    with (tmp_path / "global_step1" / "README.md").open("w"):
+        assert settled(writers, "global_step1", rested_seconds=0.0)
+        assert not settled(writers, "global_step2")
+    walked_at = writers._walked_at_seconds
+    for number in range(1000):
+        writers.has(f"global_step{number}", 60.0)
+    assert writers._walked_at_seconds == walked_at, "one walk for all"
+
+
+def test_many_processes_hold_up_no_turn(tmp_path: Path) -> None:
+    """Of 300 processes with 200 descriptors each; "somebody may write there" until it is known."""
+    held = (
+        "import os, signal\nfor _ in range(200): os.dup(1)\n"
+        "children = [os.fork() or signal.pause() for _ in range(300)]\n"
+        "print(len(children), flush=True)\n"
+        "input()\nfor child in children: os.kill(child, signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", held]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"300\n"
+        writers = OpenWriters(str(tmp_path))
+        begun = time.thread_time()
+        answers = [writers.has(f"global_step{number}") for number in range(100)]
+        assert time.thread_time() - begun < WALK_WAIT_SECONDS
+        assert len(set(answers)) == 1
+        assert not settled(writers, "global_step1")
+        assert writers._good_for_seconds >= 10.0
+        process.communicate(b"\n")
+    assert "open-writers" not in {thread.name for thread in threading.enumerate()}

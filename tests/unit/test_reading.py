@@ -27,7 +27,7 @@ from ckptd.daemon.unfinished import what_reads_it
 from ckptd.errors import CkptdError
 from ckptd.journal import Journal
 from ckptd.local.rights import user
-from ckptd.local.scan import scan
+from ckptd.local.scan import OpenWriters, scan
 from tests.unit.recover_scene import Scene, known_save
 from tests.unit.refusing import refuse
 from tests.unit.synthetic import write_stage12
@@ -148,7 +148,8 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
     scene, workers = Scene(tmp_path), AtOnce()
     _, state = known_save(scene, tmp_path / "journal.db")
     (scene.save_dir / "global_step5" / "README.md").write_text("loss")
-    late = Late(scene.job(), state, workers, lambda: None)  # type: ignore[arg-type]
+    monkeypatch.setattr("ckptd.local.scan.WALK_WAIT_SECONDS", 60.0)  # this clock runs ahead of the walk
+    late = Late(scene.job(), state, workers, OpenWriters(str(scene.save_dir)), lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_seconds)
 

@@ -69,10 +69,19 @@ def test_a_release_that_cannot_load_the_form_is_told(scene: Scene) -> None:
     done = scene.resume(world_size=4, remote=False)
     facts = model_facts(scene.save_dir / TAG)
     assert facts is not None
-    for version, stage, is_told in (("0.14.4", 3, True), ("0.14.4", 2, False), ("0.18.3", 3, False)):
+    assert facts.groups == 1
+    for version, stage, groups, is_told in (
+        ("0.14.4", 3, 1, True),
+        ("0.14.4", 2, 1, False),
+        ("0.16.9", 3, 1, False),
+        ("0.16.9", 3, 2, True),
+        ("0.16.9", 3, None, True),
+        ("0.18.3", 3, 2, False),
+    ):
         grid = done.plan.candidate.grid.model_copy(update={"zero_stage": stage})
         plan = replace(done.plan, candidate=replace(done.plan.candidate, grid=grid))
-        text = "\n".join(advice(plan, facts.model_copy(update={"ds_version": version})))
+        seen = facts.model_copy(update={"ds_version": version, "groups": groups})
+        text = "\n".join(advice(plan, seen))
         assert ("load it with 0.18.3 or newer" in text) is is_told
 
 

@@ -294,6 +294,9 @@ def test_converting_says_what_the_saving_release_cannot_load(
     said = [note for note in report.notes if "cannot load" in note]
     assert len(said) == (version != "0.19.8"), report.notes
     assert all(version in note and "0.18.3" in note for note in said)
+    advised = [note for note in report.notes if "sub_group_size" in note]
+    assert len(advised) == (version == "0.19.8"), "a larger sub_group_size helps no loader that reads none"
+    assert all("FusedAdam, CPUAdam or one sub-group" in note for note in said)
 
 
 def keep_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

@@ -23,7 +23,7 @@ from ckptd.zero.save import Save
 from ckptd.zero.shards import Source
 from ckptd.zero.survey import Surveyor
 from tests.unit.reading import load, tensor_bytes
-from tests.unit.synthetic import STATES, Made, Shapes, fragment_address, write_stage3, write_stage12
+from tests.unit.synthetic import STATES, Made, Shapes, Shard, fragment_address, write_stage3, write_stage12
 
 SHAPE = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 GROUPS = st.lists(
@@ -289,7 +289,8 @@ def test_a_missing_tensor_rank_is_named(tmp_path: Path) -> None:
 def test_parameter_names_never_leave_their_folder(tmp_path: Path) -> None:
     write_stage12(tmp_path / "in", [{"../../escape": (2,)}], 1)
     with pytest.raises(RefusedError, match="escape"):
-        survey(tmp_path / "in")
+        convert_here(tmp_path / "in", tmp_path / "out", "superset")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["in"]
 
 
 def test_other_optimizers_keep_their_own_state_names(tmp_path: Path) -> None:
@@ -317,3 +318,27 @@ def test_several_sub_groups_of_stage_3_are_told(tmp_path: Path) -> None:
     assert notes(survey(tmp_path / "one")) == notes(survey(tmp_path / "two12")) == ()
     (said,) = notes(survey(tmp_path / "two"))
     assert said.startswith("saved in 2 sub-groups")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_save_that_names_no_degree_is_as_wide_as_its_files(
+    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ds_to_universal takes shards without `partition_count`; a rank that lacks is found by its elements."""
+    original = Shard.save
+
+    def save(self: Shard, path: Path, root: Any) -> None:
+        root.pop("dp_world_size", None)
+        root.get("optimizer_state_dict", {}).pop("partition_count", None)
+        original(self, path, root)
+
+    monkeypatch.setattr(Shard, "save", save)
+    groups: list[Shapes] = [{"a": (30,), "b": (5, 3)}]
+    made = (write_stage3 if stage == 3 else write_stage12)(tmp_path / "in", groups, 3)
+    convert_here(tmp_path / "in", tmp_path / "out", "superset")
+    value, _, data = load(tmp_path / "out" / "zero" / "b" / "fp32.pt")
+    assert tensor_bytes(value["param"], data) == made.expected["b", "fp32"]
+    for path in (tmp_path / "in").glob("*zero_pp_rank_2_*"):
+        path.unlink()
+    with pytest.raises(DamagedError, match="elements"):
+        convert_here(tmp_path / "in", tmp_path / "short", "superset")
