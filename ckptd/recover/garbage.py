@@ -35,10 +35,10 @@ from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import FETCHED, unrest
 from ckptd.recover.ranged_upload import NOTE, Note, read_note, write_note
 from ckptd.recover.steps import DERIVED_UNIVERSAL
+from ckptd.remote.apart import open_apart
 from ckptd.remote.collect import Garbage, carry_out, find, remove_unlisted
 from ckptd.remote.leases import compare, lapse, leases_of
 from ckptd.remote.living import remove_stale_temporaries, stale_temporaries
-from ckptd.remote.open import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,7 +267,7 @@ class Collector:
         journal = Journal(state_dir / "journal.db")
         try:
             for sight in sights:
-                store = open_store(sight.url, access=sight.access, owner=node_id)
+                store = open_apart(sight.name, sight.url, sight.access, owner=node_id)
                 left = journal.leftovers(sight.name)
                 for key, token in left:
                     half = getattr(store, "partial_bytes", lambda _: 0)(key)

@@ -1,7 +1,7 @@
 """A directory remote, read and written by a process of its own on behalf of a command (docs/adr/0182).
 
 A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
-remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH`, waits for a limited
+remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH OWNER`, waits for a limited
 time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does not end
 it. Each thread that calls has a socket of its own to the child.
 """
@@ -37,21 +37,25 @@ _BATCH_SECONDS = 1.0
 _DEFAULT = Access()
 
 
-def open_apart(name: str, url: str, access: Access = _DEFAULT) -> Store:
+def open_apart(name: str, url: str, access: Access = _DEFAULT, *, owner: str = "") -> Store:
     """Return the store of a remote for a command; a directory is served by a process of its own.
+
+    `owner`: the node id whose half uploads and temporaries are meant, where a command removes them.
 
     Raises:
         ConfigError: as `open_store`.
     """
     path = directory_path(url)
-    return ApartStore(name, url, str(path)) if path is not None else open_store(url, access=access)
+    if path is None:
+        return open_store(url, access=access, owner=owner)
+    return ApartStore(name, url, str(path), owner=owner)
 
 
 class ApartStore:
     """The `Store` of a directory, each call of which ends within a limit."""
 
-    def __init__(self, name: str, url: str, path: str) -> None:
-        self._shown = shown_remote(name, url)
+    def __init__(self, name: str, url: str, path: str, *, owner: str = "") -> None:
+        self._shown, self._owner = shown_remote(name, url), owner
         self._url, self._path = url, path
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -143,6 +147,16 @@ class ApartStore:
         """See `settled` in ckptd/remote/store.py."""
         self._call("flush_name", key)
 
+    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
+        """See `DirectoryStore.stale_temporaries`."""
+        found: tuple[ObjectInfo, ...] = self._call("stale_temporaries", now_seconds)
+        return found
+
+    def partial_bytes(self, key: str) -> int:
+        """See `DirectoryStore.partial_bytes`."""
+        found: int = self._call("partial_bytes", key)
+        return found
+
     def free_bytes(self) -> int | None:
         """See `Store.free_bytes`."""
         found: int | None = self._call("free_bytes")
@@ -232,7 +246,7 @@ class ApartStore:
         mine, theirs = socket.socketpair()
         with theirs:
             self._child = spawn.spawn(
-                [sys.executable, "-m", "ckptd.remote.apart", str(theirs.fileno()), self._path],
+                [sys.executable, "-m", "ckptd.remote.apart", str(theirs.fileno()), self._path, self._owner],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -261,7 +275,7 @@ def main() -> None:
 
     end_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
-    store = open_store(sys.argv[2])
+    store = open_store(sys.argv[2], owner=sys.argv[3])
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:

@@ -71,9 +71,9 @@ def test_not_mounted_is_never_initialised(node: Node, tmp_path: Path) -> None:
     assert list((tmp_path / "nas").iterdir()) == []
     with pytest.raises(RemoteUnreachable):
         do(node, tmp_path / "gone", remote_id="r", job_id="j")
-    with pytest.raises(RemoteUnreachable, match=f"its parent {tmp_path / 'no'} does not exist") as caught:
+    with pytest.raises(RemoteUnreachable, match=f"its parent {tmp_path / 'no'} does not exist") as absent:
         do(node, tmp_path / "no" / "parent")
-    assert f"`mkdir -p {tmp_path / 'no'}`" in caught.value.hint
+    assert f"`mkdir -p {tmp_path / 'no'}`" in absent.value.hint
     with pytest.raises(RemoteNotOurs, match="is not there"):
         do(node, tmp_path / "gone", may_initialise=False)
     with pytest.raises(RemoteNotOurs):
