@@ -1,9 +1,9 @@
 """A directory remote, read and written by a process of its own on behalf of a command (docs/adr/0182).
 
 A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
-remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH OWNER`, waits for a limited
-time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does not end
-it. Each thread that calls has a socket of its own to the child.
+remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH OWNER`, waits for a
+limited time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does
+not end it. Each thread that calls has a socket of its own to the child.
 """
 
 from __future__ import annotations
