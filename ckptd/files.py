@@ -37,7 +37,7 @@ from ckptd.pages import write_all as write_all
 from ckptd.pages import write_at as write_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptd.core.identity import FileIdentity, FolderIdentity
 
@@ -124,6 +124,20 @@ def open_dir_beneath(
         os.close(current)
         raise
     return current
+
+
+def make_folders(dir_fd: int, paths: Iterable[str], *, mode: int) -> None:
+    """Make the folders that are missing below `dir_fd`, durably.
+
+    Raises:
+        RefusedError: a component is a symlink or lies on another device. OSError: as the kernel says.
+    """
+    for path in paths:
+        made = open_dir_beneath(dir_fd, path, create_mode=mode, is_durable=True)
+        try:
+            fsync_dir(made)
+        finally:
+            os.close(made)
 
 
 def open_beneath(dir_fd: int, relative: str, flags: int = READ_FLAGS, mode: int = 0o666) -> int:

@@ -58,6 +58,10 @@ class HfRun(_Run):
     """After each save, until ckptd holds it: a busy machine takes its time."""
     best: bool = False
     """load_best_model_at_end, the metric such that the first checkpoint stays the best."""
+    final_save: bool = False
+    """`trainer.save_model()` into output_dir at the end, as the example scripts do."""
+    deepspeed: bool = True
+    """Without it the Trainer saves by itself: no ZeRO shards."""
 
     @property
     def script(self) -> str:

@@ -171,7 +171,7 @@ def run(job: dict[str, Any]) -> None:
         report_to=[],
         bf16=True,
         use_cpu=True,
-        deepspeed=ds_config(job),
+        deepspeed=ds_config(job) if job["deepspeed"] else None,
         lr_scheduler_type="constant",
         learning_rate=1e-3,
         disable_tqdm=True,
@@ -187,6 +187,8 @@ def run(job: dict[str, Any]) -> None:
     )
     trainer.slow_seconds = job["slow_seconds"]
     trainer.train(resume_from_checkpoint=job["resume"])
+    if job["final_save"]:
+        trainer.save_model()
     dist.barrier()
     if dist.get_rank() == 0:
         rows = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}

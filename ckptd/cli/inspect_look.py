@@ -21,8 +21,9 @@ from ckptd.core.identity import Model
 from ckptd.core.layouts import Grid
 from ckptd.core.lifecycle import Context, State, judge
 from ckptd.core.listing import FolderListing, ListedFile
+from ckptd.core.unprotected import told
 from ckptd.errors import CkptdError, NotFoundError
-from ckptd.local.scan import read_pointer, scan_folder
+from ckptd.local.scan import read_pointer, scan, scan_folder
 
 _MODEL_STATES = re.compile(r"^(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 _MANIFEST_LIMIT_BYTES = 16 << 20
@@ -98,6 +99,8 @@ class Seen(Model):
     latest: str | None = None
     latest_universal: str | None = None
     checkpoints: tuple[SeenCheckpoint, ...]
+    notes: tuple[str, ...] = ()
+    """Of a save_dir: checkpoints in it that are not protected."""
 
     @property
     def is_sound(self) -> bool:
@@ -150,6 +153,7 @@ def look_ahead(folder: Path) -> SeenConversion:
 def _save_dir(path: Path, absolute: str) -> Seen:
     found: list[SeenCheckpoint] = []
     with files.opened_dir(absolute) as fd:
+        seen = scan(fd)
         latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
         for name in sorted(os.listdir(fd), key=_natural):
             try:
@@ -164,10 +168,20 @@ def _save_dir(path: Path, absolute: str) -> Seen:
                 found.append(exported)
             elif listing.shards:
                 found.append(_zero(listing, Path(absolute)))
+    tags = [one.tag for one in found if one.kind == "zero"]
+    others = told(seen.unprotected, absolute, latest, tags)
     if not found:
-        raise NotFoundError(f"{path} holds no DeepSpeed checkpoint")
+        raise NotFoundError(
+            f"{path} holds no DeepSpeed checkpoint{''.join(f'; {one.text}' for one in others)}",
+            hint="; ".join(dict.fromkeys(one.next_step for one in others)),
+        )
     return Seen(
-        path=str(path), kind="save_dir", latest=latest, latest_universal=universal, checkpoints=tuple(found)
+        path=str(path),
+        kind="save_dir",
+        latest=latest,
+        latest_universal=universal,
+        checkpoints=tuple(found),
+        notes=tuple(f"{one.text}; {one.next_step}" for one in others),
     )
 
 
@@ -191,10 +205,9 @@ def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
         quiet_seconds=float("inf"),
         is_in_flight=listed is None and now - newest < 5.0,
         save_spread_seconds=60.0,
+        is_to_send=False,
     )
-    # what the folder is called decides whether it is shipped, not whether it is whole
-    plain = "".join(letter if letter.isprintable() else "_" for letter in listing.tag)
-    verdict = judge(replace(listing, tag=plain), facts, None, context)
+    verdict = judge(listing, facts, None, context)
     damaged = _damage(facts)
     damaged = damaged or _unlisted(facts, listed)
     reason = verdict.reason or damaged

@@ -31,7 +31,8 @@ def register(app: typer.Typer) -> None:
     @app.command(
         "status",
         help="Is my run safe? What is under way, what needs a person, and what to type. Exit code 0: safe; "
-        "3: behind, or nothing is committed yet; 1: a person is needed, or no daemon watches.",
+        "3: behind, or nothing is committed yet (also before the first checkpoint); 1: a person is needed "
+        "or no daemon watches.",
     )
     def status(
         job: str | None = typer.Argument(
@@ -68,8 +69,7 @@ def register(app: typer.Typer) -> None:
         if watch:
             if as_json or tag is not None:
                 raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-            _watch(lambda: _chosen(look(), job), retention, interval)
-            raise typer.Exit(0)
+            raise typer.Exit(_watch(lambda: _chosen(look(), job), retention, interval))
         document = look()
         life = words.life_of(document, time.time())
         if as_json:
@@ -137,11 +137,13 @@ def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
         return
     from ckptd.cli.status_story import story_of
 
-    for line in story_of(printable_everywhere(document["jobs"]), tag)[1]:
+    is_alive = words.life_of(document, time.time()).is_well
+    for line in story_of(printable_everywhere(document["jobs"]), tag, is_alive=is_alive)[1]:
         console.print(cell(line))
 
 
-def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> None:
+def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> int:
+    """Show it until Ctrl-C; the exit code of what was shown last."""
     import gc
 
     from rich.console import Group
@@ -149,8 +151,18 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
     from ckptd.cli.screen import Screen
     from ckptd.cli.status_watch import quietly, watch_lines, watch_screen
 
+    code = 1
+
+    def looked() -> dict[str, Any]:
+        nonlocal code
+        code = 1
+        document = look()
+        is_alive = words.life_of(document, time.time()).is_well
+        code = words.exit_code(document["jobs"], is_alive=is_alive)
+        return document
+
     def first_lines() -> list[str]:
-        document, now = look(), time.time()
+        document, now = looked(), time.time()
         life = words.life_of(document, now)
         return [
             f"{one['name']}  {words.headline(one, life, now)}"
@@ -162,11 +174,12 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
     if console.is_terminal:
         quietly(
             lambda: watch_screen(
-                lambda: Group(*screen(look(), time.time(), retention=retention)), interval_seconds, console
+                lambda: Group(*screen(looked(), time.time(), retention=retention)), interval_seconds, console
             )
         )
     else:
         quietly(lambda: watch_lines(first_lines, interval_seconds))
+    return code
 
 
 _STYLES = {"attention": "red", "behind": "yellow"}
@@ -187,7 +200,7 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
         said += [words.abilities(remote, is_all=retention) for remote in job.get("remotes", [])]
         parts += [cell(f"  {line}", "dim") for line in said if line]
         if job["checkpoints"]:
-            parts.append(checkpoints_table(job, retention=retention))
+            parts.append(checkpoints_table(job, retention=retention, is_alive=life.is_well))
         parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
     if error := document["daemon"].get("notify_error"):
         parts.append(cell(f"! nobody was told: {error}", "yellow"))

@@ -8,14 +8,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from ckptd.cli.status_tables import ago, size_of
+from ckptd.cli.status_tables import ago, size_of, state_of
 from ckptd.errors import NotFoundError
 
 _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no universal form"}
 
 
-def story_of(jobs: list[dict[str, Any]], tag: str) -> tuple[dict[str, Any], list[str]]:
-    """The story as data and as lines.
+def story_of(
+    jobs: list[dict[str, Any]], tag: str, *, is_alive: bool = True
+) -> tuple[dict[str, Any], list[str]]:
+    """The story as data and as lines; not `is_alive`: nothing is under way any more.
 
     Raises:
         NotFoundError: nothing published names the tag.
@@ -29,7 +31,8 @@ def story_of(jobs: list[dict[str, Any]], tag: str) -> tuple[dict[str, Any], list
         if here is not None or any(held.values()):
             data = (here or {"tag": tag}) | {"held": held}
             problems = [p for p in job["problems"] if tag in (p.get("about") or p["text"])]
-            return data | {"problems": problems}, _lines(here, held, tag, problems)
+            lines = _lines(here, held, tag, problems, is_alive=is_alive)
+            return data | {"problems": problems}, lines
     msg = f"no checkpoint {tag!r} in the published status"
     raise NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
 
@@ -39,10 +42,14 @@ def _lines(
     held: dict[str, list[dict[str, Any]]],
     tag: str,
     problems: list[dict[str, Any]],
+    *,
+    is_alive: bool,
 ) -> list[str]:
-    lines = [f"{tag}: not on this node"] if here is None else [_title(here), f"  here: {_here(here)}"]
+    lines = (
+        [f"{tag}: not on this node"] if here is None else [_title(here, is_alive), f"  here: {_here(here)}"]
+    )
     for name, forms in (here or {"remotes": {}})["remotes"].items():
-        lines += [f"  {name}: {_shipped(form, state, here)}" for form, state in forms.items()]
+        lines += [f"  {name}: {_shipped(form, state, here, is_alive)}" for form, state in forms.items()]
     if here is not None and (why := _fate(here)):
         lines.append(f"  {why}")
     for name, ones in held.items():
@@ -54,11 +61,11 @@ def _lines(
     return lines
 
 
-def _title(here: dict[str, Any]) -> str:
+def _title(here: dict[str, Any], is_alive: bool) -> str:
     step = f"step {here['step']}" if here["step"] is not None else "step not known"
     if here["branch"] and here["branch"] > 1:
         step += f" (branch {here['branch']})"
-    words = [step, size_of(here["bytes"]), here["state"]]
+    words = [step, size_of(here["bytes"]), state_of(here, is_alive=is_alive)]
     if here.get("kind") == "model-only":
         words.append("only a model: nothing to resume from")
     if here.get("complete_for") == "node":
@@ -84,11 +91,13 @@ def _here(here: dict[str, Any]) -> str:
     return text + (", held by clone until it is committed" if local["held"] else "")
 
 
-def _shipped(form: str, state: dict[str, Any], here: dict[str, Any] | None) -> str:
+def _shipped(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_alive: bool) -> str:
     text = f"{form} {state['state']}"
+    if state["state"] == "shipping" and not is_alive:
+        text = f"{form} not sent"
     if state["state"] == "shipping" and state["bytes_total"]:
         text += f" {size_of(state['bytes_done'])} of {size_of(state['bytes_total'])}"
-    if state.get("eta_seconds") is not None and state["state"] == "shipping":
+    if state.get("eta_seconds") is not None and state["state"] == "shipping" and is_alive:
         text += f", {ago(state['eta_seconds'])} to go"
     if state.get("ended_at"):
         complete = here["local"].get("complete_at") if here else None

@@ -28,8 +28,11 @@ def size_of(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
-    """The checkpoints on this node and their way to each remote; with `retention` why each is kept."""
+def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = True) -> Any:
+    """The checkpoints on this node and their way to each remote; with `retention` why each is kept.
+
+    Not `is_alive`: the daemon that published it is gone, and nothing is under way any more.
+    """
     from rich.table import Table
 
     remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
@@ -52,7 +55,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         local = checkpoint["local"]
         here = ("zero" if local["present"] else "") + (" +universal" if local["universal"] == "ready" else "")
         here += " +hold" if local["held"] else ""
-        forms = [_forms(checkpoint["remotes"].get(name, {})) for name in remotes]
+        forms = [_forms(checkpoint["remotes"].get(name, {}), is_alive=is_alive) for name in remotes]
         note = _kept(checkpoint) if retention else (checkpoint["reason"] or "")
         if checkpoint.get("next_step"):
             note = f"{note}; {checkpoint['next_step']} {_does(checkpoint)}"
@@ -66,7 +69,8 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool) -> Any:
         if checkpoint["branch"] and checkpoint["branch"] > 1:
             step = f"{step} (branch {checkpoint['branch']})"
         size = size_of(checkpoint["bytes"])
-        table.add_row(*cells(checkpoint["tag"], step, checkpoint["state"], size, here.strip(), *forms, note))
+        state = state_of(checkpoint, is_alive=is_alive)
+        table.add_row(*cells(checkpoint["tag"], step, state, size, here.strip(), *forms, note))
     for place, column in enumerate(table.columns):
         # a tag that is cut off cannot be typed: on a narrow terminal the others give way
         column.no_wrap, column.overflow = place in (0, 1, 3), "fold"
@@ -136,7 +140,12 @@ def remote_table(remote: dict[str, Any]) -> Any:
     return table
 
 
-def _forms(forms: dict[str, Any]) -> str:
+def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
+    """Its state; of a daemon that is gone nothing is being saved or uploaded."""
+    return "not sent" if checkpoint["state"] == "uploading" and not is_alive else str(checkpoint["state"])
+
+
+def _forms(forms: dict[str, Any], *, is_alive: bool) -> str:
     parts = []
     for form, state in forms.items():
         if state["state"] == "none":
@@ -144,7 +153,9 @@ def _forms(forms: dict[str, Any]) -> str:
         text = state["state"]
         if text == "shipping" and state["bytes_total"]:
             text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
-            if state.get("eta_seconds") is not None:
+            if not is_alive:
+                text = f"stopped at {text}"
+            elif state.get("eta_seconds") is not None:
                 text += f" (in {ago(state['eta_seconds'])})"
         parts.append(text if form == "zero" else f"{form} {text}")
     return ", ".join(parts)

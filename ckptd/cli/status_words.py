@@ -109,7 +109,7 @@ def _verdict(job: dict[str, Any], life: Life) -> str:
         return "NOT WATCHED"
     if job.get("paused"):
         return "PAUSED"
-    if _is_linked(job):
+    if _is_unprotected(job):
         return "NOT SAFE"
     if job["state"] == "waiting":
         return "WAITING"
@@ -118,15 +118,19 @@ def _verdict(job: dict[str, Any], life: Life) -> str:
     return "BEHIND" if job.get("steps_at_risk") else "SAFE"
 
 
-def _is_linked(job: dict[str, Any]) -> bool:
-    """The newest checkpoint is a link, which is not followed (P15): what is committed is older."""
-    return any(p["code"] == "linked-save" and p["severity"] == "attention" for p in job["problems"])
+def _is_unprotected(job: dict[str, Any]) -> bool:
+    """The newest checkpoint is a link, which is not followed (P15), or none that ckptd knows: what is
+    committed, if anything is, is older."""
+    codes = ("linked-save", "unprotected-save")
+    return any(p["code"] in codes and p["severity"] == "attention" for p in job["problems"])
 
 
 def _committed(job: dict[str, Any], since_seconds: float) -> str:
     safe = job.get("safe")
     if safe is None:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
+        if job["state"] == "waiting" and _is_unprotected(job):
+            return "no ZeRO checkpoint is here"
         return words.get(job["state"]) or _unproved(job) or "nothing is committed yet"
     when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
     return f"step {safe['step']} ({safe['tag']}) committed {when}"
@@ -273,6 +277,6 @@ def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
     if not jobs or not is_alive or states & {"attention", "invalid"}:
         return 1
     is_behind = any(job.get("steps_at_risk") or job.get("paused") for job in jobs)
-    # while its first checkpoint is written or sealed a job is not behind: still nothing of it is safe
-    is_unsafe = any(job["state"] != "waiting" and job.get("safe") is None for job in jobs)
+    # a job that waits for its first checkpoint is not behind: still nothing of it is safe
+    is_unsafe = any(job.get("safe") is None for job in jobs)
     return 3 if "behind" in states or is_behind or is_unsafe else 0

@@ -40,6 +40,8 @@ class Blocked:
     text: str
     next_step: str
     patience_seconds: float
+    is_told_at_once: bool = False
+    """As a note, until that patience is over: more lies here than the policy keeps."""
 
 
 def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
@@ -55,7 +57,14 @@ def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     names = f"{due[0].save.tag} may go and stays{_with(due)}"
     for is_so, what, next_step, patience in _obstacles(view, due[0]):
         if is_so:
-            return Blocked(what=what, text=f"{names}: {what}", next_step=next_step, patience_seconds=patience)
+            return Blocked(
+                what=what,
+                text=f"{names}: {what}",
+                next_step=next_step,
+                patience_seconds=patience,
+                # one that waits for the end of a save is what every save brings
+                is_told_at_once=patience == LONG_SECONDS and len(due) > 1,
+            )
     return None
 
 
@@ -103,8 +112,8 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         ),
         (
             view.is_save_in_flight,
-            "a save is in flight and does not end",
-            "does the trainer hang in it? nothing is removed meanwhile",
+            "a save is in flight, and nothing is removed during one",
+            "they go in the next pause between two saves (save less often); or does the trainer hang in it?",
             LONG_SECONDS,
         ),
         (

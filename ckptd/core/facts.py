@@ -11,6 +11,9 @@ from enum import StrEnum
 from ckptd.core.identity import Model
 from ckptd.core.layouts import Role, ShardKey
 
+REVISION = 1
+"""Of what an inspection finds of a shard; what an older one found is inspected again."""
+
 
 class Archive(StrEnum):
     """How a file's bytes are framed."""
@@ -62,6 +65,19 @@ class ShardFacts(Model):
     has_universal_info: bool = False
     train_batch_size: int | None = None
     micro_batch_size: int | None = None
+    held: tuple[int, ...] = ()
+    """Elements of each fp32 (sub-)group in an optimizer shard; empty when not known."""
+    owed: tuple[int, ...] = ()
+    """Elements that the parameters need of each: of one rank in model states of stage 3, in optimizer shards
+    of stages 1 and 2 by their own mappings."""
+    emptied: tuple[str, ...] = ()
+    """Optimizer states whose tensor holds no element: swapped out, where fp32 is too."""
+    item_bytes: int = 4
+    is_offloaded: bool = False
+    """ds_config swaps the optimizer's states to NVMe."""
+    is_node_local: bool = False
+    """Each node writes to its own disk, and swapped tensors are named by local rank."""
+    revision: int = 0
 
 
 class TrainerFacts(Model):

@@ -28,8 +28,6 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
     read = known(shards)
     if len(read) < len(shards) and any(f.archive is Archive.LEGACY or f.reason for f in shards.values()):
         return _grid_from_names(shards, context)
-    stages = [f.zero_stage for _, f in read if f.zero_stage is not None]
-    stage = max(stages) if stages else 3 if _has_stage3_names(shards) else None
     model = sorted(
         ((p, f) for p, f in read if named(p).role is Role.MODEL), key=lambda row: named(row[0]).shard.d or 0
     )
@@ -44,6 +42,9 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
     if dp is None:
         return None, f"{path} does not tell the data-parallel size"
     mm = _mm(first)
+    # ranks beyond may be left by a larger world of another stage
+    stages = [f.zero_stage for p, f in read if f.zero_stage is not None and (named(p).shard.d or 0) < dp]
+    stage = max(stages) if stages else 3 if _has_stage3_names(shards) else None
     if stage is None:
         return None, "no optimizer shard yet: the ZeRO stage is not proven"
     experts = _experts(model, stage)

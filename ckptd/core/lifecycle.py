@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.facts import Archive, FileFacts
 from ckptd.core.grids import expert_notes, known, named, prove_grid, two_saves
-from ckptd.core.layouts import MODEL_ONLY, Grid, missing_shards, parse_shard_name
+from ckptd.core.layouts import MODEL_ONLY, Grid, Role, missing_shards, parse_shard_name
 from ckptd.core.manifest import SaveWindow, Writer, tag_problem
 from ckptd.core.marks import judge_marks, out_of_order
 from ckptd.core.parts import Spread, may_be_elsewhere
+from ckptd.core.stale import WrittenShard, stale_layout
+from ckptd.core.swapped import lacking
 from ckptd.core.told import Told, told_of
 from ckptd.core.trainers import Trainer, missing_weights, step_of_folder
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ckptd.core.listing import FolderListing
 
 SLOWEST_SAVE_BYTES_PER_SECOND = 100e6
+STAGE_0 = "a checkpoint of DeepSpeed without ZeRO (stage 0), whose optimizer lies in the model states"
 
 
 class State(StrEnum):
@@ -76,6 +79,8 @@ class Context:
     """The job runs on several nodes; None: all of a save lies here."""
     told: Told | None = None
     """What is taken of what `spread` tells."""
+    is_to_send: bool = True
+    """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,8 @@ class Verdict:
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """Shards that the proven grid demands and the folder lacks; of a complete one: other nodes' (a part)."""
+    stale: tuple[str, ...] = ()
+    """Shards that a run with another ZeRO stage or precision left: files beside this save."""
     is_unread: bool = False
     """Judged without what the disk refuses to give: rights, or a disk that fails."""
 
@@ -104,7 +111,7 @@ def judge(
 
     The tests run from cheap to dear and from "still moving" to "complete"; each names the file it is about.
     """
-    problem = tag_problem(listing.tag)
+    problem = tag_problem(listing.tag) if context.is_to_send else None
     if problem:
         return Verdict(state=State.REFUSED, reason=f"tag {listing.tag!r} {problem}; rename it to ship it")
     gone = _gone(listing, memory)
@@ -121,15 +128,17 @@ def judge(
         return _not_yet(listing, memory, context, torn)
     if listing.is_model_only:
         return _only_a_model(listing, facts, memory, context)
+    written = {f.path: f.identity.mtime_ns for f in listing.shards}
+    left = {path for root in listing.roots for path in _of_other_layout(_within(root, shards), written)}
+    shards = {path: fact for path, fact in shards.items() if path not in left}
     if context.spread is not None and context.spread.told:
-        written = {f.path: f.identity.mtime_ns for f in listing.shards}
         told = told_of(context.spread.told, shards, written, save_spread_seconds=context.save_spread_seconds)
         context = replace(context, told=told)
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
     elsewhere: tuple[str, ...] = ()
     for root in listing.roots:
-        grid, inside, problem, missing = _root(root, shards, context)
+        grid, inside, problem, missing = _root(root, shards, listing, context)
         if grid is None:
             return replace(_not_yet(listing, memory, context, problem), missing=missing)
         grids.append(grid)
@@ -144,6 +153,7 @@ def judge(
             return Verdict(state=_moving(listing, memory), reason=marks.waits_for)
         return _not_yet(listing, memory, context, marks.waits_for)
     verdict = _whole(listing, current, grids[0], memory, context, marks.notes)
+    verdict = replace(verdict, stale=tuple(sorted(left)))
     return replace(verdict, missing=elsewhere) if verdict.state is State.COMPLETE else verdict
 
 
@@ -171,7 +181,7 @@ def _only_a_model(
 
 
 def _root(
-    root: str, shards: Mapping[str, FileFacts], context: Context
+    root: str, shards: Mapping[str, FileFacts], listing: FolderListing, context: Context
 ) -> tuple[Grid | None, dict[str, FileFacts], str, tuple[str, ...]]:
     """The proven grid of one shard root and the shards that belong to it; or why it is not whole."""
     inside = _within(root, shards)
@@ -180,12 +190,32 @@ def _root(
         return None, {}, problem or "the grid is not proven yet", ()
     inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
     present = frozenset(named(path) for path in inside)
+    if grid.zero_stage == 0 and not any(shard.role is Role.OPTIM for shard in present):
+        return None, {}, STAGE_0, ()
     missing = missing_shards(grid, present)
     if missing and not may_be_elsewhere(context.spread, present, grid, is_in_flight=context.is_in_flight):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         where = f" in {root}" if root else ""
         return None, {}, f"missing{where}: {missing[0]}{more}", missing
-    return grid, inside, "", missing
+    sizes = {f.path: f.identity.size_bytes for f in listing.own}
+    unheld = lacking(root, inside, sizes, listing.empty, grid.mm_count)
+    return (grid, inside, "", missing) if unheld is None else (None, {}, unheld, ())
+
+
+def _of_other_layout(inside: Mapping[str, FileFacts], written: Mapping[str, int]) -> frozenset[str]:
+    rows = ((path, named(path), fact.facts) for path, fact in inside.items())
+    return stale_layout(
+        WrittenShard(
+            path=path,
+            is_optimizer=name.role is Role.OPTIM,
+            is_ranked=name.shard.d is not None,
+            stage=facts.zero_stage if facts else None,
+            dtype=facts.dtype if facts else None,
+            written_ns=written[path],
+        )
+        for path, name, facts in rows
+        if name.role in (Role.OPTIM, Role.MODEL)
+    )
 
 
 def _whole(
@@ -210,7 +240,7 @@ def _whole(
         notes=notes
         + expert_notes(shards, grid)
         + tuple(
-            f"{f.path} lies outside the grid of this save (stale)"
+            f"{f.path} is stale: an earlier save of another layout left it"
             for f in listing.shards
             if f.path not in shards
         ),
@@ -280,6 +310,8 @@ def _renewal(
     if memory is None:
         return [], []
     now = {f.path: f.identity for f in listing.shards if within is None or f.path in within}
+    # one that was not sealed appeared later: no shard waits for it any more
+    now |= {f.path: f.identity for f in listing.swapped if f.path in memory.shards}
     kept = [p for p, identity in now.items() if memory.shards.get(p) == identity]
     renewed = [p for p in now if p not in kept and (p in memory.shards or not memory.is_part)]
     return renewed, kept
@@ -304,6 +336,8 @@ def _moving(listing: FolderListing, memory: Memory | None) -> State:
 
 
 def _not_yet(listing: FolderListing, memory: Memory | None, context: Context, reason: str) -> Verdict:
+    if reason == STAGE_0:
+        return Verdict(state=State.REFUSED, reason=reason)
     renewed, kept = _renewal(listing, memory)
     if context.is_in_flight:
         return Verdict(state=State.RESAVING if kept else State.SAVING, reason=reason)

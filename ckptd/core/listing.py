@@ -9,7 +9,9 @@ from functools import cached_property
 
 from ckptd.core.identity import FileIdentity, FolderIdentity
 from ckptd.core.layouts import parse_shard_name
+from ckptd.core.swapped import is_swapped
 from ckptd.core.trainers import Trainer, added_by_us, is_weights
+from ckptd.core.unprotected import Kind, Unprotected
 
 OURS = "_ckptd"
 POINTERS = frozenset({"latest", "latest_universal"})
@@ -41,6 +43,8 @@ class FolderListing:
     trainer: Trainer = Trainer.DEEPSPEED
     roots: tuple[str, ...] = ("",)
     """Folders below this one that hold the shards; "" is this one."""
+    empty: tuple[str, ...] = ()
+    """Folders below this one with nothing in them: DeepSpeed's NVMe offload does not load without (§3)."""
 
     @property
     def is_model_only(self) -> bool:
@@ -54,6 +58,7 @@ class FolderListing:
         for file in self.files:
             i = file.identity
             rows.append(f"{file.path}\0{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}")
+        rows += [f"{path}/" for path in self.empty]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
     @cached_property
@@ -64,6 +69,11 @@ class FolderListing:
         return tuple(
             f for f in self.files if f.path.rpartition("/")[0] in self.roots and parse_shard_name(f.name)
         )
+
+    @cached_property
+    def swapped(self) -> tuple[ListedFile, ...]:
+        """Optimizer state beside the shards (core/swapped.py): saved again with them."""
+        return tuple(f for f in self.files if is_swapped(f.path, self.roots))
 
     @cached_property
     def added(self) -> tuple[ListedFile, ...]:
@@ -108,3 +118,10 @@ class SaveDirListing:
     """Other users' folders that we may not enter, perhaps checkpoints; `foreign` has them as well."""
     linked: tuple[str, ...] = ()
     """Links that are named as checkpoints are, or by `latest`; of a folder a shard that is no plain file."""
+    unprotected: tuple[Unprotected, ...] = ()
+    """Checkpoints in and below save_dir that are none of this job's layouts; never looked into."""
+
+    @property
+    def loose(self) -> frozenset[str]:
+        """Folders with shards that `trainer.save_model` left beside the Trainer's checkpoints."""
+        return frozenset(one.path for one in self.unprotected if one.kind is Kind.LOOSE)

@@ -141,6 +141,8 @@ class NodeManifest(Document):
     source: DerivedSource | None = None
     replicas: Many[tuple[str, str]] = ()
     """(path, tensor fingerprint) of what this node has too and leaves to its owner: it tells saves apart."""
+    empty_folders: Many[str] = ()
+    """Folders of the save with nothing in them, relative to its folder: made again when it is restored."""
     files: Many[ManifestFile]
 
 

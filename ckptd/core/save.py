@@ -66,6 +66,8 @@ class SealedSave(Model):
     """Files that appeared in the folder after it was sealed, durable and at rest: for a supplement."""
     beside: tuple[str, ...] = ()
     """Tags that lay here, not sealed yet, when this one was sealed: perhaps saved later (adr/0102)."""
+    empty: tuple[str, ...] = ()
+    """Folders below the checkpoint's with nothing in them, which its loader opens."""
     rivals: tuple[int, ...] = ()
     """Saves of the journal, sealed before, of which nothing proves that they are older, or newer."""
 

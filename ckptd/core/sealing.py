@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.best import Best
 from ckptd.core.finite import evaluation_of
-from ckptd.core.layouts import Role
+from ckptd.core.layouts import Role, ShardKey
 from ckptd.core.lifecycle import Memory
 from ckptd.core.save import SealedFile, SealedSave
 from ckptd.core.trainers import TRAINER_STATE, is_in_roots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from ckptd.core.facts import FileFacts
     from ckptd.core.listing import FolderListing, ListedFile
@@ -48,7 +48,7 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
     if row is None:
         return None
     here = {f.path: f for f in folder.files}
-    shards = {f.path for f in folder.shards}
+    shards = {f.path for f in (*folder.shards, *folder.swapped)}
     memory = {}
     for file in row.save.files:
         current = here.get(file.path)
@@ -77,16 +77,22 @@ def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileF
     return save.model_copy(update={"files": files})
 
 
-def sealed_file(file: ListedFile, facts: FileFacts, folder: FolderListing) -> SealedFile:
-    """A file of the checkpoint folder, as inspected; of a model alone the weights are what identifies it."""
+def sealed_file(
+    file: ListedFile, facts: FileFacts, folder: FolderListing, stale: Collection[str] = ()
+) -> SealedFile:
+    """A file of the checkpoint folder, as inspected; of a model alone the weights are what identifies it.
+
+    A shard that another layout left (`stale`) stands for no rank: it travels as a file beside the save.
+    """
     is_weights = folder.is_model_only and file in folder.shards
+    is_stale = file.path in stale
     return SealedFile(
         path=file.path,
         identity=file.identity,
         fingerprint=facts.fingerprint,
         tensor_fingerprint=facts.tensor_fingerprint,
-        role=Role.WEIGHTS if is_weights else facts.role,
-        shard=facts.shard,
+        role=Role.WEIGHTS if is_weights else Role.SIDE if is_stale else facts.role,
+        shard=ShardKey() if is_stale else facts.shard,
         mode=file.mode,
     )
 

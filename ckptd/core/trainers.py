@@ -76,9 +76,19 @@ def _is_only_a_model(paths: Iterable[str]) -> bool:
     """trainer_state.json, weights, and no trace of a full save that a rotation left half removed."""
     names = frozenset(paths)
     is_traced = "latest" in names or any(
-        n.startswith(("rng_state", "zero_to_", "global_step")) for n in names
+        n.startswith(
+            ("rng_state", "zero_to_", "global_step", "optimizer", "scheduler.", "pytorch_model_fsdp")
+        )
+        for n in names
     )
     return TRAINER_STATE in names and any(is_weights(n) for n in names) and not is_traced
+
+
+def is_shard_root(folder: str, name: str) -> bool:
+    """Whether `name`, in a checkpoint's `folder`, is where a trainer on top of DeepSpeed puts the shards."""
+    if _HF_TAG.match(folder):
+        return _HF_ROOT.match(name) is not None
+    return _ACCELERATE_ROOT.match(name) is not None or name == _LIGHTNING_ROOT
 
 
 def is_weights(path: str) -> bool:

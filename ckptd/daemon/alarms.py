@@ -117,3 +117,5 @@ def _see_blocked(job: Job, state: JobState) -> None:
         state.blocked_since = (found.what, now)
     if now - state.blocked_since[1] >= found.patience_seconds:
         job.problems.see("retention-blocked", "retention", found.text, found.next_step)
+    elif found.is_told_at_once:
+        job.problems.see("retention-blocked", "retention", found.text, found.next_step, severity="note")

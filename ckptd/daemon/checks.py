@@ -19,12 +19,15 @@ from ckptd.core.afar import gets_nothing
 from ckptd.core.backfill import to_ship
 from ckptd.core.deriving import MAX_CONVERSION_TRIES
 from ckptd.core.keeping import is_committed
-from ckptd.core.lifecycle import State
+from ckptd.core.lifecycle import STAGE_0, State
 from ckptd.core.safety import newest_safe
 from ckptd.core.save import Order
+from ckptd.core.trainers import Trainer
+from ckptd.core.unprotected import KNOWN_ALONE
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
+from ckptd.daemon.linked import UNPROTECTED, is_at_risk
 from ckptd.daemon.outlook import FREES_FILES, see_outlook, shortage, to_adopt
 from ckptd.daemon.stuck import see_stuck
 from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out, what_reads_it
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from ckptd.core.view import JobView, RemoteCommit
     from ckptd.daemon.job import Job
     from ckptd.daemon.late import Late
-    from ckptd.daemon.problems import Problems
+    from ckptd.daemon.problems import Problems, Severity
     from ckptd.daemon.state import JobState
 
 log = logging.getLogger("ckptd.job")
@@ -56,6 +59,14 @@ def notice_gone(job: Job, state: JobState) -> None:
             continue
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
+        if tag in state.listing.loose:
+            log.info(
+                "%s is no checkpoint of this job: trainer.save_model wrote it",
+                tag,
+                extra=doing("vanish", tag),
+            )
+            state.reload(row.id)
+            continue
         fate = state.plan.local_fates.get(row.id) if state.plan else None
         kept = ", ".join(fate.keeps if fate else ()) or "no more"
         text = "%s was removed by somebody else; here it was kept: %s"
@@ -150,7 +161,7 @@ def see_problems(job: Job, state: JobState) -> None:
         if job.view
         else []
     )
-    if len(waiting) > 1 and not state.can_clone and job.config.remotes:
+    if len(waiting) > 1 and not state.can_clone and job.config.remotes and _may_rotate(state):
         text = f"{len(waiting)} checkpoints wait and cannot be held: the trainer may outrun the upload"
         see.see(
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
@@ -164,6 +175,17 @@ def see_problems(job: Job, state: JobState) -> None:
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()
+
+
+def _may_rotate(state: JobState) -> bool:
+    """Whether the trainer removes checkpoints by itself: it did, or it is one that can.
+
+    DeepSpeed alone never does; what Hugging Face's Trainer, Accelerate and Lightning were told to keep
+    stands in no file that can be read without running code.
+    """
+    folders = state.listing.folders if state.listing is not None else ()
+    can = any(folder.trainer is not Trainer.DEEPSPEED for folder in folders)
+    return can or any(row.state == "vanished" for row in state.rows.values())
 
 
 def _what_frees(job: Job, state: JobState) -> str:
@@ -205,7 +227,15 @@ def _see_verdicts(job: Job, state: JobState) -> None:
             text = f"{tag} is being removed before it was committed"
             see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
         elif verdict.state is State.REFUSED:
-            see.see("tag-refused", tag, reason, "rename the folder, or choose another tag in the trainer")
+            _see_refused(see, state, tag, verdict.reason)
+
+
+def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> None:
+    if why == STAGE_0 and state.listing is not None:
+        severity: Severity = "attention" if is_at_risk(tag, state.listing) else "note"
+        see.see(UNPROTECTED, tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity)
+        return
+    see.see("tag-refused", tag, f"{tag}: {why}", "rename the folder, or choose another tag in the trainer")
 
 
 def _is_lost(job: Job, state: JobState, tag: str) -> bool:

@@ -111,7 +111,7 @@ class Chores:
         self._in_worker(
             f"holding {row.save.tag}",
             save_dir_fd,
-            lambda fd: hold.make(fd, row.save.tag, hold_name(row), row.save.files, about),
+            lambda fd: hold.make(fd, row.save.tag, hold_name(row), row.save.files, about, row.save.empty),
             done,
             failed,
         )

@@ -213,6 +213,8 @@ class Control:
         """For status.json, until some minutes after the deadline."""
         if self._drain is None or time.monotonic() > self._drain.deadline_seconds + TOLD_SECONDS:
             return None
+        if not self.is_draining and _newest_seen_at(state) > self._drain.deadline_unix:
+            return None  # it is over, and what was saved since is none of its business
         told = state.plan.drained if state.plan is not None else None
         linked, left, refused = linked_here(job), missing_after(job), refused_here(job)
         is_rest_done = is_drained(job) or (bool(left) and set(left) <= set(refused))
@@ -225,6 +227,12 @@ class Control:
             refused=(*refused, *(linked if is_rest_done else ())),
             unsent=unsent_here(job),
         )
+
+
+def _newest_seen_at(state: JobState) -> float:
+    """When the newest save was first seen (Unix), whole or not."""
+    seen = [row.seen_at for row in state.rows.values()]
+    return max([*seen, *(quiet.first_seen_unix for quiet in state.quiet.values())], default=0.0)
 
 
 def missing_after(job: Job) -> tuple[str, ...]:
@@ -240,7 +248,7 @@ def unsent_here(job: Job) -> tuple[str, ...]:
 def drained_words(jobs: Sequence[Job]) -> str:
     """Of jobs that are drained."""
     linked = [tag for job in jobs for tag in linked_here(job)]
-    but = f"; not {', '.join(linked)}: no link is followed" if linked else ""
+    but = f"; not {', '.join(linked)}: `ckptd status` says why" if linked else ""
     return all_committed(sum(len(unsent_here(job)) for job in jobs)) + but
 
 

@@ -261,7 +261,8 @@ class Intake:
         found_first: frozenset[str],
     ) -> None:
         state = self._state
-        sealed = tuple(sealed_file(f, state.facts[folder.tag][f.path], folder) for f in folder.own)
+        facts = state.facts[folder.tag]
+        sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
         is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
         order = self._ordering.order_of(folder, step, sealed, is_new_tag=is_new_tag)
         extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
@@ -278,6 +279,7 @@ class Intake:
             writer=verdict.writer,
             optimizer_step=verdict.optimizer_step,
             roots=folder.roots,
+            empty=folder.empty,
             is_part=bool(verdict.missing),
             best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
             best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
@@ -313,8 +315,14 @@ class Intake:
         now = {f.path: f.identity for f in folder.own}
         if any(now.get(f.path) != f.identity for f in row.save.files) or verdict.window is None:
             return False
-        sealed = tuple(sealed_file(f, self._state.facts[folder.tag][f.path], folder) for f in folder.own)
-        update = {"files": sealed, "window": verdict.window, "is_part": bool(verdict.missing)}
+        facts = self._state.facts[folder.tag]
+        sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
+        update = {
+            "files": sealed,
+            "empty": folder.empty,
+            "window": verdict.window,
+            "is_part": bool(verdict.missing),
+        }
         self._state.grow(row.id, row.save.model_copy(update=update))
         log.info("%s grew to %d files", folder.tag, len(sealed))
         return True

@@ -1,17 +1,25 @@
-"""Checkpoints that are links, or are made of them: not followed, so not protected, and that is said (P15)."""
+"""Say which checkpoints in save_dir nothing protects: links, not followed (P15), and what is no ZeRO
+checkpoint of the job (P17).
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
+from ckptd.core.names import shown
+from ckptd.core.unprotected import told
 from ckptd.local.scan import scan
 
 if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
     from ckptd.daemon.job import Job
-    from ckptd.daemon.problems import Problem
+    from ckptd.daemon.problems import Code, Problem, Severity
 
+log = logging.getLogger("ckptd.job")
+
+UNPROTECTED: Code = "unprotected-save"
 _NUMBER = re.compile(r"(\d+)$")
 _NEXT_STEP = (
     "ckptd follows no links below save_dir; move the folder itself into save_dir, or make save_dir the place "
@@ -20,7 +28,7 @@ _NEXT_STEP = (
 
 
 def look(job: Job, save_dir_fd: int) -> SaveDirListing:
-    """A look at save_dir, and what is said of links in it."""
+    """List save_dir, and say what in it is not protected."""
     before = job.state.listing if job.state is not None else None
     listing = scan(save_dir_fd, job.config.trainer, before)
     seen = {path.partition("/")[0]: path for path in listing.linked}
@@ -33,7 +41,24 @@ def look(job: Job, save_dir_fd: int) -> SaveDirListing:
         what = "a link" if path == tag else f"made of links ({path})"
         text = f"{tag}{names} is {what}: it is not watched, and nothing of it is sent"
         job.problems.put("linked-save", tag, text, _NEXT_STEP, severity="attention" if is_newest else "note")
+    _see_unprotected(job, listing)
     return listing
+
+
+def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
+    """Say it for as long as it lies there: a job that finds nothing else would wait for ever."""
+    tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
+    said = told(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
+    for one in said:
+        severity: Severity = "attention" if one.is_urgent else "note"
+        if not any((p.code, p.about) == (UNPROTECTED, shown(one.about)) for p in job.problems.all()):
+            log.warning("%s; %s", one.text, one.next_step)
+        job.problems.put(UNPROTECTED, one.about, one.text, one.next_step, severity=severity)
+    # of a folder that had to be read to be known each turn says it anew
+    about = {shown(one.about) for one in said} | {folder.tag for folder in listing.folders}
+    for problem in job.problems.all():
+        if problem.code == UNPROTECTED and problem.about not in about:
+            job.problems.clear(UNPROTECTED, problem.about)
 
 
 def is_at_risk(tag: str, listing: SaveDirListing) -> bool:
@@ -53,4 +78,4 @@ def linked_here(job: Job) -> tuple[str, ...]:
 
 
 def _is_alarm(problem: Problem) -> bool:
-    return problem.code == "linked-save" and problem.lasting == "attention"
+    return problem.code in ("linked-save", UNPROTECTED) and problem.lasting == "attention"

@@ -243,6 +243,7 @@ def ship_order(
         best_checkpoint=save.best_checkpoint,
         grid=save.grid,
         source=_source_of(row, action),
+        empty_folders=save.empty if action.form == ZERO else (),
         files=(),
     )
     return m.ShipOrder(
@@ -250,11 +251,7 @@ def ship_order(
         manifest=manifest,
         files=files,
         making=making,
-        shipped=tuple(
-            m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
-            for o in objects
-            if o.proof in ("read-back", "store-checksum", "part-etags")
-        ),
+        shipped=_verified(objects),
         partly=tuple(
             m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16), token=o.token)
             for o in objects
@@ -263,6 +260,14 @@ def ship_order(
         save_spread_seconds=save_spread_seconds,
         steps_in=steps_in,
         takeover_seconds=takeover_seconds,
+    )
+
+
+def _verified(objects: Sequence[ObjectRow]) -> tuple[m.Shipped, ...]:
+    return tuple(
+        m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
+        for o in objects
+        if o.proof in ("read-back", "store-checksum", "part-etags")
     )
 
 

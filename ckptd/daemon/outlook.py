@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ckptd.daemon.state import JobState
 
 FULL_SOON_SAVES = 3
+LEAST_SAVES = 5
+"""Fewer tell no pace: the first ones of a run lie apart otherwise than the later ones."""
 RUNNING_SECONDS = 10.0
 """An upload that has run for so long tells the speed of its link before it ends."""
 _ROWS = 200
@@ -172,7 +174,8 @@ def see_outlook(job: Job, state: JobState) -> None:
     told, speed = outlook(job, state), link_speed(job, state)
     _see_full(job, state, told)
     is_still = any(job.links[r.name].still_seconds >= STILL_SECONDS for r in job.config.remotes if r.required)
-    if told.save_steps_for_link is not None and speed is not None and not is_still:
+    is_known = len(_saves(job, state)) >= LEAST_SAVES and not is_still
+    if told.save_steps_for_link is not None and speed is not None and is_known:
         _see_slow(job, told, speed, told.save_steps_for_link)
     if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
         usual = show_seconds(told.save_every_seconds)
@@ -217,7 +220,7 @@ def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
         if adopt:
             cure = adopt + cure
         elif told.is_spared_by_thin:
-            cure = f'set unuploaded = "thin" or {cure}'
+            cure += '; or set unuploaded = "thin": then not every save is uploaded'
         else:
             cure += f"; {_THIN_IS_NOT_ENOUGH}"
     else:

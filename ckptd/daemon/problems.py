@@ -39,6 +39,7 @@ Code = Literal[
     "shard-missing",
     "incomplete-save",
     "linked-save",
+    "unprotected-save",
     "suspect-save",
     "tag-refused",
     "conversion-refused",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.convert import supervise
+from ckptd.core.facts import REVISION
 from ckptd.daemon.backoff import changed_seconds
 from ckptd.errors import StorageError
 from ckptd.local import fs
@@ -65,7 +66,9 @@ class Reading:
         known = {}
         for file in folder.files:
             facts = self._state.journal.facts(file.path, file.identity)
-            if facts is not None and (facts.fingerprint or not facts.reason):  # else nobody read it
+            if facts is None or (facts.reason and not facts.fingerprint):  # nobody read it
+                continue
+            if facts.facts is None or facts.facts.revision >= REVISION:
                 known[file.path] = facts
         return known
 

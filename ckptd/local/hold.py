@@ -32,10 +32,17 @@ def hold_of(name: str) -> str:
     return name.removesuffix(".json")
 
 
-def make(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile], about: bytes) -> None:
+def make(
+    save_dir_fd: int,
+    tag: str,
+    name: str,
+    sealed: Sequence[SealedFile],
+    about: bytes,
+    empty: Sequence[str] = (),
+) -> None:
     """Clone a sealed save into `_ckptd/hold/<name>`; whole or not at all (P1). Never a hard link (H14).
 
-    `about` is put beside it, before it bears its name.
+    `about` is put beside it, before it bears its name; `empty` are the save's empty folders.
 
     Raises:
         SourceChanged: a file changed while it was cloned.
@@ -50,6 +57,7 @@ def make(save_dir_fd: int, tag: str, name: str, sealed: Sequence[SealedFile], ab
             with fs.closing(fs.open_tag(save_dir_fd, tag)) as source:
                 for file in sealed:
                     _clone_one(source, target_fd, file)
+                files.make_folders(target_fd, empty, mode=0o700)
                 fs.check_identities(source, sealed, only_listed=False)
             files.fsync_dir(target_fd)
         finally:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from ckptd import files
 from ckptd.config_quantities import show_bytes
 from ckptd.core.listing import OURS
-from ckptd.errors import CkptdError, ConfigError, NotPermitted, from_os_error
+from ckptd.core.unprotected import told
+from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.local.fs import STAGING, TRASH, remove_empty
 from ckptd.local.rights import can_clone, new_mark, prove_rights
 from ckptd.local.scan import scan
@@ -62,7 +63,9 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def probe_save_dir(save_dir: Path, min_free: Share, *, writes: bool) -> Iterator[Finding]:
+def probe_save_dir(
+    save_dir: Path, min_free: Share, *, writes: bool, trainer: str = "auto"
+) -> Iterator[Finding]:
     """Findings about a save_dir; with `writes` by really creating, renaming and removing below `_ckptd/`."""
     try:
         fd = os.open(save_dir, files.DIR_FLAGS)
@@ -82,11 +85,12 @@ def probe_save_dir(save_dir: Path, min_free: Share, *, writes: bool) -> Iterator
         )
         yield _owner(fd, save_dir)
         try:
-            listing = scan(fd)
+            listing = scan(fd, trainer)
         except OSError as error:
             yield failed("read", from_os_error(error, f"listing {save_dir}"))
             return
         yield _readable(fd, listing, save_dir)
+        yield from _unprotected(listing, save_dir)
         yield from _writable(fd, save_dir, listing, writes=writes)
         yield _room(fd, listing, min_free)
         if is_network(kind):
@@ -139,6 +143,16 @@ def _owner(fd: int, save_dir: Path) -> Finding:
     return failed("owner", NotPermitted(f"{save_dir} is {text}", hint=hint))
 
 
+def _unprotected(listing: SaveDirListing, save_dir: Path) -> Iterator[Finding]:
+    """Name the checkpoints that the job would leave alone; newer ones than it protects are a failure."""
+    tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
+    for one in told(listing.unprotected, str(save_dir), listing.latest, tags):
+        if one.is_urgent:
+            yield failed("layout", RefusedError(one.text, hint=one.next_step))
+        else:
+            yield Finding(what="layout", verdict="note", text=one.text, hint=one.next_step)
+
+
 def _readable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
     """Open one file of every checkpoint that is there."""
     opened = 0
@@ -152,7 +166,12 @@ def _readable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
             except CkptdError as error:
                 return failed("read", error)
     if not opened:
-        return Finding(what="read", verdict="ok", text="lists; it holds no checkpoint yet")
+        text = (
+            "lists; it holds no ZeRO checkpoint"
+            if listing.unprotected
+            else "lists; it holds no checkpoint yet"
+        )
+        return Finding(what="read", verdict="ok", text=text)
     checkpoints = f"{len(listing.folders)} checkpoint{'s' if len(listing.folders) > 1 else ''}"
     return Finding(what="read", verdict="ok", text=f"opened {opened} shards of {checkpoints}")
 

@@ -20,12 +20,13 @@ from ckptd.core.identity import FolderIdentity
 from ckptd.core.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
 from ckptd.core.names import name_problem, shown
 from ckptd.core.resumed import RESUMED_PATH
-from ckptd.core.trainers import WRITES_AS, layout_of
+from ckptd.core.trainers import WRITES_AS, Trainer, layout_of
+from ckptd.core.unprotected import is_loose, is_trainers_checkpoint, of_listing
 from ckptd.errors import CkptdError
 from ckptd.local.links import leads_elsewhere, linked_shard, may_be_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 log = logging.getLogger("ckptd.scan")
 
@@ -49,20 +50,18 @@ _WORD_LIMIT_BYTES = 4 << 20
 
 
 def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None = None) -> SaveDirListing:
-    """List a save_dir; entries that vanish while we look are left out, the next scan sees the truth.
+    """List a save_dir, without entries that vanish meanwhile: the next scan sees the truth.
 
     With a `trainer` other than auto, folders that another one wrote are foreign. Folders that are as they
-    were in `before` are given back as the same objects: whoever compares need not look inside.
+    were in `before` are given back as the same objects, so that comparing them is cheap.
     """
     known = {folder.tag: folder for folder in before.folders} if before else {}
     wanted = WRITES_AS.get(trainer, trainer)
     folders: list[FolderListing] = []
     extras: list[ListedFile] = []
-    foreign: list[str] = []
-    nameless: list[str] = []
-    bare: list[str] = []
-    closed: list[str] = []
-    linked: list[str] = []
+    bare: dict[str, list[str]] = {}
+    foreign, nameless, closed = list[str](), list[str](), list[str]()
+    linked, names = list[str](), list[str]()
     latest = read_pointer(save_dir_fd, "latest")
     for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
         if entry.name.startswith((OURS, files.TEMPORARY_PREFIX)):
@@ -82,16 +81,18 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
                     if is_one:
                         nameless.append(shown(entry.name))
                     elif listing is not None and not listing.shards and _is_fit(entry.name):
-                        bare.append(entry.name)
+                        bare[entry.name] = [file.path for file in listing.files]
                 else:
                     folders.append(listing)
             elif stat.S_ISREG(status.st_mode) and _is_fit(entry.name):
+                names.append(entry.name)
                 if entry.name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
                     extras.append(_listed(entry.name, status))
             else:
                 foreign.append(entry.name)
                 if stat.S_ISLNK(status.st_mode) and may_be_checkpoint(entry.name, latest):
                     linked += [entry.name] if leads_elsewhere(save_dir_fd, entry.name) else []
+    folders, loose = _without_loose(folders, names)
     return SaveDirListing(
         device=os.fstat(save_dir_fd).st_dev,
         folders=tuple(folders),
@@ -99,12 +100,27 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         latest=latest,
         latest_universal=read_pointer(save_dir_fd, "latest_universal"),
         resumed=read_pointer(save_dir_fd, RESUMED_PATH, limit_bytes=_WORD_LIMIT_BYTES),
-        foreign=tuple(foreign),
+        foreign=tuple(foreign + loose),
         nameless=tuple(nameless),
         bare=tuple(bare),
         closed=tuple(closed),
         linked=tuple(linked),
+        unprotected=of_listing(bare, names, loose, latest),
     )
+
+
+def _without_loose(
+    folders: list[FolderListing], names: Iterable[str]
+) -> tuple[list[FolderListing], list[str]]:
+    """Split off the shards in global_stepN that lie beside a Trainer's checkpoints, or in one of them.
+
+    `trainer.save_model` writes them where stage 3 gathers no weights. The Trainer loads checkpoint-N alone.
+    """
+    has_trainers = any(folder.trainer is Trainer.HUGGINGFACE for folder in folders)
+    if not has_trainers and not is_trainers_checkpoint(names):
+        return folders, []
+    loose = [f.tag for f in folders if f.trainer is Trainer.DEEPSPEED and is_loose(f.tag)]
+    return [folder for folder in folders if folder.tag not in loose], loose
 
 
 def _is_closed(save_dir_fd: int, name: str, status: os.stat_result) -> bool:
@@ -124,12 +140,15 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
         status = os.fstat(fd)
         found: list[tuple[str, os.stat_result]] = []
         irregular: list[str] = []
+        empty: list[str] = []
         for path, item in _walk(fd, "", status.st_dev, MAX_DEPTH):
-            if item is not None and stat.S_ISREG(item.st_mode) and _is_fit(path):
+            if item is not None and path.endswith("/") and _is_fit(path[:-1]):
+                empty.append(path[:-1])
+            elif item is not None and stat.S_ISREG(item.st_mode) and _is_fit(path):
                 found.append((path, item))
             else:
                 irregular.append(shown(path))
-        if before is not None and _is_same(before, status, found, irregular):
+        if before is not None and _is_same(before, status, found, irregular, empty):
             return before
         regular = [_listed(path, item) for path, item in found]
         trainer, roots = layout_of(tag, (file.path for file in regular))
@@ -140,6 +159,7 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
             folder=FolderIdentity(dev=status.st_dev, ino=status.st_ino),
             files=tuple(regular),
             irregular=tuple(irregular),
+            empty=tuple(empty),
         )
     finally:
         os.close(fd)
@@ -156,11 +176,14 @@ def _is_same(
     folder: os.stat_result,
     found: list[tuple[str, os.stat_result]],
     irregular: list[str],
+    empty: list[str],
 ) -> bool:
     """Compared on the numbers alone: this runs for every file of a node at every look."""
     if (before.folder.dev, before.folder.ino) != (folder.st_dev, folder.st_ino):
         return False
-    if len(before.files) != len(found) or list(before.irregular) != irregular:
+    if list(before.irregular) != irregular or list(before.empty) != empty:
+        return False
+    if len(before.files) != len(found):
         return False
     for file, (path, status) in zip(before.files, found, strict=True):
         i = file.identity
@@ -171,8 +194,14 @@ def _is_same(
 
 
 def _walk(fd: int, prefix: str, device: int, depth: int) -> Iterator[tuple[str, os.stat_result | None]]:
-    """Yield (path, status) of everything but plain directories; None for what may not be entered."""
-    for name in sorted(os.listdir(fd)):
+    """Yield (path, status) of everything but plain directories; None for what may not be entered.
+
+    Of a directory in which nothing is: its path with a slash at the end.
+    """
+    names = sorted(os.listdir(fd))
+    if not names and prefix:
+        yield prefix, os.fstat(fd)
+    for name in names:
         path = prefix + name
         try:
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)

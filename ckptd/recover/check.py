@@ -64,7 +64,7 @@ def check_job(
     init_remote: bool = False,
 ) -> Iterator[Finding]:
     """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
-    yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes)
+    yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
     yield _state(job, daemon, environ, jobs_in_daemon)
     if job.shared_fs:
         yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))

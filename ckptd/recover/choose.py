@@ -71,6 +71,12 @@ class Copy:
         return sum(file.bytes for file in self.files)
 
     @property
+    def empty_folders(self) -> tuple[str, ...]:
+        """Folders of the save with nothing in them, of all nodes."""
+        found = {path for manifest in self.manifests for path in manifest.empty_folders}
+        return tuple(sorted(found))
+
+    @property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprint by path, of all nodes' files without extras."""
         return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}

@@ -48,7 +48,15 @@ def is_held(here: LocalSight, copy: Copy) -> bool:
     shards = [f for f in own if f.role is not Role.SIDE and is_in_roots(f.path, roots)] or own
     beside = (file.path for file in own if file.role is Role.SIDE)
     is_all_there = here.is_complete or all(path in here.facts for path in beside)
+    found = {*here.listing.empty, *(head for path in here.facts for head in folders_above(path))}
+    is_all_there &= found.issuperset(copy.empty_folders)
     return bool(shards) and is_all_there and all(_is_here(here, file) for file in shards)
+
+
+def folders_above(path: str) -> list[str]:
+    """The folders that a path lies in."""
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _is_here(here: LocalSight, file: ManifestFile) -> bool:

@@ -258,6 +258,7 @@ class Execution:
                 finally:
                     os.close(source)
                     os.close(into)
+            files.make_folders(target, step.copy.empty_folders, mode=mode)
             files.fsync_dir(target)
         finally:
             os.close(staging)

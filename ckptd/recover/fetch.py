@@ -113,6 +113,7 @@ class Fetcher:
         finally:
             for incoming in tuple(self._open):
                 self._drop(incoming)
+        files.make_folders(self._staging_fd, self._copy.empty_folders, mode=self._folder_mode)
         self._sync_folders()
 
     def _list(self) -> None:

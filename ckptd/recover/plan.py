@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import State
+from ckptd.core.names import tag_problem
 from ckptd.core.trainers import Trainer
 from ckptd.recover.beside import beside, bring
 from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate
@@ -130,7 +131,13 @@ def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[Local
     """Unusable folders that are newer than the chosen one, or bear its name (H54)."""
     found = []
     for sight in local:
-        if sight.is_complete or (candidate.local is not None and sight.tag == candidate.local.tag):
+        # refused: whole, and none that ckptd knows
+        is_refused = sight.verdict.state is State.REFUSED and sight.tag != candidate.tag
+        if (
+            sight.is_complete
+            or is_refused
+            or (candidate.local is not None and sight.tag == candidate.local.tag)
+        ):
             continue
         step = sight.step
         if sight.tag == candidate.tag or step is None or step >= candidate.order.step:
@@ -201,6 +208,12 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [s.copy.all_for_each for s in steps if isinstance(s, Fetch) and s.copy.all_for_each]
     for sight in local:
+        if (problem := tag_problem(sight.tag)) is not None and sight.is_complete:
+            notes.append(
+                f"{sight.tag!r} is not sent to any remote: the tag {problem}; rename it to have it sent"
+            )
+        if sight.verdict.state is State.REFUSED:
+            notes.append(f"{sight.tag} is {sight.verdict.reason}: not resumed from, and left where it is")
         if sight.verdict.state is State.SUSPECT:
             cure = f"`ckptd accept JOB {shlex.quote(sight.tag)}` makes it usable"
             notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; {cure}")

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, NoReturn
 from ckptd import files
 from ckptd.config_places import command_for, this_node, typed
 from ckptd.config_relations import check_job_paths
+from ckptd.core import unprotected
+from ckptd.core.lifecycle import State
 from ckptd.core.listing import SaveDirListing
+from ckptd.core.unprotected import told
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -217,6 +220,7 @@ class Resume:
             if not self._is_proven(fd, candidate, seen):
                 continue
             self._is_surely_newest(candidate, seen)
+            self._say_unprotected(candidate.tag, seen, said)
             plan = make_plan(
                 candidate,
                 seen.local,
@@ -307,6 +311,14 @@ class Resume:
             raise self._sources.absent[0]
         self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")
 
+    def _say_unprotected(self, tag: str, seen: _Seen, said: set[str]) -> None:
+        """Tell of checkpoints here that are none of ours, once: one of them may be newer."""
+        listing = seen.listing
+        for one in told(listing.unprotected, str(self._job.save_dir), listing.latest, (tag,)):
+            if one.text not in said:
+                self._say(f"{one.text}; {one.next_step}")
+                said.add(one.text)
+
     def _must_be_read(self, sights: Iterable[LocalSight]) -> None:
         """What a disk does not give now may be the newest: nothing older is taken in its place (P18)."""
         for sight in sights:
@@ -319,22 +331,26 @@ class Resume:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
         job = self._job
         if self._sources.absent:
+            self._say_unprotected("", seen, set())
             raise self._sources.absent[0]
         self._must_be_read(seen.local)
         if self._sources.damaged or self._damaged_here or choice.notes:
             msg = f"every checkpoint of {job.name} is damaged"
             raise DamagedError(msg, hint="see the lines above; nothing was deleted")
         if not job.remotes:
+            self._must_be_known(seen)
             torn = ", ".join(f"{s.tag} ({s.verdict.reason})" for s in seen.local)
             found = f": {torn}" if torn else ""
             msg = f"{job.save_dir} holds no complete checkpoint{found}, and no remote is known"
             raise NotFoundError(msg, hint="name the remote: ckptd resume SAVE_DIR URL, or a job file")
+        self._must_be_known(seen)
         suspect = next((s for s in seen.local if s.verdict.state.value in ("suspect", "refused")), None)
         if suspect is not None:
             verdict = suspect.verdict
             msg = f"only {suspect.tag} is there, and it is {verdict.state.value}: {verdict.reason}"
-            accepts = f"`{command_for(job, 'accept', suspect.tag)}` makes a suspect one usable"
-            raise RefusedError(msg, hint=f"{accepts}; move it away to start fresh")
+            accepts = f"`{command_for(job, 'accept', suspect.tag)}` makes a suspect one usable; "
+            is_suspect = verdict.state is State.SUSPECT
+            raise RefusedError(msg, hint=f"{accepts if is_suspect else ''}move it away to start fresh")
         self._clear(fd, seen)
         where = ", ".join(remote.url for remote in self._sources.remotes)
         msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"
@@ -346,6 +362,19 @@ class Resume:
         weights = sorted(forms_alone(self._sources.remotes))
         msg += f" (only weights: {', '.join(weights)})" if weights else ""
         raise NothingCommitted(msg)
+
+    def _must_be_known(self, seen: _Seen) -> None:
+        """Nobody is told to start from scratch beside a checkpoint that ckptd does not know."""
+        listing = seen.listing
+        if listing.unprotected:
+            first = told(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]
+            msg = (
+                f"nothing to resume from is committed or whole, and {self._job.save_dir} holds a checkpoint "
+            )
+            msg += (
+                f"that ckptd does not protect: {unprotected.shown(listing.unprotected)}; nothing was changed"
+            )
+            raise RefusedError(msg, hint=f"resume from it by hand, or move it away; {first.next_step}")
 
     def _clear(self, fd: int | None, seen: _Seen) -> None:
         """Move aside what a fresh start would stumble over: torn folders, and `latest` that names nothing."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.lifecycle import Context, State, Verdict, judge, step_of
-from ckptd.core.manifest import side_key, stem
+from ckptd.core.manifest import side_key, stem, tag_problem
 from ckptd.core.save import Order
 from ckptd.core.shared import shares_folder
 from ckptd.core.view import WEIGHTS
@@ -216,6 +216,7 @@ def look_locally(
             save_spread_seconds=job.save_spread_seconds,
             accepted=accepted,
             known_grids=grids,
+            is_to_send=False,
         )
         rows, unread = _read(save_dir / folder.tag, [f.path for f in folder.files])
         facts = {row.path: row for row in rows}
@@ -261,7 +262,10 @@ def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
             for row in here
             if row["step"] is not None
         }
-        refused = frozenset(str(row["tag"]) for row in rows if row.get("state") == "refused")
+        # a tag that no remote takes says nothing of the bytes
+        refused = frozenset(
+            tag for row in rows if row.get("state") == "refused" and not tag_problem(tag := str(row["tag"]))
+        )
         forms = [form for row in rows for by in row.get("remotes", {}).values() for form in by.values()]
         commits = frozenset(str(form["commit_sha256"]) for form in forms if form.get("commit_sha256"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):

@@ -13,7 +13,7 @@ from ckptd.core.manifest import ROOT, tag_problem
 from ckptd.core.names import name_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
     from ckptd.core.manifest import Commit, ManifestFile, NodeManifest, RemoteIdentity
 
@@ -39,6 +39,14 @@ def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeM
             problem = _file_problem(file)
             if problem is not None:
                 return problem
+        for path in manifest.empty_folders:
+            problem = name_problem(path)
+            if problem is not None:
+                return f"folder {path!r} {problem}"
+    paths = {file.path for manifest in members for file in manifest.files}
+    taken = sorted(path for manifest in members for path in manifest.empty_folders if _is_in(path, paths))
+    if taken:
+        return f"path {taken[0]!r} is listed as a file and as a folder"
     return path_problem(file for manifest in members for file in manifest.files)
 
 
@@ -56,6 +64,12 @@ def path_problem(listed: Iterable[ManifestFile]) -> str | None:
         folders.update("/".join(parts[:count]) for count in range(1, len(parts)))
     both = sorted(folders & found.keys())
     return f"path {both[0]!r} is listed as a file and as a folder" if both else None
+
+
+def _is_in(path: str, files: Set[str]) -> bool:
+    """Whether a folder, or one above it, has the path of a file."""
+    parts = path.split("/")
+    return any("/".join(parts[:count]) in files for count in range(1, len(parts) + 1))
 
 
 def _file_problem(file: ManifestFile) -> str | None:

@@ -63,6 +63,13 @@ class RawFacts:
     has_universal_info: bool = False
     train_batch_size: int | None = None
     micro_batch_size: int | None = None
+    held: tuple[int, ...] = ()
+    owed: tuple[int, ...] = ()
+    emptied: tuple[str, ...] = ()
+    item_bytes: int = 4
+    is_offloaded: bool = False
+    is_node_local: bool = False
+    revision: int = 1  # core.facts.REVISION
 
     def as_json(self) -> dict[str, Any]:
         """For the line that the child prints."""
@@ -120,12 +127,20 @@ def shard_facts(root: Any, fd: int) -> RawFacts:
         micro_batch_size=as_int(config.get("train_micro_batch_size_per_gpu")),
         round_robin_gradients=as_dict(config.get("zero_optimization")).get("round_robin_gradients") is True,
         has_universal_info=isinstance(top.get("universal_checkpoint_info"), dict),
+        is_offloaded=_is_offloaded(config),
+        is_node_local=as_dict(config.get("checkpoint")).get("use_node_local_storage") is True,
     )
     if isinstance(top.get("optimizer_state_dict"), dict):
         _optimizer_facts(facts, top["optimizer_state_dict"], fd)
     if "param_shapes" in top or "module" in top:
-        _model_facts(facts, top)
+        _model_facts(facts, top, has_config=bool(config))
     return facts
+
+
+def _is_offloaded(config: dict[Any, Any]) -> bool:
+    """Whether the optimizer's states are swapped to NVMe."""
+    offload = as_dict(as_dict(config.get("zero_optimization")).get("offload_optimizer"))
+    return shown(offload.get("device")) == "nvme"
 
 
 def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
@@ -135,6 +150,7 @@ def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
     facts.partition_count = _integers(inner.get("partition_count"))
     base = inner.get("optimizer_state_dict") if facts.zero_stage == 3 else inner.get("base_optimizer_state")
     states = as_dict(as_dict(base).get("state"))
+    _element_facts(facts, inner, states)
     first = as_dict(next(iter(states.values()), None))
     step = scalar(first.get("step"), fd)
     if step is None and isinstance(base, dict):
@@ -147,7 +163,41 @@ def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
     facts.has_universal_info |= isinstance(inner.get("universal_checkpoint_info"), dict)
 
 
-def _model_facts(facts: RawFacts, top: dict[Any, Any]) -> None:
+def _element_facts(facts: RawFacts, inner: dict[Any, Any], states: dict[Any, Any]) -> None:
+    """Count the elements that a shard holds, and at stages 1 and 2 those that its own mappings need.
+
+    At stage 3 the model states tell what is needed. Of AutoEP's partitions nothing is told.
+    """
+    groups = inner.get("fp32_flat_groups" if facts.zero_stage == 3 else "single_partition_of_fp32_groups")
+    if not isinstance(groups, list) or inner.get("ds_zero_partition_groups"):
+        return
+    tensors = [group for group in groups if isinstance(group, Tensor)]
+    if len(tensors) < len(groups):
+        return
+    facts.held = tuple(tensor.numel for tensor in tensors)
+    facts.item_bytes = min((tensor.item_bytes for tensor in tensors), default=4)
+    found = (key for state in states.values() for key, value in as_dict(state).items() if _is_empty(value))
+    facts.emptied = tuple(sorted({key for key in found if isinstance(key, str) and len(key) <= 256}))
+    mappings = inner.get("param_slice_mappings")
+    if facts.zero_stage != 3 and isinstance(mappings, list) and len(mappings) == len(groups):
+        facts.owed = tuple(_mapped(mapping) for mapping in mappings)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel == 0
+
+
+def _mapped(mapping: Any) -> int:
+    """The end of the last slice that a mapping names."""
+    ends = [0]
+    for address in as_dict(mapping).values():
+        if isinstance(address, Inert):
+            start, length = as_int(address.field("start")), as_int(address.field("numel"))
+            ends += [start + length] if start is not None and length is not None else []
+    return max(ends)
+
+
+def _model_facts(facts: RawFacts, top: dict[Any, Any], *, has_config: bool) -> None:
     facts.dp_world_size = as_int(top.get("dp_world_size"))
     facts.mp_world_size = as_int(top.get("mp_world_size"))
     facts.global_steps = as_int(top.get("global_steps"))
@@ -167,10 +217,14 @@ def _model_facts(facts: RawFacts, top: dict[Any, Any]) -> None:
         groups = [as_dict(group) for group in shapes]
         facts.groups = len(groups)
         facts.parameters = sum(numel(shape) or 0 for group in groups for shape in group.values())
+        dp = facts.dp_world_size
+        if facts.zero_stage == 3 and dp and not facts.autoep:
+            facts.owed = tuple(sum(-(-(numel(n) or 0) // dp) for n in group.values()) for group in groups)
         if top.get("module") is None:
             heads = {n.partition(".")[0] for group in groups for n in group if isinstance(n, str)}
             facts.layers = tuple(sorted(int(head) for head in heads if head.isdecimal() and len(head) < 10))
-    elif facts.zero_stage is None:
+    elif facts.zero_stage is None and has_config:
+        # without ds_config (native MoE before 0.19.5) these model states do not tell the stage
         facts.zero_stage = 0
 
 

@@ -66,6 +66,12 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
             for key, buffer in shard.groups[s].states.items():
                 if buffer.dtype != shards[0].groups[s].states[key].dtype:
                     raise RefusedError(f"{shard.source.path} stores {key} in another type than rank 0")
+                if buffer.numel == 0 < wanted:
+                    raise RefusedError(
+                        f"{shard.source.path}: {key} of sub-group {s} holds no element: "
+                        "the optimizer state was offloaded to NVMe (offloaded_tensors/)",
+                        hint="the ZeRO form is safe all the same",
+                    )
                 if buffer.numel != wanted:
                     raise DamagedError(
                         f"{shard.source.path}: {key} of sub-group {s} holds {buffer.numel} elements, "

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
+from ckptd.core.stale import WrittenShard, stale_layout
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.zero import autoep, stage3, stage12
 from ckptd.zero.agreement import agree_models, agree_optims, differs, shapes_of
@@ -67,6 +68,7 @@ class Surveyor:
             RefusedError, DamagedError, TornArchiveError, SourceChanged: with the file and the reason.
         """
         self._refuse_by_name()
+        self._leave_out_stale()
         optim = self._by_rank("optim")
         if not optim:
             raise RefusedError("no optimizer shard here names its rank (zero_pp_rank_*_optim_states.pt)")
@@ -83,6 +85,12 @@ class Surveyor:
             raise differs("ds_version", model0, versions[0], first, versions[1])
         grid = self._grid(model0, first, optim)
         self._expect(grid, optim, models)
+        if model0.root.get("param_shapes") is None:
+            raise RefusedError(
+                f"{model0.source.path} has no param_shapes, which say how large each parameter is "
+                "(DeepSpeed writes them for native MoE since 0.19.4)",
+                hint=f"{SAFE}: DeepSpeed loads it with the same number of ranks",
+            )
         experts = self._experts(grid, model0, first)
         if not any(shapes_of(model0)):
             raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
@@ -185,10 +193,33 @@ class Surveyor:
         )
         return opened
 
+    def _leave_out_stale(self) -> None:
+        """Leave out what a run with another ZeRO stage or precision left, as the daemon's verdict does."""
+        optim = [s for s in self.sources if s.role == "optim"]
+        models = [s for s in self.sources if s.role == "model"]
+        if len({_prefix(s) for s in optim}) < 2 and len({s.d is None for s in models}) < 2:
+            return
+        # the lowest rank of each layout tells: higher ones may be left by a larger world
+        first: dict[object, Source] = {}
+        for source in sorted((*optim, *models), key=lambda s: (s.mm or 0, s.d or 0)):
+            first.setdefault((source.role, _prefix(source), source.d is None), source)
+        found = [self._look(source) for source in first.values()]
+        kinds = stale_layout(
+            WrittenShard(
+                path=o.source.path,
+                is_optimizer=o.source.role == "optim",
+                is_ranked=o.source.d is not None,
+                stage=o.facts.zero_stage,
+                dtype=o.facts.dtype,
+                written_ns=o.identity[3],
+            )
+            for o in found
+        )
+        stale = {kind for kind, source in first.items() if source.path in kinds}
+        self.sources = [s for s in self.sources if (s.role, _prefix(s), s.d is None) not in stale]
+
     def _refuse_by_name(self) -> None:
         roles = {s.role for s in self.sources}
-        if "offloaded_tensors" in self.folders:
-            raise RefusedError("the optimizer state was offloaded to NVMe (offloaded_tensors/)", hint=SAFE)
         if "optim" not in roles:
             self._refuse_without_optimizer()
 
@@ -277,6 +308,10 @@ class Surveyor:
                 f"the save of {ranks} lacks {', '.join(missing)}{more}",
                 hint="gather the shards of all nodes in one folder, or use an older checkpoint",
             )
+
+
+def _prefix(source: Source) -> str:
+    return source.path.rpartition("/")[2].startswith("bf16_") * "bf16_"
 
 
 def _is_unzeroed_bf16(model: Opened, optim: Opened) -> bool:

@@ -15,10 +15,13 @@ from ckptd import files
 from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import inspect_files
 from ckptd.core.blocking import LONG_SECONDS, SOON_SECONDS, blocked
+from ckptd.core.identity import FolderIdentity
 from ckptd.core.lifecycle import Context, State, Verdict, judge
+from ckptd.core.listing import FolderListing, SaveDirListing
 from ckptd.core.planner import plan
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.sealing import sealed_file
+from ckptd.core.trainers import Trainer
 from ckptd.core.view import Disk, JobView, RemoteView
 from ckptd.daemon import alarms, checks
 from ckptd.daemon.problems import Problems
@@ -86,6 +89,13 @@ class Watched:
         alarms.see_alarms(self.job, self.state)
         problems.end_turn()
         return {p.code: f"{p.text}; {p.next_step}" for p in problems.all()}
+
+
+def listed(trainer: Trainer) -> SaveDirListing:
+    """One folder of that trainer's."""
+    where = FolderIdentity(dev=1, ino=2)
+    folder = FolderListing(tag="checkpoint-4", folder=where, files=(), trainer=trainer)
+    return SaveDirListing(device=1, folders=(folder,))
 
 
 @pytest.fixture
@@ -228,14 +238,32 @@ def test_a_short_disk_names_what_frees_how_much(watched: Watched, told: Callable
 
 
 @pytest.mark.parametrize(
-    ("waiting", "can_clone", "is_told"), [(2, False, True), (1, False, False), (2, True, False)]
+    ("waiting", "can_clone", "trainer", "has_lost_one", "is_told"),
+    [
+        (2, False, Trainer.HUGGINGFACE, False, True),
+        (2, False, Trainer.DEEPSPEED, True, True),
+        (2, False, Trainer.DEEPSPEED, False, False),
+        (1, False, Trainer.HUGGINGFACE, False, False),
+        (2, True, Trainer.HUGGINGFACE, False, False),
+    ],
 )
 def test_a_trainer_that_may_outrun_the_upload_is_told_of_where_nothing_can_be_held(
-    watched: Watched, told: Callable[[], dict[str, str]], waiting: int, can_clone: bool, is_told: bool
+    watched: Watched,
+    told: Callable[[], dict[str, str]],
+    waiting: int,
+    can_clone: bool,
+    trainer: Trainer,
+    has_lost_one: bool,
+    is_told: bool,
 ) -> None:
-    """A trainer that rotates by itself removes the older of two before it was sent."""
+    """A trainer that rotates by itself removes the older of two before it was sent; DeepSpeed never does."""
     watched.state.verdicts.clear()
     watched.state.can_clone = can_clone
+    watched.state.listing = listed(trainer)
+    if has_lost_one:
+        row = next(iter(watched.state.rows.values()))
+        watched.state.journal.end_save(row.id, "vanished")
+        watched.state.reload(row.id)
     saves = [save_view(n, sealed(n), committed=n > waiting) for n in (1, 2, 3)]
     watched.job.view = job_view(saves)
     text = f"{waiting} checkpoints wait and cannot be held: the trainer may outrun the upload; "
@@ -264,7 +292,11 @@ def away(view: JobView) -> JobView:
     ("view", "words", "patience"),
     [
         (away(three()), "required remote nas is not attached", SOON_SECONDS),
-        (three(is_save_in_flight=True), "a save is in flight and does not end", LONG_SECONDS),
+        (
+            three(is_save_in_flight=True),
+            "nothing is removed during one; they go in the next pause",
+            LONG_SECONDS,
+        ),
         (three(deletions_left=0), "seat belt", SOON_SECONDS),
         (three(may_delete=False), "may not delete", SOON_SECONDS),
         (three(is_paused=True), "paused", SOON_SECONDS),
@@ -354,13 +386,18 @@ def test_it_is_said_once_it_has_lasted(watched: Watched, monkeypatch: pytest.Mon
     def at(seconds: float, view: JobView) -> bool:
         monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
         watched.job.view, state.plan = view, plan(view)
-        return "retention-blocked" in watched.alarms()
+        watched.alarms()
+        return "attention" in {p.severity for p in watched.state.problems.all()}
 
     missing, busy = away(three()), three(is_save_in_flight=True)
     assert not at(0, missing)
     assert not at(119, missing)
     assert at(121, missing)
     assert not at(122, busy)
+    (note,) = watched.state.problems.all()
+    assert (note.code, note.severity) == ("retention-blocked", "note"), (
+        "more lies here than the limit: at once"
+    )
     assert not at(243, missing)
     assert at(365, missing)
     assert not at(366, three())

@@ -32,7 +32,11 @@ class Watched:
         self.elsewhere.mkdir()
         (self.dir / "latest").write_text("global_step5")
         self.job = SimpleNamespace(
-            state=None, view=None, turns=2, problems=Problems(), config=SimpleNamespace(trainer="auto")
+            state=None,
+            view=None,
+            turns=2,
+            problems=Problems(),
+            config=SimpleNamespace(trainer="auto", save_dir=self.dir),
         )
 
     def moved(self, tag: str, *, as_link: bool = True) -> None:
