@@ -68,7 +68,7 @@ def later(scene: RestoreScene) -> None:
 def test_what_is_retired_under_a_restore_is_replaced_by_the_newest(scene: RestoreScene) -> None:
     """Not by an older one of the first look, nor by 'everything is damaged'."""
     scene.two()
-    assert restored(scene, "fetch", lambda: later(scene)) == scene.dir / "global_step20"
+    assert restored(scene, "will fetch", lambda: later(scene)) == scene.dir / "global_step20"
     assert scene.got("global_step20") == scene.shards("global_step20")
     assert not (scene.dir / TAG).exists()
     assert scene.named() == "global_step20"
@@ -80,7 +80,7 @@ def test_resume_looks_again_too(scene: RestoreScene) -> None:
 
     def say(line: str) -> None:
         scene.said.append(line)
-        if line.startswith(f"fetch {TAG}"):
+        if line.startswith(f"will fetch {TAG}"):
             later(scene)
             for tag in ("global_step15", "global_step20"):
                 shutil.rmtree(scene.save_dir / tag)
@@ -94,7 +94,7 @@ def test_a_tag_that_is_retired_under_a_restore_is_not_there(scene: RestoreScene)
     """66, as if it had been gone before; it was never damaged."""
     scene.two()
     with pytest.raises(NotFoundError, match=TAG):
-        restored(scene, "fetch", lambda: later(scene), TAG)
+        restored(scene, "will fetch", lambda: later(scene), TAG)
     assert not (scene.dir / TAG).exists()
 
 
