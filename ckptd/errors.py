@@ -31,7 +31,6 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
 from __future__ import annotations
 
 import errno
-import os
 from enum import StrEnum
 
 
@@ -225,6 +224,7 @@ def from_os_error(error: OSError, what: str) -> CkptdError:
     if error.errno == errno.EROFS:
         return NotPermitted(text, hint="the file system is mounted read-only; remount it or choose another")
     if error.errno in _DENIED:
-        hint = f"user {os.geteuid()}, as whom this runs, may not: use a place of that user's, or run it as"
-        return NotPermitted(text, hint=f"{hint} the owner (`ls -ld` shows who)")
+        return NotPermitted(
+            text, hint="run it as a user who may; in save_dir that is who trains (`ckptd check`)"
+        )
     return StorageError(text)

@@ -13,10 +13,19 @@ if TYPE_CHECKING:
 
 
 def is_remote(job: str) -> bool:
-    """A URL, or the directory of a remote."""
+    """A URL, or the directory of a remote.
+
+    Raises:
+        RemoteUnreachable: the path does not answer.
+    """
     import os
 
-    return "://" in job or os.path.exists(os.path.join(job, "_ckptd", "remote.json"))
+    from ckptd.spawn import must_answer
+
+    if "://" in job:
+        return True
+    must_answer(job)
+    return os.path.exists(os.path.join(job, "_ckptd", "remote.json"))
 
 
 def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:

@@ -18,7 +18,7 @@ from ckptd import errors
 from ckptd.budget import MIB, divide, shortage
 from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
-from ckptd.config_values import shown_remote, url_path
+from ckptd.config_values import shown_remote
 from ckptd.convert.supervise import probe_restrictions
 from ckptd.core.view import ZERO
 from ckptd.errors import (
@@ -170,7 +170,7 @@ def _remote(
     )
     answer = attach_once(settings, REMOTE_SECONDS)
     if isinstance(answer, CkptdError):
-        yield _absent(what, remote, job, owner, answer)
+        yield _absent(what, remote, owner, answer)
         return
     if (error := _twin(job, remote, answer, seen)) is not None:
         yield failed(what, error)
@@ -215,29 +215,15 @@ def _without_zero(remote: RemoteConfig) -> Finding:
     return Finding(what=shown_remote(remote.name, remote.url), verdict="note", text=text, hint=hint)
 
 
-def _absent(what: str, remote: RemoteConfig, job: JobConfig, owner: Owner, error: CkptdError) -> Finding:
-    """A place that could become the remote is no failure before the first start."""
-    path = url_path(remote.url)
-    has_none = f"has no {IDENTITY_KEY}" in error.message and remote.name not in owner.remote_ids
-    if path is None and isinstance(error, RemoteNotOurs) and has_none:
+def _absent(what: str, remote: RemoteConfig, owner: Owner, error: CkptdError) -> Finding:
+    """A place that could become the remote is no failure before the first start.
+
+    The remote's child looked at the place (`attach`): no path of a remote is touched here (docs/adr/0182).
+    """
+    is_new = isinstance(error, RemoteNotOurs) and remote.name not in owner.remote_ids
+    if is_new and (f"has no {IDENTITY_KEY}" in error.message or error.message.endswith(" is not there")):
         text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
         return Finding(what=what, verdict="note", text=text)
-    is_known = remote.name in owner.remote_ids
-    is_new = isinstance(error, RemoteNotOurs) and path is not None and not is_known
-    if is_new and path is not None and (has_none or not path.exists()):
-        place = next(p for p in (path, *path.parents) if p.exists())
-        beside = [Path("/"), next(p for p in (job.save_dir, *job.save_dir.parents) if p.exists())]
-        if remote.same_filesystem or all(place.stat().st_dev != p.stat().st_dev for p in beside):
-            if has_none or path.parent.is_dir():
-                text = (
-                    f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
-                )
-                return Finding(what=what, verdict="note", text=text)
-        else:
-            error = RemoteNotOurs(
-                f"{remote.url} has no {IDENTITY_KEY} and lies on the file system of save_dir or of /",
-                hint="is it mounted? a copy there would not survive this disk",
-            )
     return failed(what, error)
 
 

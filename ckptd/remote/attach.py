@@ -130,13 +130,13 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
             raise RemoteNotOurs(f"{store.url} has no {IDENTITY_KEY}: {_known_at(settings)}", hint=_NEW_PLACE)
         msg = f"{store.url} has no {IDENTITY_KEY}, though it had one before"
         raise RemoteNotOurs(msg, hint=_MOVED)
-    if not settings.may_initialise:
-        msg = f"{store.url} has no {IDENTITY_KEY}"
-        raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
     if path is not None:
         _check_outer(path)
     if path is not None and not settings.same_filesystem:
         _check_place(path, settings)
+    if not settings.may_initialise:
+        msg = f"{store.url} has no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
 
 
 def _check_apart(path: Path, settings: RemoteSettings) -> None:
@@ -176,12 +176,12 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
             raise RemoteUnreachable(msg, hint=f"is the disk or share mounted? else `{make}`")
         if settings.remote_id is not None:
             raise RemoteUnreachable(f"{path} is not there, though it was before", hint=_MOVED)
-        if not settings.may_initialise:
-            msg = f"{path} is not there"
-            raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
         _check_outer(path)
         if not settings.same_filesystem:
             _check_place(parent, settings)
+        if not settings.may_initialise:
+            msg = f"{path} is not there"
+            raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
         path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)
         _flush_names(parent)
     except OSError as error:

@@ -281,7 +281,6 @@ def _profiler(dask_worker: Any) -> bool:
     return "profile" in dask_worker.periodic_callbacks
 
 
-@pytest.mark.full
 def test_clients_end_with_their_conversion(save: Path, tmp_path: Path) -> None:
     """A worker that lives for months keeps nothing of the conversions that it served."""
     from distributed import Client
@@ -292,6 +291,7 @@ def test_clients_end_with_their_conversion(save: Path, tmp_path: Path) -> None:
             assert set(client.run(work.kept_open).values()) == {0}
 
 
+@pytest.mark.full
 def test_a_stop_leaves_what_is_done(cluster: Any, save: Path, tmp_path: Path) -> None:
     """SIGTERM of the command: workers stop, the folder is not there, the next attempt takes over."""
     told: list[ConvertProgress] = []

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _START_SECONDS = 200.0
+_NO_CACHE = "dir_cache=no,attr_timeout=0,entry_timeout=0"
+"""Else what was looked at within 20 s answers though the server does not."""
 
 
 @contextlib.contextmanager
@@ -27,7 +29,7 @@ def sshfs(folder: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes], Sshd]]:
     point = folder / "mnt"
     point.mkdir()
     with sshd(folder / "server") as server:
-        options = f"port={server.port},IdentityFile={server.key},StrictHostKeyChecking=yes"
+        options = f"port={server.port},IdentityFile={server.key},StrictHostKeyChecking=yes,{_NO_CACHE}"
         known = f"UserKnownHostsFile={server.key.parent}/known_hosts"
         source = f"{server.url().split('@')[0].removeprefix('sftp://')}@127.0.0.1:{server.files}"
         process = subprocess.Popen(["sshfs", "-f", source, str(point), "-o", f"{options},{known}"])

@@ -96,6 +96,51 @@ def test_what_may_not_be_entered_stops_no_other_row_and_no_other_job(tmp_path: P
     assert "remote nas note" in alone
 
 
+TOUCHES = """
+import os, sys
+nas, looked = sys.argv.pop(1), []
+def noting(call):
+    def noted(path, *rest, **named):
+        if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(nas):
+            looked.append(os.fspath(path))
+        return call(path, *rest, **named)
+    return noted
+for name in ("stat", "lstat", "open", "readlink", "listdir", "scandir", "access", "statvfs"):
+    setattr(os, name, noting(getattr(os, name)))
+from ckptd.__main__ import entry
+try:
+    entry()
+finally:
+    print("touched:", looked, file=sys.stderr)
+"""
+"""ckptd, and at its end which paths at and below the first argument its own process touched."""
+
+
+@pytest.mark.parametrize(
+    ("lies_apart", "is_there", "code", "told"),
+    [
+        (True, False, 0, "is not initialised yet"),
+        (True, True, 0, "is not initialised yet"),
+        (False, False, 69, "nas lies on the same file system as save_dir"),
+        (False, True, 69, "nas/run lies on the same file system as save_dir"),
+    ],
+)
+def test_a_place_that_may_become_a_remote_is_judged_by_the_child(
+    tmp_path: Path, lies_apart: bool, is_there: bool, code: int, told: str
+) -> None:
+    """A mount that hangs once the child answered would keep the command for ever."""
+    path = job_file(tmp_path)
+    if not lies_apart:
+        path.write_text(path.read_text().replace("same_filesystem = true", "same_filesystem = false"))
+    if is_there:
+        (tmp_path / "nas" / "run").mkdir()
+    command = [sys.executable, "-c", TOUCHES, str(tmp_path / "nas"), "check", str(path)]
+    environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent", "COLUMNS": "400"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, timeout=100)
+    assert (done.returncode, told in done.stdout) == (code, True), done
+    assert "touched: []" in done.stderr, done.stderr
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root's rights to give up")
 @pytest.mark.parametrize("closed", ["nvme/run", "nas/run"])
