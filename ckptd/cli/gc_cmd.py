@@ -23,6 +23,9 @@ _HELP = (
 )
 
 
+_HELP_RUN = "All checkpoints of this earlier run in the remotes (see `ckptd list`), nothing else."
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
@@ -43,6 +46,7 @@ def register(app: typer.Typer) -> None:
             metavar="NODE",
             help="That node never comes back: what it was replacing holds up nothing more.",
         ),
+        run: str | None = typer.Option(None, metavar="RUN", help=_HELP_RUN),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -58,9 +62,8 @@ def register(app: typer.Typer) -> None:
 
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-        config = (
-            job_of(where, "--incomplete" if incomplete else "--aside") if incomplete or aside else where.job
-        )
+        needs_job = "--incomplete" if incomplete else "--aside" if aside else ""
+        config = job_of(where, needs_job) if needs_job else where.job
         state_dir = state_of(config, directory, make=not dry_run) if config is not None else None
         audit = Audit(state_dir / "audit.jsonl") if state_dir is not None else None
         collector = Collector(audit, say, dry_run=dry_run)
@@ -69,9 +72,9 @@ def register(app: typer.Typer) -> None:
             if incomplete and config is not None:
                 _incomplete(collector, config, incomplete, where, (state_dir, job, directory))
             else:
-                if config is None and _conversion(collector, where):
-                    code = 0
-                else:
+                if run is not None:
+                    code = _run(collector, where, run)
+                elif config is not None or not _conversion(collector, where):
                     code = _everything(collector, where, state_dir, gone)
                 if aside and config is not None:
                     collector.aside(config)
@@ -122,6 +125,30 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
                 codes.append(error.exit_code)
         if where.job is not None and gone is None:
             collector.node(where.job, good, state_dir)
+    return codes[0] if codes else 0
+
+
+def _run(collector: Collector, where: Where, run: str) -> int:
+    """Remove one run from every remote; the exit code of what failed first."""
+    from ckptd.cli.text import say
+    from ckptd.cli.verify_repair import look
+    from ckptd.errors import CkptdError, RefusedError
+    from ckptd.recover.runs import Runs, held_by
+
+    sights, failures = look(where)
+    codes = [error.exit_code for error in failures.values()]
+    runs = Runs(sights)
+    run_id = runs.named(run)
+    held = held_by(where.job.save_dir) if where.job is not None else None
+    if where.job is not None and held is not None and runs.is_same(held, run_id):
+        msg = f"{where.job.save_dir} holds {runs.words(run_id)}: its checkpoints stay"
+        raise RefusedError(msg, hint="only earlier runs are removed by name; see `ckptd list`")
+    for sight in sights:
+        try:
+            collector.run(sight, run_id)
+        except CkptdError as error:
+            say(f"{sight.name}: {error}")
+            codes.append(error.exit_code)
     return codes[0] if codes else 0
 
 

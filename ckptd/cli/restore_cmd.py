@@ -17,6 +17,7 @@ _HELP = (
     "load from. Without TAG the newest; a damaged one is named, and the one before it is taken. Calling it "
     "again checks what is there and fetches only what is missing or bad."
 )
+_HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
 _RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
 _MOST_RANKS = 1 << 20
 
@@ -45,6 +46,7 @@ def register(app: typer.Typer) -> None:
         nnodes: int = typer.Option(1, min=1, help="Nodes that restore together, each its own shards."),
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        run: str | None = typer.Option(None, metavar="RUN", help=_HELP_RUN),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -67,6 +69,7 @@ def register(app: typer.Typer) -> None:
                 ranks=ranks_of(ranks) if ranks is not None else None,
                 nodes=Nodes(count=nnodes, rank=node_rank),
             ),
+            run=run,
             dry_run=dry_run,
         )
         directory = Path(config_dir) if config_dir else None

@@ -33,6 +33,9 @@ def register(app: typer.Typer) -> None:
         node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
         tag: str = typer.Option(None, metavar="TAG", help="Only this checkpoint; default: the newest."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        run: str | None = typer.Option(
+            None, metavar="RUN", help="Of this run (see `ckptd list`); default: the one that save_dir holds."
+        ),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -54,6 +57,7 @@ def register(app: typer.Typer) -> None:
             dry_run=dry_run,
             remote=remote,
             tag=tag,
+            run=run,
             state_dir=state_dir_hint(config, environ, directory),
         )
 

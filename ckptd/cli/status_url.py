@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ckptd.recover.jobwide import JobwideStatus
+    from ckptd.recover.listing import ListedRun
 
 
 def is_remote(job: str) -> bool:
@@ -67,11 +68,25 @@ def _print(found: JobwideStatus) -> None:
             f"{row.tag} (generation {row.generation}): {', '.join(row.nodes)} shipped their parts; {row.text}"
         )
         console.print(cell(f"  ~ {said}", "yellow"))
+    for run in found.runs[1:]:
+        if run.checkpoints:
+            console.print(cell(f"  ~ {_left(run)}", "yellow"))
     if found.clock == "reader":
         console.print(cell("  ages: the store's times, by this machine's clock", "dim"))
     if found.clock == "nodes":
         console.print(cell("  ages: by the nodes' own clocks; this store keeps no times", "dim"))
     console.print(_table(found))
+
+
+def _left(run: ListedRun) -> str:
+    from ckptd.config_quantities import show_bytes
+    from ckptd.core.runs import short
+
+    place = f" of {run.user}@{run.host}:{run.save_dir}" if run.host else ""
+    held = f"{run.checkpoints} checkpoints ({show_bytes(run.bytes)})"
+    return (
+        f"earlier run {short(run.run_id)}{place}: {held} stay until `ckptd gc JOB --run {short(run.run_id)}`"
+    )
 
 
 def _table(found: JobwideStatus) -> Table:

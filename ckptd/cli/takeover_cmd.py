@@ -61,6 +61,32 @@ def register(app: typer.Typer) -> None:
                 _must_be_silent(config, one, state_dir)
             for one in where.remotes:
                 tell(f"{one.name}: {_one(config, one, journal)}")
+                if fd is not None:
+                    _bind(config, one, fd)
+
+
+def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
+    """Let save_dir hold the newest run of the remote, so that the daemon goes on with what it committed."""
+    from ckptd.core.runs import short
+    from ckptd.local.run_file import read_run
+    from ckptd.recover.runs import bind
+    from ckptd.remote.access import access_of
+    from ckptd.remote.open import open_store
+    from ckptd.remote.runs import newest_run
+    from ckptd.remote.takeover import identity_of
+
+    store = open_store(remote.url, access=access_of(remote))
+    row, held = newest_run(store), read_run(fd, str(config.save_dir))
+    if row is None:
+        return
+    whose = f"run {short(row.run_id)} of {row.words}"
+    if held is not None and held.run_id != row.run_id:
+        hint = f"`ckptd resume JOB --run {short(row.run_id)}` brings that one"
+        tell(f"{remote.name}: {whose} is the newest; save_dir holds run {short(held.run_id)}: {hint}")
+        return
+    bind(fd, str(config.save_dir), row.run_id, ((identity_of(store).remote_id, row.number),))
+    if held is None:
+        tell(f"{remote.name}: {whose} goes on here")
 
 
 def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | None) -> None:

@@ -9,9 +9,13 @@ import typer
 from ckptd.cli.text import ENV_JOB_OR_URL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
+    from ckptd.core.manifest import Commit
     from ckptd.recover.mended import Mended
+    from ckptd.recover.sources import Where
     from ckptd.recover.verified import VerifiedRemote
 
 _HELP = (
@@ -36,6 +40,7 @@ def register(app: typer.Typer) -> None:
             None, "--slice", metavar="N/T", help="Read the N-th of T slices: 1/7 on Mondays, 2/7 …"
         ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        run: str | None = typer.Option(None, metavar="RUN", help="Only this run (see `ckptd list`)."),
         repair: bool = typer.Option(False, "--repair", help="Put right what differs, from intact bytes."),
         dry_run: bool = typer.Option(False, "--dry-run", help="With --repair: only say what it would do."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -57,6 +62,8 @@ def register(app: typer.Typer) -> None:
         directory = Path(config_dir) if config_dir else None
         if dry_run and not repair:
             raise UsageError("--dry-run belongs to --repair", hint="verify alone writes nothing anyway")
+        if repair and run is not None:
+            raise UsageError("--repair takes no --run", hint="name TAG: every generation of it is looked at")
         if repair:
             from ckptd.cli.verify_repair import run_repair
 
@@ -66,10 +73,11 @@ def register(app: typer.Typer) -> None:
         found: list[VerifiedRemote] = []
         failures: list[CkptdError] = []
         with progress_bar() as tell:
+            is_wanted = _of_run(where, run) if run is not None else None
             for one in where.remotes:
                 try:
                     sight = look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
-                    found.append(Verifier(sight, read=read, on_progress=tell).run(tag))
+                    found.append(Verifier(sight, read=read, on_progress=tell).run(tag, is_wanted))
                 except CkptdError as error:
                     failures.append(error)
                     say(said_of(one.name, one.url, str(error)))
@@ -77,6 +85,21 @@ def register(app: typer.Typer) -> None:
         code = exit_code(found) or (failures[0].exit_code if failures else 0)
         if code:
             raise typer.Exit(code)
+
+
+def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
+    """Whether a COMMIT is of the run whose id begins so.
+
+    Raises:
+        NotFoundError, UsageError: as `Runs.named`. CkptdError: no remote answers.
+    """
+    from ckptd.cli.verify_repair import look
+    from ckptd.core.runs import run_of
+    from ckptd.recover.runs import Runs
+
+    runs = Runs(look(where)[0])
+    run_id = runs.named(run)
+    return lambda commit: runs.is_same(run_of(commit, commit.job_id), run_id)
 
 
 def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | None = None) -> None:

@@ -65,6 +65,10 @@ def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
         ranks=tuple(sorted({cell.d for cell in cells})),
         shards=tuple(cells),
         newest=_newest(newest.save) if newest is not None else None,
+        run_id=state.run_id if (state := job.state) is not None else None,
+        host=job.runs.place.host,
+        user=job.runs.place.user,
+        save_dir=job.runs.place.save_dir,
         safe=None
         if safe is None
         else SafeSave(

@@ -27,7 +27,7 @@ from ckptd.core.unprotected import KNOWN_ALONE
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
-from ckptd.daemon.linked import UNPROTECTED, is_at_risk
+from ckptd.daemon.linked import is_at_risk
 from ckptd.daemon.outlook import FREES_FILES, see_outlook, shortage, to_adopt
 from ckptd.daemon.stuck import see_stuck
 from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out, what_reads_it
@@ -172,6 +172,7 @@ def see_problems(job: Job, state: JobState) -> None:
     see_alarms(job, state)
     see_waiting(job, state)
     see_nodes(job)
+    job.runs.see_problems(see)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
     see.end_turn()
@@ -233,7 +234,9 @@ def _see_verdicts(job: Job, state: JobState) -> None:
 def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> None:
     if why == STAGE_0 and state.listing is not None:
         severity: Severity = "attention" if is_at_risk(tag, state.listing) else "note"
-        see.see(UNPROTECTED, tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity)
+        see.see(
+            "unprotected-save", tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity
+        )
         return
     see.see("tag-refused", tag, f"{tag}: {why}", "rename the folder, or choose another tag in the trainer")
 

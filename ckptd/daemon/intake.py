@@ -206,6 +206,8 @@ class Intake:
 
     def _seal(self, ready: list[tuple[FolderListing, Verdict]]) -> None:
         """Seal durable saves in step order, once it is known whether a remote has them already (P8)."""
+        if not self._recogniser.is_run_settled(ready):
+            return
         found_first = self._recogniser.found_first()
         if found_first is None:
             return

@@ -28,6 +28,7 @@ from ckptd.daemon.problems import Problems
 from ckptd.daemon.proving import Rights
 from ckptd.daemon.recovery import recover
 from ckptd.daemon.rest import RESCAN_SECONDS, Rest
+from ckptd.daemon.runs import Runs
 from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.setup import (
     begun,
@@ -186,6 +187,9 @@ class Job:
         scrubber = Scrubber(self.config, state, self.links)
         self.nodes = nodes_of(self, state, node_id)
         self.intake.spread = self.nodes.spread
+        ours = (self.node, node_id)
+        self.runs = self.knowledge.runs = Runs(self.config, state, self.links, save_dir_fd, ours, self.wake)
+        self.nodes.on_sharers = self.runs.sharers.__setitem__
         self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
         return state
 
@@ -279,6 +283,7 @@ class Job:
         self.intake.accepted = self.knowledge.accepted
         self.intake.look(listing, save_dir_fd, now_seconds)
         self.knowledge.adopt()
+        self.knowledge.turn_of_runs()
         notice_gone(self, state)
         self.rights.prove(self, state, save_dir_fd)
         self.knowledge.choose_generations()

@@ -17,16 +17,14 @@ from ckptd.core.generation import (
     choose_derived,
     choose_generation,
 )
-from ckptd.core.layouts import Role
-from ckptd.core.save import Order
 from ckptd.core.sealing import shards_of
-from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.decisions import Decisions
 from ckptd.daemon.first_start import FirstStart
 from ckptd.daemon.recogniser import Recogniser
 from ckptd.daemon.seen import (
     adopt_commits,
+    committed_shards,
     forget_gone,
     is_written_down,
     learn_forms,
@@ -43,15 +41,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from ckptd.core.save import SealedSave
+    from ckptd.core.save import Order, SealedSave
     from ckptd.daemon.beginning import Beginning
     from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.runs import Ready, Runs
     from ckptd.daemon.state import JobState
     from ckptd.journal import SaveRow
 
 log = logging.getLogger("ckptd.knowledge")
 
-_BESIDE = (Role.SIDE, Role.EXTRA)
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 
 
@@ -79,6 +77,8 @@ class Knowledge(Recogniser):
         self._first = FirstStart(beginning, state_dir, links, node, wake)
         self._decisions = Decisions(state.journal, state_dir)
         self._telling = Telling(state, links, wake)
+        self.runs: Runs | None = None
+        """None: save_dir is of one run (a state that no job runs on)."""
 
     @property
     def has_heard_all(self) -> bool:
@@ -133,6 +133,18 @@ class Knowledge(Recogniser):
 
     # --- Recogniser ------------------------------------------------------------------------------------
 
+    def is_run_settled(self, ready: Ready) -> bool:
+        """By what stands in save_dir, else once every remote was heard."""
+        if self.runs is None:
+            return True
+        has_heard_all = self.has_heard_all or self._goes_on_without
+        return self.runs.is_settled(ready, has_heard_all=has_heard_all)
+
+    def turn_of_runs(self) -> None:
+        """Look at the run's word, and claim it where something is to be sent."""
+        if self.runs is not None:
+            self.runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
+
     def may_seal(self, tag: str) -> bool:
         """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""
         if not self.is_rebuilt and not self.has_heard_all:
@@ -154,7 +166,7 @@ class Knowledge(Recogniser):
         if (here := self._state.past_order(tag, fingerprints)) is not None:
             return here
         wanted = set(fingerprints)
-        listed = (row for link in self._links.values() for row in _listed(link, tag))
+        listed = (row for link in self._links.values() for row in self._listed(link, tag))
         return next((order for shards, order in listed if shards and shards <= wanted), None)
 
     def original(
@@ -167,9 +179,15 @@ class Knowledge(Recogniser):
         orders = [save.order for save in rows if shards_of(save) == shards]
         for link in self._links.values():
             others = (one for one in link.tag_views if one != tag)
-            orders += [order for one in others for held, order in _listed(link, one) if held == shards]
+            orders += [order for one in others for held, order in self._listed(link, one) if held == shards]
         past = self._state.journal.past_order(ANY_TAG, fingerprints)
         return max([*orders, *([past] if past is not None else [])], default=None)
+
+    def _listed(self, link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
+        """Shards and order of each committed manifest of a tag that was read, of this run."""
+        run_id = self._state.run_id
+        found = committed_shards(link, tag)
+        return ((shards, order) for shards, order, run in found if run_id in (None, run))
 
     def highest(self) -> Order | None:
         """The highest order of any COMMIT or tombstone."""
@@ -279,7 +297,14 @@ class Knowledge(Recogniser):
         retired, unreadable = view.retired, unreadable_in(view, form)
         if form != ZERO:
             return choose_derived(
-                save, form, manifests=manifests, commits=commits, tombstones=retired, unreadable=unreadable
+                save,
+                form,
+                manifests=manifests,
+                commits=commits,
+                tombstones=retired,
+                unreadable=unreadable,
+                job_id=link.settings.job_id,
+                run_id=self._state.run_id,
             )
         return choose_generation(
             save,
@@ -290,16 +315,5 @@ class Knowledge(Recogniser):
             save_spread_seconds=self._save_spread_seconds,
             named=named_in(view),
             unreadable=unreadable,
+            run_id=self._state.run_id,
         )
-
-
-def _listed(link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
-    """Shards and order of each committed manifest of a tag that was read."""
-    for seen in link.seen(tag)[0]:
-        if not seen.committed or seen.form != ZERO:
-            continue
-        found = seen.manifest
-        mine = [f for f in found.files if f.role not in _BESIDE and f.replica_of is None]
-        roots = layout_of(tag, (f.path for f in mine))[1]
-        shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
-        yield shards, Order(found.branch, found.step, found.save_seq)

@@ -186,6 +186,7 @@ class Supplementing:
             root=str(self._config.save_dir),
             settings=link.settings,
             config_digest=self._config_digest,
+            run_id=self._state.run_id,
         )
         state.busy[row.id] += 1
         link.ships, link.makes_way = "supplement", False

@@ -15,11 +15,10 @@ from ckptd.local.scan import scan
 if TYPE_CHECKING:
     from ckptd.core.listing import SaveDirListing
     from ckptd.daemon.job import Job
-    from ckptd.daemon.problems import Code, Problem, Severity
+    from ckptd.daemon.problems import Problem, Severity
 
 log = logging.getLogger("ckptd.job")
 
-UNPROTECTED: Code = "unprotected-save"
 _NUMBER = re.compile(r"(\d+)$")
 _NEXT_STEP = (
     "ckptd follows no links below save_dir; move the folder itself into save_dir, or make save_dir the place "
@@ -51,14 +50,14 @@ def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
     said = told(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
     for one in said:
         severity: Severity = "attention" if one.is_urgent else "note"
-        if not any((p.code, p.about) == (UNPROTECTED, shown(one.about)) for p in job.problems.all()):
+        if not any((p.code, p.about) == ("unprotected-save", shown(one.about)) for p in job.problems.all()):
             log.warning("%s; %s", one.text, one.next_step)
-        job.problems.put(UNPROTECTED, one.about, one.text, one.next_step, severity=severity)
+        job.problems.put("unprotected-save", one.about, one.text, one.next_step, severity=severity)
     # of a folder that had to be read to be known each turn says it anew
     about = {shown(one.about) for one in said} | {folder.tag for folder in listing.folders}
     for problem in job.problems.all():
-        if problem.code == UNPROTECTED and problem.about not in about:
-            job.problems.clear(UNPROTECTED, problem.about)
+        if problem.code == "unprotected-save" and problem.about not in about:
+            job.problems.clear("unprotected-save", problem.about)
 
 
 def is_at_risk(tag: str, listing: SaveDirListing) -> bool:
@@ -78,4 +77,4 @@ def linked_here(job: Job) -> tuple[str, ...]:
 
 
 def _is_alarm(problem: Problem) -> bool:
-    return problem.code in ("linked-save", UNPROTECTED) and problem.lasting == "attention"
+    return problem.code in ("linked-save", "unprotected-save") and problem.lasting == "attention"

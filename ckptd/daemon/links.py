@@ -15,7 +15,7 @@ from ckptd.config_timetable import constant
 from ckptd.config_values import shown_remote
 from ckptd.daemon.backoff import Asking, Breaker
 from ckptd.daemon.processes import Process, error_of
-from ckptd.daemon.seen import seen_in
+from ckptd.daemon.seen import of_run, seen_in
 from ckptd.daemon.standstill import NEXT_STEP, STILL_SECONDS, Standstill
 from ckptd.daemon.trouble import tell
 from ckptd.remote import messages as m
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ckptd.config_timetable import Timetable
     from ckptd.core.generation import SeenCommit, SeenManifest
+    from ckptd.core.runs import Place
     from ckptd.daemon.backoff import LeftAlone
     from ckptd.daemon.places import Places
     from ckptd.daemon.problems import Problems
@@ -56,7 +57,11 @@ class RemoteLink:
         self.attached: m.Attached | None = None
         self.is_away = self.is_twin = False
         """It was asked in vain, at a start nobody knows yet; it is another one's directory (twins.py)."""
-        self.observation: m.Observation | None = None
+        self.seen_all: m.Observation | None = None  # what the remote holds, of all runs
+        self._own: m.Observation | None = None
+        self.run_id: str | None = None  # None: all runs are one; "": it is not known yet
+        self.is_claimed = True  # this place may send there, for its run
+        self.others: tuple[Place, ...] = ()  # who saves there instead
         self.observed_at_seconds = 0.0
         self.is_current = False
         """Nothing that we know of changed the remote since its observation was asked for."""
@@ -181,6 +186,25 @@ class RemoteLink:
         self._client.abandon(reason)
         return True
 
+    def bind(self, run_id: str) -> None:
+        """From here on the remote holds what this run committed there."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self.others = ()
+            self.observation = self.seen_all
+
+    @property
+    def observation(self) -> m.Observation | None:
+        """What it holds of this job's run: all else is nobody's to count, keep or remove here (adr/0185)."""
+        return self._own
+
+    @observation.setter
+    def observation(self, seen: m.Observation | None) -> None:
+        """What was seen there, of all runs."""
+        self.seen_all = self._own = seen
+        if seen is not None and self.run_id is not None:
+            self._own = of_run(seen, self.run_id)
+
     def propose_job_id(self, job_id: str | None) -> None:
         """What the job is called on its other remotes, for a remote that is new."""
         if job_id is not None and self.settings.job_id is None:
@@ -295,9 +319,9 @@ class RemoteLink:
             self._knows_what_child_said = self.is_current = not is_late
         if isinstance(answer, m.Observation | m.Unchanged) and is_late:
             self.observe()
-        elif isinstance(answer, m.Unchanged) and self.observation is not None:
+        elif isinstance(answer, m.Unchanged) and self.seen_all is not None:
             self.observed_at_seconds, self.is_current = time.monotonic(), True
-            self.observation = self.observation.model_copy(update={"free_bytes": answer.free_bytes})
+            self.observation = self.seen_all.model_copy(update={"free_bytes": answer.free_bytes})
             self.well()
         elif isinstance(answer, m.Observation):
             self.observation = answer
@@ -342,7 +366,7 @@ class RemoteLink:
 
     def forget_commit(self, key: str) -> None:
         """A COMMIT was retired: do not plan on it until the next observation."""
-        seen = self.observation
+        seen = self.seen_all
         if seen is not None:
             left = tuple(v for v in seen.commits if v.key != key)
             self.observation = seen.model_copy(update={"commits": left})
@@ -356,7 +380,7 @@ class RemoteLink:
 
     def known_tags(self) -> frozenset[str]:
         """Tags that the remote holds anything of."""
-        seen = self.observation
+        seen = self.seen_all
         if seen is None:
             return frozenset()
         tags = {tag for tag, _, _ in (*seen.uncommitted, *seen.unreadable)}

@@ -81,6 +81,8 @@ class Nodes:
         self._beat_at: dict[str, float] = {}
         self._looked_at: dict[str, float] = {}
         self._asked_at: dict[str, float] = {}
+        self.on_sharers: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None
+        """Told of daemons over other directories."""
 
     # --- heartbeats ------------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ class Nodes:
             if isinstance(answer, m.Beats):
                 before, hosts = self.is_spread, self.hosts
                 self._heard[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
+                self.on_sharers(name, answer.sharers)
                 is_news = tenancy is not None and tenancy.heard(answer.lease, asked_at)
                 if is_news or self.is_spread != before or self.hosts != hosts:
                     self._wake()
@@ -159,12 +162,17 @@ class Nodes:
         found: dict[str, SeenNode] = {}
         for heard in self._heard.values():
             since = time.monotonic() - heard.at_seconds
-            for seen in heard.nodes:
+            for seen in (one for one in heard.nodes if self._is_of_run(one)):
                 age = None if seen.seconds_ago is None else seen.seconds_ago + since
                 known = found.get(seen.node)
                 if known is None or (age or 0.0) < (known.seconds_ago or 0.0):
                     found[seen.node] = seen.model_copy(update={"seconds_ago": age})
         return tuple(found[name] for name in sorted(found))
+
+    def _is_of_run(self, seen: SeenNode) -> bool:
+        """Another run's node is none of this job's; who has not told of its run may be."""
+        run_id, theirs = self._state.run_id, seen.heartbeat.run_id if seen.heartbeat is not None else None
+        return run_id is None or theirs in (None, run_id)
 
     # --- what follows ----------------------------------------------------------------------------------
 

@@ -217,6 +217,7 @@ def ship_order(
     save_spread_seconds: float,
     steps_in: bool,
     takeover_seconds: float | None = None,
+    run_id: str | None = None,
 ) -> m.ShipOrder:
     """The whole order; `objects` is what the journal knows of an earlier attempt."""
     save = row.save
@@ -230,7 +231,7 @@ def ship_order(
         node=settings.node,
         node_id=settings.node_id,
         attempt=action.attempt,
-        run_id=save.run_id,
+        run_id=run_id or save.run_id,
         ckptd_version=__version__,
         config_digest=config_digest,
         branch=save.branch,
@@ -279,6 +280,7 @@ def late_order(
     root: str,
     settings: m.RemoteSettings,
     config_digest: str,
+    run_id: str | None = None,
 ) -> m.ShipOrder:
     """Files that came after the COMMIT that `record` knows, for a supplement beside it."""
     ship = Ship(
@@ -315,6 +317,7 @@ def late_order(
         objects=(),
         save_spread_seconds=60.0,
         steps_in=False,
+        run_id=run_id,
     )
     return order.model_copy(update={"supplement_to": record.commit_sha256})
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptd.core.lifecycle import Verdict
+    from ckptd.core.listing import FolderListing
     from ckptd.core.save import Order
 
 
 class Recogniser:
     """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
+
+    def is_run_settled(self, ready: list[tuple[FolderListing, Verdict]]) -> bool:
+        """Whether it is known of which run they are."""
+        raise NotImplementedError
 
     def may_seal(self, tag: str) -> bool:
         """False while a remote that may know the tag has not been asked."""

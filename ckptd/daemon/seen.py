@@ -10,23 +10,26 @@ from ckptd.core.generation import SeenCommit, SeenManifest
 from ckptd.core.layouts import Role
 from ckptd.core.lifecycle import State
 from ckptd.core.missing import Part
-from ckptd.core.save import mark_of_manifest
+from ckptd.core.runs import run_of
+from ckptd.core.save import Order, mark_of_manifest
 from ckptd.core.told import Told
+from ckptd.core.trainers import is_in_roots, layout_of
 from ckptd.core.view import ZERO, ShipState
 from ckptd.remote.documents import stem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ckptd.core.manifest import Commit, NodeManifest
     from ckptd.core.manifest_names import ManifestName
-    from ckptd.core.save import Order, SealedSave
+    from ckptd.core.save import SealedSave
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.state import JobState
     from ckptd.remote.messages import CommitView, Observation, TagView
 
 log = logging.getLogger("ckptd.knowledge")
 
+_BESIDE = (Role.SIDE, Role.EXTRA)
 _CLAIMED_OR_OPEN = (ShipState.COMMITTED, ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
 _GONE, _DISPUTED = "its COMMIT is gone", "its COMMIT is disputed"
 _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
@@ -234,6 +237,32 @@ def parts_in(view: TagView) -> tuple[Part, ...]:
         for generation, node, last in sorted(set(read))
         if generation not in taken
     )
+
+
+def committed_shards(link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order, str]]:
+    """Shards, order and run of each committed manifest of a tag that was read, whichever run it is of."""
+    for seen in link.seen(tag)[0]:
+        found = seen.manifest
+        if not seen.committed or seen.form != ZERO:
+            continue
+        mine = [f for f in found.files if f.role not in _BESIDE and f.replica_of is None]
+        roots = layout_of(tag, (f.path for f in mine))[1]
+        shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
+        yield shards, Order(found.branch, found.step, found.save_seq), run_of(found, found.job_id)
+
+
+def of_run(seen: Observation, run_id: str) -> Observation:
+    """What one run has there. Names of tags, open generations and decisions are of all runs."""
+    job_id = seen.identity.job_id
+    stones = tuple(stone for stone in seen.retired if run_of(stone, job_id) == run_id)
+    others = {stem_of(stone) for stone in seen.retired} - {stem_of(stone) for stone in stones}
+    update = {
+        "commits": tuple(v for v in seen.commits if run_of(v.commit, job_id) == run_id),
+        "supplements": tuple(v for v in seen.supplements if run_of(v.commit, job_id) == run_id),
+        "retired": stones,
+        "retiring": tuple(where for where in seen.retiring if where not in others),
+    }
+    return seen.model_copy(update=update)
 
 
 def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:

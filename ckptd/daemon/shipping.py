@@ -116,6 +116,7 @@ class Shipping:
             save_spread_seconds=self._config.save_spread_seconds,
             steps_in=old.state is ShipState.WAITING,
             takeover_seconds=self._config.shared_takeover_seconds if self._config.shared_fs else None,
+            run_id=state.run_id,
         )
         total = sum(f.bytes for f in files)
         state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())

@@ -95,6 +95,8 @@ class JobState:
     """Remotes that were observed since the start, though they may be away by now."""
     untold: set[str] = field(default_factory=set)
     """Remotes that lack a decision that is known here: nothing is retired from them (adr/0165)."""
+    run_id: str | None = None
+    """The run that save_dir holds; None: not known yet, or runs are not told apart."""
     listing: SaveDirListing | None = None
     listing_at_seconds: float = 0.0
     verdicts: dict[str, Verdict] = field(default_factory=dict)

@@ -20,20 +20,24 @@ from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote
 from ckptd.convert.supervise import probe_restrictions
+from ckptd.core.runs import short
 from ckptd.core.view import ZERO
 from ckptd.errors import (
     CkptdError,
     ConfigError,
+    LockHeld,
     RefusedError,
     RemoteNotOurs,
     RemoteUnreachable,
     from_os_error,
 )
 from ckptd.local.probe import Finding, failed, probe_save_dir
+from ckptd.local.run_file import host_name
 from ckptd.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.place import lies_in_save_dir
 from ckptd.recover.abilities import abilities_rows, settings_rows
 from ckptd.recover.owner import owner_of
+from ckptd.recover.runs import held_by
 from ckptd.remote.access import access_of
 from ckptd.remote.client import RemoteClient
 from ckptd.remote.documents import IDENTITY_KEY
@@ -41,11 +45,13 @@ from ckptd.remote.living import NEXT_STEP as IS_OWN_RUN
 from ckptd.remote.living import said_of
 from ckptd.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.remote.one_place import NEXT_STEP, are_one, one_place
+from ckptd.words import ago
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckptd.config_model import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.core.heartbeat import SeenNode
     from ckptd.recover.owner import Owner
     from ckptd.remote.messages import Answer
 
@@ -167,6 +173,7 @@ def _remote(
         bytes_per_second=remote.bandwidth.at(time.time()),
         node=job.node_name or this_node(os.environ),
         node_id=_CHECK_NODE_ID,
+        asks_who_lives=True,
     )
     answer = attach_once(settings, REMOTE_SECONDS)
     if isinstance(answer, CkptdError):
@@ -176,9 +183,7 @@ def _remote(
         yield failed(what, error)
         return
     seen[remote.name] = answer
-    if answer.living and not job.shared_fs:
-        text = said_of(answer.living, remote.url, answer.identity.created)
-        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
+    yield from _who_writes(what, job, remote, owner, answer)
     made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
     free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
     text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
@@ -194,6 +199,38 @@ def _remote(
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
+
+
+def _who_writes(
+    what: str, job: JobConfig, remote: RemoteConfig, owner: Owner, answer: Attached
+) -> Iterator[Finding]:
+    """Who else writes there: another run that lives is a fault, before this one has sent anything."""
+    if job.shared_fs:
+        return
+    here = (host_name(), str(job.save_dir))
+    held, newest = held_by(job.save_dir), answer.newest
+    unnamed: list[SeenNode] = []
+    for seen in answer.living:
+        beat = seen.heartbeat
+        if beat is None or not beat.save_dir:
+            unnamed.append(seen)
+            continue
+        if (beat.host, beat.save_dir) == here or beat.run_id == held is not None:
+            continue
+        if held is None and (newest is None or not newest.is_whole or newest.run_id != beat.run_id):
+            unnamed.append(seen)  # perhaps another node of this very run, which has not begun here
+            continue
+        whose = f"{beat.user}@{beat.host}:{beat.save_dir}"
+        run = f"run {short(beat.run_id)}" if beat.run_id is not None else "another run"
+        heard = ago(seen.seconds_ago or 0.0)
+        msg = f"{whose} saves {run} to {remote.url} under the name {job.name}, heard of {heard} ago"
+        hint = 'only one of two runs sends there: give this one name = "…" and a url of its own'
+        yield failed(what, LockHeld(msg, hint=hint))
+    own = job.node_name or this_node(os.environ)
+    others = [seen for seen in unnamed if seen.node != own]
+    if others and remote.name not in owner.job_ids:
+        text = said_of(others, remote.url, answer.identity.created)
+        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
 
 
 def _twin(

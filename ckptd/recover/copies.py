@@ -50,7 +50,7 @@ def is_held(here: LocalSight, copy: Copy) -> bool:
     is_all_there = here.is_complete or all(path in here.facts for path in beside)
     found = {*here.listing.empty, *(head for path in here.facts for head in folders_above(path))}
     is_all_there &= found.issuperset(copy.empty_folders)
-    return bool(shards) and is_all_there and all(_is_here(here, file) for file in shards)
+    return bool(shards) and is_all_there and all(is_here(here, file) for file in shards)
 
 
 def folders_above(path: str) -> list[str]:
@@ -59,7 +59,8 @@ def folders_above(path: str) -> list[str]:
     return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def _is_here(here: LocalSight, file: ManifestFile) -> bool:
+def is_here(here: LocalSight, file: ManifestFile) -> bool:
+    """Whether a folder holds that very file; of replicas of model states: its tensors."""
     facts = here.facts.get(file.path)
     if facts is None:
         return False

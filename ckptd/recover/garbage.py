@@ -18,9 +18,11 @@ from ckptd.config_places import command_for
 from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import inspect_files
 from ckptd.convert.workplace import partial_name
+from ckptd.core.heartbeat import DEAD_SECONDS
 from ckptd.core.lifecycle import Context, State, judge
+from ckptd.core.runs import short
 from ckptd.core.sealing import same_files
-from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
+from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
 from ckptd.journal import Journal
 from ckptd.local import fs, hold
 from ckptd.local.incomplete import remove_incomplete
@@ -34,11 +36,13 @@ from ckptd.recover.known import sent_to
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import FETCHED, unrest
 from ckptd.recover.ranged_upload import NOTE, Note, read_note, write_note
+from ckptd.recover.runs import Runs, alive
 from ckptd.recover.steps import DERIVED_UNIVERSAL
 from ckptd.remote.apart import open_apart
-from ckptd.remote.collect import Garbage, carry_out, find, remove_unlisted
+from ckptd.remote.collect import Garbage, carry_out, find, remove_run, remove_unlisted
 from ckptd.remote.leases import compare, lapse, leases_of
 from ckptd.remote.living import remove_stale_temporaries, stale_temporaries
+from ckptd.words import ago
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -177,6 +181,37 @@ class Collector:
                 )
         if not found:
             self._say(f"{sight.name}: no lease of a node {node!r} holds up anything")
+
+    def run(self, sight: RemoteSight, run_id: str) -> None:
+        """All that one run committed there, which is neither the newest nor saved by anybody now.
+
+        Raises:
+            LockHeld: somebody saves it (75). RefusedError: it is the newest there (65).
+        """
+        runs = Runs([sight])
+        view = runs.view(run_id)
+        if view is None or not view.checkpoints:
+            return
+        if view.is_newest:
+            msg = f"{view.words} is the newest in {sight.name}: its checkpoints stay"
+            raise RefusedError(msg, hint="only earlier runs are removed by name; see `ckptd list`")
+        beat = alive(sight, run_id)
+        if beat is not None:
+            msg = f"{view.words} is saved now, by node {beat.node} ({ago(beat.seconds_ago or 0.0)} ago)"
+            raise LockHeld(msg, hint=f"stop that daemon; one that is gone counts for {ago(DEAD_SECONDS)}")
+        commits = runs.only(sight, run_id).commits
+        if self._dry_run:
+            for one in commits:
+                folder, size = one.commit.folder, one.commit.bytes
+                self._add(sight.name, f"{folder} ({one.commit.form})", size, f"of run {short(run_id)}")
+            return
+        remove_run(
+            sight.store,
+            sight.observation.identity,
+            commits,
+            lambda one: self._gone(sight.name, one),
+            lambda error: self._say(f"{sight.name}: {error}"),
+        )
 
     def conversion(self, url: str, store: Store) -> bool:
         """What a killed `ckptd convert` left open in its destination; False: nothing was noted there."""

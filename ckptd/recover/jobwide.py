@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.core.coverage import order_of
 from ckptd.core.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.manifest import decode_name
+from ckptd.core.runs import run_of, short
 from ckptd.core.view import ZERO
 from ckptd.recover.jobwide_verdict import (
     ended_seconds_ago,
@@ -25,7 +26,9 @@ from ckptd.recover.jobwide_verdict import (
     seconds_at_risk,
     silent,
 )
+from ckptd.recover.listing import listed_run
 from ckptd.recover.opened import Safe, opened
+from ckptd.recover.runs import Runs
 from ckptd.remote.clock import store_now_seconds
 from ckptd.remote.heartbeats import Heartbeats
 from ckptd.words import ago, ranks_in_words
@@ -33,7 +36,9 @@ from ckptd.words import ago, ranks_in_words
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from ckptd.core.manifest import Commit
+    from ckptd.core.heartbeat import Heartbeat
+    from ckptd.core.manifest import Commit, NodeManifest
+    from ckptd.recover.listing import ListedRun
     from ckptd.recover.opened import OpenRow
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.messages import CommitView
@@ -97,6 +102,9 @@ class JobwideStatus:
     newest_step: int | None
     ended_seconds_ago: float | None
     """Since the last of all nodes ended in order; None: the job goes on, or some node fell silent."""
+    run_id: str | None = None
+    """The newest run, of which all this is; None: nothing says that there is one."""
+    runs: tuple[ListedRun, ...] = ()
     nodes: tuple[NodeRow, ...] = ()
     uncommitted: tuple[OpenRow, ...] = ()
     problems: tuple[str, ...] = ()
@@ -116,7 +124,10 @@ class Jobwide:
     """One look at one remote."""
 
     def __init__(self, sight: RemoteSight) -> None:
-        self._sight = sight
+        runs = Runs([sight])
+        self._run_id = runs.views[0].run_id if runs.views else None
+        self._runs = tuple(map(listed_run, runs.views))
+        self._sight = sight if self._run_id is None else runs.only(sight, self._run_id)
         self._store: Store = sight.store
         self._problems: list[str] = []
         self._clock: Literal["store", "reader", "nodes"] = "store"
@@ -142,7 +153,7 @@ class Jobwide:
             ahead = frozenset(one.node for one in seen if is_ahead(one, shown, there))
             beyond = Safe(order=order_of(safe.commit), seconds_ago=shown.age_seconds, there=there)
         uncommitted = self._sight.observation.uncommitted
-        found = opened(self._store, uncommitted, beyond, seen, self._now_seconds)
+        found = opened(self._store, uncommitted, beyond, seen, self._now_seconds, self._is_of_run)
         self._problems += found.problems
         rows = _rows(seen, safe, ahead)
         newest = newest_step(rows, seen, found.rows)
@@ -166,6 +177,8 @@ class Jobwide:
             seconds_at_risk=None if risk is None else round(risk, 1),
             newest_step=newest,
             ended_seconds_ago=ended,
+            run_id=self._run_id,
+            runs=self._runs,
             nodes=rows,
             uncommitted=found.rows,
             problems=tuple(self._problems),
@@ -189,7 +202,27 @@ class Jobwide:
                 f"this machine's clock is {ago(ahead)} behind the store's: ages are from its newest object on"
             )
         self._now_seconds = max(now, beats.newest_seconds)
-        return found
+        return self._without_others(found)
+
+    def _is_of_run(self, document: NodeManifest | Heartbeat) -> bool:
+        job_id = self._sight.observation.identity.job_id
+        return self._run_id is None or run_of(document, job_id) == self._run_id
+
+    def _without_others(self, seen: Sequence[SeenNode]) -> tuple[SeenNode, ...]:
+        """Nodes of this run; one of another run that lives is a problem."""
+        own: list[SeenNode] = []
+        for one in seen:
+            beat = one.heartbeat
+            if beat is None or beat.run_id is None or self._is_of_run(beat):
+                own.append(one)
+            elif not one.is_dead and beat.newest is not None:
+                whose = f"{beat.user}@{beat.host}:{beat.save_dir} saves another run ({short(beat.run_id)})"
+                heard = ago(one.seconds_ago or 0.0)
+                self._problems.append(
+                    f"{whose} under this name, heard of {heard} ago: nothing of it is sent here; "
+                    "it needs a name and a url of its own"
+                )
+        return tuple(own)
 
     def _see_nodes(self, rows: Sequence[NodeRow], ahead: Set[str]) -> None:
         self._problems += [silent(row, ahead) for row in rows if row.is_dead]

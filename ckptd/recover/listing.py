@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptd.core.runs import run_of
 from ckptd.core.view import WEIGHTS
+from ckptd.recover.runs import runs_in
 from ckptd.remote.documents import stem_of
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from ckptd.core.decision import Decision
     from ckptd.core.layouts import Grid
     from ckptd.core.manifest import Commit
+    from ckptd.recover.runs import RunView
     from ckptd.recover.sight import RemoteSight
     from ckptd.remote.documents import Stem
 
@@ -50,10 +53,28 @@ class ListedCheckpoint:
     zero_stage: int
     saved_by_ranks: int
     pinned: bool
+    run_id: str
     forms: tuple[ListedForm, ...]
     kind: str = "resumable"
     """Or "model-only" (saved as weights alone) or "weights-only" (nothing else is left of it): nothing to
     resume from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """One run, and where it was saved last (None: of a release that did not say); the newest comes first."""
+
+    run_id: str
+    is_newest: bool
+    user: str | None
+    host: str | None
+    save_dir: str | None
+    since: str | None
+    """RFC 3339, UTC: when it began to be saved there."""
+    checkpoints: int
+    bytes: int
+    first_step: int | None
+    last_step: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +87,7 @@ class RemoteListing:
     latest: str | None
     latest_universal: str | None
     checkpoints: tuple[ListedCheckpoint, ...]
+    runs: tuple[ListedRun, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -86,6 +108,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
     pinned = pinned_tags(seen.decisions)
     grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
     grids: dict[tuple[int, int, int, str, int], Grid] = {}
+    runs: dict[tuple[int, int, int, str, int], str] = {}
     late: dict[Stem, list[Commit]] = {}
     for view in seen.supplements:
         late.setdefault(stem_of(view.commit), []).append(view.commit)
@@ -109,6 +132,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
             )
         )
         grids[key] = commit.grid
+        runs[key] = run_of(commit, commit.job_id)
     rows = tuple(
         ListedCheckpoint(
             tag=key[3],
@@ -119,6 +143,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
             zero_stage=grids[key].zero_stage,
             saved_by_ranks=grids[key].dp * grids[key].mm_count,
             pinned=key[3] in pinned,
+            run_id=runs[key],
             kind=_kind(grids[key], {form.form for form in forms}),
             forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
         )
@@ -132,7 +157,25 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
         latest=seen.latest,
         latest_universal=seen.latest_universal,
         checkpoints=rows,
+        runs=tuple(map(listed_run, runs_in(remote))),
         problems=seen.damaged + disputed,
+    )
+
+
+def listed_run(view: RunView) -> ListedRun:
+    """A run as it is shown and printed as JSON."""
+    place = view.place
+    return ListedRun(
+        run_id=view.run_id,
+        is_newest=view.is_newest,
+        user=place.user if place is not None else None,
+        host=(place.host or place.node) if place is not None else None,
+        save_dir=place.save_dir if place is not None else None,
+        since=view.since,
+        checkpoints=view.checkpoints,
+        bytes=view.bytes,
+        first_step=view.first_step,
+        last_step=view.last_step,
     )
 
 

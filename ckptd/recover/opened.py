@@ -19,7 +19,7 @@ from ckptd.recover.jobwide_verdict import save_of
 from ckptd.remote.documents import read_generation, stem_of_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.heartbeat import SeenNode
@@ -70,13 +70,14 @@ def opened(
     safe: Safe | None,
     seen: Sequence[SeenNode],
     now_seconds: float,
+    is_wanted: Callable[[NodeManifest], bool] = lambda _: True,
 ) -> Opened:
-    """Those beyond the safe one that no rewind left behind.
+    """Those beyond the safe one that no rewind left behind; `is_wanted`: of the run that is asked about.
 
     Raises:
         RemoteError: the remote stopped answering.
     """
-    read = _newest(store, uncommitted, safe.order if safe is not None else None)
+    read = _newest(store, uncommitted, safe.order if safe is not None else None, is_wanted)
     if safe is not None:
         read = [members for members in read if not _is_left(store, members, safe, seen, now_seconds)]
     rows: list[OpenRow] = []
@@ -158,7 +159,12 @@ def _problem(lead: NodeManifest, lost: Lost, *, is_one_of_several: bool) -> str:
 # --- which are looked into -------------------------------------------------------------------------------
 
 
-def _newest(store: Store, uncommitted: Sequence[Stem], safe: Order | None) -> list[Members]:
+def _newest(
+    store: Store,
+    uncommitted: Sequence[Stem],
+    safe: Order | None,
+    is_wanted: Callable[[NodeManifest], bool],
+) -> list[Members]:
     """What was shipped of each save beyond `safe` on the newest branch, newest save first.
 
     Each manifest of a thousand nodes is a request, and after a rewind a larger step is no newer save (P9).
@@ -167,7 +173,10 @@ def _newest(store: Store, uncommitted: Sequence[Stem], safe: Order | None) -> li
     saved = _saved_at(store, {where for where in uncommitted if where[2] == ZERO})
     last = sorted(saved, key=lambda where: (saved[where], where), reverse=True)[:MOST_OPEN]
     read = [
-        members for where in last if (members := coverage.newest_revisions(read_generation(store, where)))
+        members
+        for where in last
+        if (members := coverage.newest_revisions(read_generation(store, where)))
+        and is_wanted(members[0].manifest)
     ]
     read.sort(key=lambda members: _order(_lead(members)), reverse=True)
     orders = [_order(_lead(members)) for members in read]

@@ -62,19 +62,24 @@ def make_plan(
     loadable: Mapping[str, Mapping[str, str] | None] | None = None,
     put_in: Mapping[str, Mapping[str, str] | None] | None = None,
     needs_commit: bool = False,
+    aside: Sequence[MoveAside] = (),
 ) -> ResumePlan:
     """Plan for one candidate.
 
     `derived`: what lies in `_ckptd/derived/universal`: tag → fingerprints of its source, None: unreadable;
-    `loadable`: the same of `_ckptd/derived/accelerate`; `put_in`: of what lies beside shards, by its name.
+    `loadable`: the same of `_ckptd/derived/accelerate`; `put_in`: of what lies beside shards, by its name;
+    `aside`: what has to go first.
 
     Raises:
         RefusedError: no load on that many ranks is possible.
     """
     is_universal = candidate.is_universal_alone or needs_universal(candidate, world_size)
     steps: list[Step] = [
-        MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
-        for sight in _in_the_way(candidate, local)
+        *aside,
+        *(
+            MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
+            for sight in _in_the_way(candidate, local)
+        ),
     ]
     if candidate.layout[0] is not Trainer.DEEPSPEED:
         path, more = beside(

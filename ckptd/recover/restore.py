@@ -49,6 +49,7 @@ from ckptd.recover.held import Held, look_into
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
+from ckptd.recover.runs import Runs, held_by
 from ckptd.recover.sight import forms_alone
 from ckptd.recover.sources import Sources
 from ckptd.remote.open import directory_path
@@ -71,6 +72,8 @@ class RestoreOptions:
 
     tag: str | None = None
     wish: Wish = field(default_factory=Wish)
+    run: str | None = None
+    """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
     dry_run: bool = False
     memory_budget_bytes: int = 512 << 20
 
@@ -155,6 +158,7 @@ class Restore:
     def _run(self) -> Resumed:
         self._check_directory()
         self._sources.look(self._where.remotes, self._where.owner)
+        self._choose_run()
         candidate = self._choose()
         # a wish that cannot be had is refused before DIR is made
         make_restore_plan(candidate, self._options.wish, Directory(self._dir, None))
@@ -227,6 +231,23 @@ class Restore:
 
     # --- which -----------------------------------------------------------------------------------------
 
+    def _choose_run(self) -> None:
+        """Leave out what other runs committed, and say which run it is where there are several.
+
+        Raises:
+            NotFoundError, UsageError: as `Runs.named`.
+        """
+        runs = Runs(self._sources.remotes)
+        job = self._where.job
+        is_alone = self._options.wish.nodes.count == 1  # several nodes have to take one
+        held = held_by(job.save_dir) if job is not None and is_alone else None
+        run_id = runs.named(self._options.run) if self._options.run else held or runs.newest_committed()
+        if run_id is None:
+            return
+        self._sources.take(runs, run_id)
+        if others := runs.said_of_others(run_id):
+            self._say(f"{runs.words(run_id)}; {others}")
+
     def _choose(self) -> Candidate:
         """The newest candidate that is left; the remotes that stop answering meanwhile are left out."""
         while True:
@@ -297,6 +318,8 @@ class Restore:
         if weights:
             msg = f"of {tag} only weights are left in {where}: nothing to resume from"
             return NotFoundError(msg, hint=f"they are had by --form {weights[0]}")
+        if tag is not None and (other := sources.said_of_tag(tag)):
+            return NotFoundError(f"{where} holds no {tag!r} of this run", hint=other)
         if tag is not None and there:
             near = difflib.get_close_matches(tag, sorted(there), n=_NEAREST, cutoff=0.0)
             msg = f"{where} holds no committed checkpoint {tag!r}"

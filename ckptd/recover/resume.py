@@ -18,6 +18,7 @@ from ckptd.config_relations import check_job_paths
 from ckptd.core import unprotected
 from ckptd.core.lifecycle import State
 from ckptd.core.listing import SaveDirListing
+from ckptd.core.runs import short
 from ckptd.core.unprotected import told
 from ckptd.errors import (
     CkptdError,
@@ -28,6 +29,7 @@ from ckptd.errors import (
     StorageError,
     from_os_error,
 )
+from ckptd.local.run_file import host_name, read_run
 from ckptd.place import make_beside, path_of
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
@@ -38,15 +40,18 @@ from ckptd.recover.lock import one_at_a_time
 from ckptd.recover.one_save import OneSave
 from ckptd.recover.owner import owner_of
 from ckptd.recover.plan import ResumePlan, make_plan
+from ckptd.recover.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
 from ckptd.recover.sight import LocalSight, forms_alone, look_locally, memory_of
 from ckptd.recover.sources import Sources, named
 from ckptd.recover.steps import Convert, MoveAside, Step
 from ckptd.recover.word import leave_word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.config_model import JobConfig
+    from ckptd.recover.runs import Chosen
+    from ckptd.recover.sight import RemoteSight
     from ckptd.recover.standing import Memory
 
 NEXT_SAVE_FACTOR = 1.1
@@ -65,6 +70,8 @@ class ResumeOptions:
     """Only this one of the job's remotes."""
     tag: str | None = None
     """Only this one; None: the newest."""
+    run: str | None = None
+    """Of this run, named by the beginning of its id; None: of the one that save_dir holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +118,7 @@ class Resume:
         self._proven: set[str] = set()
         self._sources = Sources(say=say)
         self._execution: Execution | None = None
+        self._chosen: Chosen | None = None
         self._one = OneSave(
             job=job,
             nodes=options.nodes,
@@ -123,7 +131,8 @@ class Resume:
         """Do it.
 
         Raises:
-            NothingCommitted: the remote is there and ours, it holds nothing and neither does save_dir (4).
+            NothingCommitted: the remote is there and ours, it holds nothing of this run and neither does
+                save_dir (4). LockHeld: another place that lives goes on with the run (75).
             NotFoundError: no remote is known and save_dir holds nothing, or no save has the tag (66).
             RemoteUnreachable, RemoteNotOurs: no remote answers or is this job's, and nothing here is surely
                 the newest; of several nodes' remotes one does not (69).
@@ -135,19 +144,81 @@ class Resume:
         if not self._job.remotes:
             hint = "`ckptd resume SAVE_DIR URL`, or name its job file"
             self._say(f"no remote is known of {self._job.save_dir}: only what lies here counts; {hint}")
-        self._sources.look(named(self._job.remotes, self._options.remote), owner)
+        remotes = named(self._job.remotes, self._options.remote)
+        self._sources.look(remotes, owner)
         self._one.check_remotes(self._sources)
         fd = self._open()
-        if fd is None:
-            return self._resume(None)
         try:
-            if self._options.dry_run:
+            if self._choose_run(fd):
+                # what it has committed until it fell silent
+                self._sources.remotes.clear()
+                self._sources.absent.clear()
+                self._sources.look(remotes, owner)
+                self._choose_run(fd)
+            if fd is None or self._options.dry_run:
                 return self._resume(fd)
             make_beside(fd, os.fstat(fd).st_mode & 0o777, is_sure=self._sources.is_numbered())
             with one_at_a_time(fd):
                 return self._resume(fd)
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
+
+    # --- which run -------------------------------------------------------------------------------------
+
+    def _choose_run(self, fd: int | None) -> bool:
+        """Leave out what other runs committed; True: its place was waited for, and may have committed more.
+
+        Raises:
+            LockHeld: another place that lives goes on with it (75). RefusedError, NotFoundError, UsageError:
+                as `choose_run`.
+        """
+        remotes = tuple(self._sources.remotes)
+        runs = Runs(remotes)
+        if not runs.views:
+            return False
+        save_dir = str(self._job.save_dir)
+        before = read_run(fd, save_dir) if fd is not None else None
+        held = before.run_id if before is not None else None
+        chosen = choose_run(
+            runs,
+            remotes,
+            () if held is not None else self._see(fd).local,
+            held=held,
+            asked=self._options.run,
+            nodes=self._options.nodes.count,
+        )
+        is_first = self._chosen is None
+        if is_first and self._options.run is None and self._wait(chosen.run_id, remotes):
+            return True
+        if is_first:
+            self._say_which(runs, chosen.run_id, held)
+        self._chosen = chosen
+        self._sources.take(runs, chosen.run_id)
+        return False
+
+    def _wait(self, run_id: str | None, remotes: Sequence[RemoteSight]) -> bool:
+        if run_id is None or self._options.nodes.count > 1 or self._job.shared_fs or self._options.dry_run:
+            return False
+        for remote in remotes:
+            row = elsewhere(remote.observation.rows, run_id, str(self._job.save_dir))
+            insists = command_for(self._job, "resume", "--run", short(run_id))
+            if row is not None and wait_until_silent(remote, row, self._say, insists):
+                return True
+        return False
+
+    def _say_which(self, runs: Runs, run_id: str | None, held: str | None) -> None:
+        """Whose checkpoints are taken, where save_dir does not say that they are its own."""
+        if run_id is None:
+            self._say(
+                f"what lies in {self._job.save_dir} is of no run in the remotes: {runs.said_of_others(None)}"
+            )
+            return
+        view = runs.view(run_id)
+        place = view.place if view is not None else None
+        is_here = place is not None and (place.host, place.save_dir) == (host_name(), str(self._job.save_dir))
+        if place is not None and not is_here and (held is None or not runs.is_same(held, run_id)):
+            self._say(f"{runs.words(run_id)} goes on here")
 
     def when_stopped(self) -> str:
         """Say what lies where after Ctrl-C."""
@@ -197,8 +268,10 @@ class Resume:
         said: set[str] = set()
         while True:
             seen = self._see(fd)
+            strange = self._strange(seen)
+            local = tuple(sight for sight in seen.local if sight.tag not in {step.name for step in strange})
             choice = choose(
-                seen.local,
+                local,
                 self._sources.remotes,
                 seen.memory,
                 self._options.nodes,
@@ -223,19 +296,38 @@ class Resume:
             self._say_unprotected(candidate.tag, seen, said)
             plan = make_plan(
                 candidate,
-                seen.local,
+                local,
                 seen.listing,
                 seen.derived,
                 self._options.world_size,
                 loadable=seen.loadable,
                 put_in=seen.put_in,
                 needs_commit=self._options.nodes.count > 1,
+                aside=strange,
             )
             in_the_way = {step.name for step in plan.steps if isinstance(step, MoveAside)}
-            self._must_be_read(s for s in seen.local if s.tag in in_the_way - {candidate.tag})
+            self._must_be_read(s for s in local if s.tag in in_the_way - {candidate.tag})
             done = self._carry_out(fd, plan, seen, choice)
             if done is not None:
                 return done
+
+    def _strange(self, seen: _Seen) -> tuple[MoveAside, ...]:
+        """What lies here of another run than the one that a person had brought in its place."""
+        chosen = self._chosen
+        if chosen is None or chosen.is_held or chosen.run_id is None:
+            return ()
+        strange = [s.tag for s in seen.local if chosen.is_strange(s, self._sources.remotes)]
+        reason = f"not of run {short(chosen.run_id)}"
+        return tuple(MoveAside(name=tag, label=tag, reason=reason) for tag in strange)
+
+    def _bind(self, fd: int, candidate: Candidate) -> None:
+        """Before anything is fetched: a daemon that runs beside takes what comes for this run's."""
+        chosen = self._chosen
+        if chosen is None or chosen.run_id is None:
+            return
+        save_dir = str(self._job.save_dir)
+        if candidate.is_committed or read_run(fd, save_dir) is not None:
+            bind(fd, save_dir, chosen.run_id, known_rows(self._sources.remotes))
 
     def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
         """None: something was left out, choose again."""
@@ -247,6 +339,7 @@ class Resume:
         if not self._options.dry_run:
             assert fd is not None
             leave_word(fd, plan.candidate, seen.listing, self._say)
+            self._bind(fd, plan.candidate)
             sizes = [sight.listing.total_bytes for sight in seen.local]
             sizes += [copy.bytes for c in choice.candidates[:NEWEST_READ] for copy in c.copies[:1]]
             execution = Execution(
@@ -353,7 +446,8 @@ class Resume:
             raise RefusedError(msg, hint=f"{accepts if is_suspect else ''}move it away to start fresh")
         self._clear(fd, seen)
         where = ", ".join(remote.url for remote in self._sources.remotes)
-        msg = f"{where} holds no committed checkpoint of {job.name}, {job.save_dir} no complete one"
+        of_run = f", run {short(self._sources.run_id)}" if self._sources.run_id is not None else ""
+        msg = f"{where} holds no committed checkpoint of {job.name}{of_run}, {job.save_dir} no complete one"
         alone = {
             v.commit.tag for r in self._sources.remotes for v in r.commits if v.commit.grid.is_model_only
         }
@@ -361,6 +455,8 @@ class Resume:
         msg += f" (only a model: {', '.join(sorted(alone))})" if alone else ""
         weights = sorted(forms_alone(self._sources.remotes))
         msg += f" (only weights: {', '.join(weights)})" if weights else ""
+        if others := self._sources.said_of_others():
+            self._say(others)
         raise NothingCommitted(msg)
 
     def _must_be_known(self, seen: _Seen) -> None:

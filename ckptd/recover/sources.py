@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig, RemoteConfig
     from ckptd.recover.choose import Copy
     from ckptd.recover.owner import Owner
+    from ckptd.recover.runs import Runs
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.steps import Step
 
@@ -106,7 +107,10 @@ class Sources:
     remotes: list[RemoteSight] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
+    run_id: str | None = None
+    """The one run whose checkpoints are offered, once `take` has said so."""
     _asked: dict[str, tuple[RemoteConfig, Owner | None]] = field(default_factory=dict)
+    _runs: Runs | None = None
 
     def look(self, remotes: Sequence[RemoteConfig], owner: Owner | None) -> None:
         """Read each remote; one that is not there is said and left out."""
@@ -121,6 +125,19 @@ class Sources:
                 self.remotes.append(sight)
                 for text in sight.observation.damaged:
                     self.say(said_of(remote.name, remote.url, text))
+
+    def take(self, runs: Runs, run_id: str | None) -> None:
+        """From now on only what one run committed is there; None: nothing is."""
+        self._runs, self.run_id = runs, run_id
+        self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
+
+    def said_of_others(self) -> str:
+        """What other runs hold in the remotes, and what takes it; empty where there are none."""
+        return self._runs.said_of_others(self.run_id) if self._runs is not None else ""
+
+    def said_of_tag(self, tag: str) -> str:
+        """Which other run has a checkpoint of that name, and what takes it; empty where none has."""
+        return self._runs.said_of_tag(tag, self.run_id) if self._runs is not None else ""
 
     def is_numbered(self) -> bool:
         """A remote knows this save_dir as one that Accelerate names itself: nothing of ours goes into it."""
@@ -156,6 +173,7 @@ class Sources:
         except CkptdError as error:
             self.drop(remote.name, error)
         else:
+            sight = sight if self._runs is None else self._runs.only(sight, self.run_id)
             self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
             text = f"{copy.view.commit.tag} was retired meanwhile; looked again"
             self.say(said_of(remote.name, remote.url, text))

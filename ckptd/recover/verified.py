@@ -57,6 +57,7 @@ class VerifiedCommit:
 
     tag: str
     generation: int
+    run_id: str
     form: str
     branch: int
     step: int

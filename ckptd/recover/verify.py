@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.coverage import missing, objects_of, order_of
 from ckptd.core.manifest import ROOT, commit_key
+from ckptd.core.runs import run_of
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -32,7 +33,7 @@ from ckptd.remote.documents import manifests_of_commit, read_generation, stem_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ckptd.core.manifest import ManifestFile
+    from ckptd.core.manifest import Commit, ManifestFile
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.verified import Slice
     from ckptd.remote.messages import CommitView
@@ -62,15 +63,21 @@ class Verifier:
         self.bad: list[BadObject] = []
         """Objects of COMMITs that count which are absent or other bytes; filled by `run`."""
 
-    def run(self, tag: str | None = None) -> VerifiedRemote:
-        """Prove every COMMIT, or those of one tag.
+    def run(
+        self, tag: str | None = None, is_wanted: Callable[[Commit], bool] | None = None
+    ) -> VerifiedRemote:
+        """Prove every COMMIT, or those of one tag; `is_wanted`: only these, as of one run.
 
         Raises:
             NothingCommitted: there is none (4). NotFoundError: none of that tag (66).
             RemoteUnreachable: the remote went away.
         """
         seen = self._remote.observation
-        views = [view for view in seen.commits if tag in (None, view.commit.tag)]
+        views = [
+            view
+            for view in seen.commits
+            if tag in (None, view.commit.tag) and (is_wanted is None or is_wanted(view.commit))
+        ]
         views.sort(
             key=lambda v: (order_of(v.commit), v.commit.tag, v.commit.generation, v.commit.form != "zero")
         )
@@ -84,10 +91,11 @@ class Verifier:
         if not counting and not damaged:
             msg = f"{self._remote.url} holds no committed checkpoint"
             raise NothingCommitted(msg, hint="disputed and retired ones do not count" if views else "")
-        self._list(None if tag is None else {view.commit.folder for view in views})
+        is_all = tag is None and is_wanted is None
+        self._list(None if is_all else {view.commit.folder for view in views})
         rows = [self._one(view, stem_of(view.commit) in retired) for view in views]
         self._collect_uncommitted()
-        unlisted = sorted(set(self._sizes) - self._listed) if tag is None else []
+        unlisted = sorted(set(self._sizes) - self._listed) if is_all else []
         return VerifiedRemote(
             name=self._remote.name,
             url=self._remote.url,
@@ -131,6 +139,7 @@ class Verifier:
         return VerifiedCommit(
             tag=commit.tag,
             generation=commit.generation,
+            run_id=run_of(commit, commit.job_id),
             form=commit.form,
             branch=commit.branch,
             step=commit.step,

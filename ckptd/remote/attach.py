@@ -21,6 +21,7 @@ from ckptd.remote.documents import IDENTITY_KEY, read_identity
 from ckptd.remote.living import living
 from ckptd.remote.messages import Attached
 from ckptd.remote.open import directory_path
+from ckptd.remote.runs import newest_run
 
 if TYPE_CHECKING:
     from ckptd.core.heartbeat import SeenNode
@@ -72,7 +73,8 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         initialised=initialised,
         free_bytes=store.free_bytes(),
         place=None if path is None else _place_of(path),
-        living=_living(store, settings) if settings.job_id is None and not initialised else (),
+        living=_living(store, settings, is_first=settings.job_id is None and not initialised),
+        newest=newest_run(store) if settings.asks_who_lives else None,
     )
 
 
@@ -86,9 +88,13 @@ def _abilities(store: Store, settings: RemoteSettings, found: RemoteIdentity) ->
         return settings.abilities
 
 
-def _living(store: Store, settings: RemoteSettings) -> tuple[SeenNode, ...]:
+def _living(store: Store, settings: RemoteSettings, *, is_first: bool) -> tuple[SeenNode, ...]:
     """Words alone: what keeps them from being read keeps nobody from attaching."""
+    if not (is_first or settings.asks_who_lives):
+        return ()
     with contextlib.suppress(CkptdError):
+        if settings.asks_who_lives:
+            return living(store)
         return living(store, but_node=settings.node, but_node_id=settings.node_id)
     return ()
 

@@ -7,6 +7,7 @@ from typing import Literal
 from ckptd.core.heartbeat import SeenNode
 from ckptd.core.identity import Model
 from ckptd.core.manifest import RemoteIdentity
+from ckptd.core.runs import Row
 from ckptd.remote.settings import RemoteSettings
 from ckptd.remote.store import Abilities
 
@@ -29,4 +30,7 @@ class Attached(Model):
     place: str | None = None
     """`device:inode` of a directory's root and ctime of its identity, as this child sees them; else None."""
     living: tuple[SeenNode, ...] = ()
-    """At the first time: other nodes that write there under this job's name."""
+    """At the first time: other nodes that write there under this job's name; else where it was asked for, and
+    then all."""
+    newest: Row | None = None
+    """Which run goes on there, and where, where that was asked for."""

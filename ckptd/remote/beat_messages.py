@@ -27,4 +27,6 @@ class Beats(Model):
 
     kind: Literal["beats"] = "beats"
     nodes: tuple[SeenNode, ...] = ()
+    sharers: tuple[SeenNode, ...] = ()
+    """Daemons over other directories, also those that bear this node's name."""
     lease: LeaseSeen | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.coverage import newest_revisions, objects_of, order_of
 from ckptd.core.manifest import ROOT, Tombstone, folder_name
 from ckptd.core.runs import run_of
-from ckptd.errors import DamagedError, RefusedError
+from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
 from ckptd.remote.commit import Ground
 from ckptd.remote.documents import (
     LEASES,
@@ -35,11 +35,14 @@ if TYPE_CHECKING:
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.manifest import RemoteIdentity
     from ckptd.core.save import Order
+    from ckptd.errors import CkptdError
     from ckptd.remote.documents import Documents, Stem
+    from ckptd.remote.messages import CommitView
     from ckptd.remote.store import Store
 
 _AT_A_TIME = 100
 """Objects that go before manifests are looked at again."""
+REMOVED_RUN = "its run was removed by a person"
 _POINTERS = ("latest", "latest_universal")
 _HINT = "see `ckptd verify`; what a document that cannot be read lists is not known"
 
@@ -186,6 +189,41 @@ def remove_unlisted(
     for key in keys:
         store.delete(key)
         on_done(key)
+
+
+def remove_run(
+    store: Store,
+    identity: RemoteIdentity,
+    commits: Iterable[CommitView],
+    on_done: Callable[[Garbage], None],
+    on_left: Callable[[CkptdError], None],
+) -> None:
+    """Remove all that one run committed, the oldest first and of a save the shards last, as retention does.
+
+    `on_left`: a pinned one, or one whose manifests cannot be read, stays.
+
+    Raises:
+        RemoteError, NotPermitted, StorageError: the remote does not do it; said again, it goes on.
+    """
+    ground = Ground(
+        store=store, abilities=Abilities(create_only=True, checksum=None, resumable=True), identity=identity
+    )
+    for view in sorted(commits, key=lambda one: (order_of(one.commit), one.commit.form == "zero")):
+        commit = view.commit
+        order = Retire(
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=REMOVED_RUN,
+            commit_sha256=view.sha256,
+            ends_run=True,
+        )
+        try:
+            retire(ground, order, lambda: None)
+        except (RefusedError, DamagedError, CommitConflict, NotFoundError) as error:
+            on_left(error)
+        else:
+            on_done(_garbage(commit.folder, commit.bytes, REMOVED_RUN, stem_of(commit)))
 
 
 def _wanted_since(store: Store, new: Iterable[str], garbage: Iterable[Garbage]) -> set[str]:

@@ -37,8 +37,10 @@ class Heartbeats:
         """Of our own last one: the store's time, and our monotonic clock's."""
 
     def put(self, heartbeat: Heartbeat) -> None:
-        """Write one."""
+        """Write one; where another daemon that lives has this node's name, beside its own."""
         key = heartbeat_key(heartbeat.node)
+        if heartbeat.save_dir and self._is_anothers(key, heartbeat):
+            key = heartbeat_key(heartbeat.node, heartbeat.node_id)
         self.store.put(key, to_bytes(heartbeat))
         info = self.store.stat(key)
         if info is not None and info.mtime_ns:
@@ -60,9 +62,22 @@ class Heartbeats:
         )
         return tuple(
             self._seen(name, info, now_ns, reads_all=reads_all)
-            for name, info in sorted(found)
+            for name, info in sorted(found, key=lambda one: (one[0], one[1].key))
             if name != node
         )
+
+    def _is_anothers(self, key: str, ours: Heartbeat) -> bool:
+        """Whether the plain name is that of a daemon over another directory, which lives."""
+        found = list(self.store.list(HEARTBEATS))
+        info = next((info for info in found if info.key == key), None)
+        if info is None:
+            return False
+        seen = self._seen(ours.node, info, self._now_ns(found), reads_all=True)
+        return not seen.is_dead and _is_elsewhere(seen, ours)
+
+    def elsewhere(self, ours: Heartbeat) -> tuple[SeenNode, ...]:
+        """Daemons over other directories than ours, as far as they say over which."""
+        return tuple(seen for seen in self.others("") if _is_elsewhere(seen, ours))
 
     def everyone(self, now_seconds: float | None = None) -> tuple[SeenNode, ...]:
         """Every daemon's, read afresh, also of those that share a node name."""
@@ -106,6 +121,13 @@ class Heartbeats:
                 found = None
         self._known[info.key] = (now, info.mtime_ns, found)
         return found
+
+
+def _is_elsewhere(seen: SeenNode, ours: Heartbeat) -> bool:
+    beat = seen.heartbeat
+    if beat is None or not beat.save_dir or beat.node_id == ours.node_id:
+        return False
+    return (beat.host, beat.save_dir) != (ours.host, ours.save_dir)
 
 
 def _age_by_clocks(heartbeat: Heartbeat) -> float | None:

@@ -180,7 +180,8 @@ class Service:
             lease = hold_lease(
                 ground.store, beat.job_id, beat.node, beat.node_id, nodes, order.takeover_seconds
             )
-        return Beats(nodes=nodes, lease=lease)
+        sharers = self._beats.elsewhere(beat) if beat is not None else ()
+        return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
     def _ship(self, ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
         if order.supplement_to is not None:

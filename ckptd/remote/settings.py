@@ -49,3 +49,5 @@ class RemoteSettings(Model):
     bytes_per_second: int | None = None
     node: str
     node_id: str
+    asks_who_lives: bool = False
+    """Attaching tells who writes there now, whatever is known of it (`ckptd check`)."""

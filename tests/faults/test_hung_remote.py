@@ -29,7 +29,7 @@ real_saves = made_before(RUN)
 
 _QUICK = (
     "from ckptd import spawn; from ckptd.recover import check; from ckptd.__main__ import entry\n"
-    "spawn.SAID_SECONDS, spawn.LIMIT_SECONDS, check.REMOTE_SECONDS = 2.0, 10.0, 10.0\nentry()"
+    "spawn.SAID_SECONDS, spawn.LIMIT_SECONDS, check.REMOTE_SECONDS = 2.0, 20.0, 20.0\nentry()"
 )
 """ckptd with shorter limits than 5 s and 30 s."""
 _PATIENCE_SECONDS = 90.0
@@ -115,10 +115,10 @@ def test_each_command_names_the_remote_and_ends(hung: tuple[Node, Path, Sshd]) -
     assert found == expected, said
     for words in expected:
         if words[-1] != "second":
-            assert "did not answer within 10 s" in said[words], (words, said[words])
+            assert "did not answer within 20 s" in said[words], (words, said[words])
             assert "nas" in said[words]
     assert "remote nas has not answered for 2 s" in said["list", job]
-    assert f"remote nas ({nas}) did not answer within 10 s" in said["resume", job]
+    assert f"remote nas ({nas}) did not answer within 20 s" in said["resume", job]
     assert str(second) not in said["resume", job], "nothing is wrong with the other one"
 
 

@@ -46,6 +46,8 @@ class Scene:
     node: str = "n0"
     grid: Grid | None = None
     """Else: of `dp` ranks."""
+    run_id: str | None = None
+    """Of what is committed; None: as releases before runs were known."""
 
     def __post_init__(self) -> None:
         for path in (self.save_dir, self.nas.parent):
@@ -263,6 +265,7 @@ class Scene:
             folder=folder,
             node=self.node,
             node_id=f"id-{self.node}",
+            run_id=self.run_id,
             ckptd_version="0",
             config_digest="c",
             branch=place[0],
@@ -293,21 +296,27 @@ class Scene:
         state_dir: Path | None = None,
         remote: bool = True,
         tag: str | None = None,
+        run: str | None = None,
         **options: Any,
     ) -> Resumed:
         """`ckptd resume`."""
         self.said.clear()
         chosen = ResumeOptions(
-            world_size=world_size, dry_run=dry_run, nodes=nodes or Nodes(), state_dir=state_dir, tag=tag
+            world_size=world_size,
+            dry_run=dry_run,
+            nodes=nodes or Nodes(),
+            state_dir=state_dir,
+            tag=tag,
+            run=run,
         )
         return Resume(self.job(remote=remote, **options), chosen, self.said.append).run()
 
     def tree(self) -> dict[str, bytes]:
-        """Every file below save_dir."""
+        """Every file below save_dir, but the word which run it holds."""
         return {
             str(p.relative_to(self.save_dir)): p.read_bytes()
             for p in sorted(self.save_dir.rglob("*"))
-            if p.is_file()
+            if p.is_file() and p.name != "run.json"
         }
 
     def shards(self, tag: str) -> dict[str, bytes]:

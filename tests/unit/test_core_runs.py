@@ -22,19 +22,19 @@ B: dict[str, Any] = {"node": "b", "node_id": "idb", "host": "hb", "user": "bob",
 HALVES: dict[str, Any] = {"is_whole": False, "grid": (2, 1, 3)}
 
 
-def row(number: int = 1, run_id: str = "r1", **more: object) -> Row:
+def row(number: int = 1, run_id: str = "r1", **more: Any) -> Row:
     """A's, unless told otherwise."""
     return Row.model_validate(
         {**A, "job_id": "j", "number": number, "run_id": run_id, "created_at": "2026-01-01T00:00:00Z", **more}
     )
 
 
-def claim(run_id: str = "r2", **more: object) -> Claim:
+def claim(run_id: str = "r2", **more: Any) -> Claim:
     """B's, unless told otherwise."""
     return Claim.model_validate({**B, "run_id": run_id, **more})
 
 
-def beat(run_id: str | None = "r1", age: float = 30.0, **more: object) -> SeenNode:
+def beat(run_id: str | None = "r1", age: float = 30.0, **more: Any) -> SeenNode:
     """A's, unless told otherwise."""
     head = {"job_id": "j", "job": "output", "config_digest": "c", "ckptd_version": "0", "state": "ok"}
     said = Heartbeat.model_validate({**A, **head, "as_of": "2026-01-01T00:00:00Z", "run_id": run_id, **more})
@@ -145,6 +145,22 @@ def test_of_two_that_begin_in_a_fresh_remote_one_has_it(store: DirectoryStore) -
     assert newest is not None
     assert (newest.number, newest.run_id, newest.words) == (2, "r2", "bob@hb:/b/output")
     assert claim_run(store, claim("r2"), "j").number == 2, "said again, nothing is added"
+
+
+def test_two_daemons_of_one_node_name_do_not_write_over_each_others_heartbeat(store: DirectoryStore) -> None:
+    first, second = (beat(**where).heartbeat for where in (A, {**B, "node": "a"}))
+    assert first is not None
+    assert second is not None
+    for one in (first, second, first, second):
+        Heartbeats(store).put(one)
+    names = sorted(info.key.rpartition("/")[2] for info in store.list("_ckptd/heartbeats/"))
+    assert names == ["a.json", "a~idb.json"]
+    seen = Heartbeats(store).elsewhere(first)
+    assert [one.heartbeat.save_dir for one in seen if one.heartbeat is not None] == ["/b/output"]
+    # the first one's state was lost: it is the same place
+    again = first.model_copy(update={"node_id": "new"})
+    Heartbeats(store).put(again)
+    assert store.get("_ckptd/heartbeats/a.json") == to_bytes(again)
 
 
 def test_run_json_is_of_one_directory(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict
     job.config.remotes = (SimpleNamespace(name="nas", required=True),)
     job.knowledge = SimpleNamespace(has_heard_all=True, is_rebuilt=True)
     job.links, job.watcher, job.intake = {}, None, SimpleNamespace(late=None)
+    job.runs = SimpleNamespace(see_problems=lambda _: None)
 
     def seen() -> dict[str, str]:
         checks.see_problems(job, watched.state)

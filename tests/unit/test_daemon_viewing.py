@@ -66,6 +66,8 @@ class House:
             name=remote.name,
             observation=None,
             is_ready=True,
+            others=(),
+            is_claimed=True,
             is_shipping=False,
             seconds_to_move=0.0,
             ships=None,

@@ -1,0 +1,116 @@
+"""Two runs of one name and URL: real daemons over two directories of one host; a directory begun anew."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import OTHER_RUN, RUN, Node, made_before
+
+pytestmark = [pytest.mark.real, pytest.mark.faults]
+
+real_saves = made_before(RUN, OTHER_RUN)
+
+
+def two(stack: ExitStack, tmp_path: Path) -> tuple[Node, Node]:
+    """Both save to `…/run`, so both jobs are `run`; one directory remote that keeps one checkpoint."""
+    nas = tmp_path / "nas"
+    nas.mkdir()
+    remote = 'same_filesystem = true\nforms = ["zero"]\nkeep_last = 1'
+    both = [Node(tmp_path / name, local="forms = []", remote=remote, url=str(nas)) for name in ("x", "y")]
+    for one in both:
+        one.nas = nas
+        stack.callback(one.end)
+    return both[0], both[1]
+
+
+def commits(here: Node) -> dict[str, dict[str, Any]]:
+    """Stem → COMMIT."""
+    found = (here.nas / "_ckptd" / "commits").glob("*.json")
+    return {path.stem: json.loads(path.read_text()) for path in found}
+
+
+def shared(here: Node) -> dict[str, Any]:
+    """The problem of that code, or nothing."""
+    return next((p for p in here.status().get("problems", ()) if p["code"] == "run-shared"), {})
+
+
+def test_the_second_run_of_a_name_deletes_nothing_and_is_not_safe(tmp_path: Path) -> None:
+    """The first one's only checkpoint was removed by the limit of the second, and both were called SAFE."""
+    with ExitStack() as stack:
+        x, y = two(stack, tmp_path)
+        x.save(1)
+        x.start()
+        x.wait_committed("global_step1~g1")
+        before = commits(x)
+        y.save(3, OTHER_RUN)
+        y.save(4, OTHER_RUN)
+        y.start()
+        y.wait("that another run is saved there", lambda: shared(y), 90)
+        problem = shared(y)
+        assert problem["severity"] == "attention"
+        assert f":{x.save_dir} saves another run to nas" in problem["text"]
+        assert "url of its own" in problem["next_step"]
+        assert commits(x) == before
+        assert {"global_step3", "global_step4"} <= y.local_tags()
+        first_line = y.ckptd("status", str(y.job_file)).stdout.splitlines()[0]
+        assert "NOT SAFE" in first_line
+        x.save(2)
+        x.wait_committed("global_step2~g1")
+        x.wait("the first one is told of the second", lambda: shared(x), 90)
+        assert f":{y.save_dir} saves another run" in shared(x)["text"]
+        assert "global_step2" in (x.nas / "latest").read_text()
+        assert {one["run_id"] for one in commits(x).values()} == {before["global_step1~g1~zero"]["job_id"]}
+
+
+def test_a_run_that_begins_once_the_first_has_ended_leaves_it_alone(tmp_path: Path) -> None:
+    """Its checkpoints stay beyond any limit; the pointers follow the new one; step 1 of both is there."""
+    with ExitStack() as stack:
+        x, y = two(stack, tmp_path)
+        x.save(1)
+        x.start()
+        x.wait_committed("global_step1~g1")
+        assert x.stop() == 0
+        y.start()
+        y.save(1, OTHER_RUN)
+        y.wait_committed("global_step1~g2")
+        y.save(2, OTHER_RUN)
+        y.wait_committed("global_step2~g1")
+        y.wait("its limit", lambda: "global_step1~g2~zero" not in commits(y))
+        found = commits(y)
+        assert {stem: one["branch"] for stem, one in found.items()} == {
+            "global_step1~g1~zero": 1,
+            "global_step2~g1~zero": 1,
+        }
+        assert found["global_step1~g1~zero"]["run_id"] != found["global_step2~g1~zero"]["run_id"]
+        assert (y.nas / "latest").read_text() == "global_step2"
+        left = [p["text"] for p in y.status()["problems"] if p["code"] == "run-left"]
+        assert left
+        assert left[0].startswith("nas holds 1 commits")
+
+
+def test_a_lost_journal_goes_on_with_the_run_and_an_emptied_directory_does_not(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        x, _ = two(stack, tmp_path)
+        x.save(1)
+        x.start()
+        x.wait_committed("global_step1~g1")
+        x.stop()
+        shutil.rmtree(x.save_dir / "_ckptd")
+        x.save(2)
+        x.start()
+        x.wait_committed("global_step2~g1")
+        runs = {one["run_id"] for one in commits(x).values()}
+        assert len(runs) == 1, "recognised by the bytes of step 1"
+        x.stop()
+        for tag in ("global_step1", "global_step2"):
+            shutil.rmtree(x.save_dir / tag)
+        x.save(1, OTHER_RUN)
+        x.start()
+        x.wait_committed("global_step1~g2")
+        assert commits(x)["global_step1~g2~zero"]["run_id"] not in runs
