@@ -28,7 +28,7 @@ from ckptd.remote.environment import clean_environment
 from ckptd.remote.open import directory_path, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from ckptd.remote.store import Abilities, ObjectInfo, Progress, Resume, Source, Store
 
@@ -114,16 +114,25 @@ class ApartStore:
         return self._frames("stream", key, offset, length)
 
     def upload(
-        self,
-        key: str,
-        source: Source,  # noqa: ARG002
-        *,
-        resume: Resume | None,  # noqa: ARG002
-        on_progress: Callable[[Progress], None],  # noqa: ARG002
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
-        """Refuse: what a command uploads is sent by the processes that make it (recover/ranged_upload.py)."""
-        msg = f"{key}: a command does not upload into the directory {self._path}"
-        raise errors.RefusedError(msg)
+        """See `Store.upload`; the child asks for each piece of the source, which is read here."""
+        facts = (source.size_bytes, source.mode, source.folder_mode, source.gid)
+        frames = self._frames("upload", key, facts, resume)
+        with contextlib.closing(frames):
+            frame = next(frames)
+            while not isinstance(frame, int):
+                reply: bytes | None = None
+                match frame:
+                    case ("read", offset, length):
+                        reply = _read(source, offset, length)
+                    case ("drop", offset, length):
+                        source.drop(offset, length)
+                    case _:
+                        on_progress(frame)
+                frame = frames.send(reply)
+            next(frames, None)
+            return frame
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
         """See `Store.verify`."""
@@ -167,8 +176,11 @@ class ApartStore:
     def _call(self, verb: str, *arguments: Any) -> Any:
         return next(self._frames(verb, *arguments))
 
-    def _frames(self, verb: str, *arguments: Any) -> Iterator[Any]:
-        """Send a call and yield what comes back; the next frame is asked for when this one was taken."""
+    def _frames(self, verb: str, *arguments: Any) -> Generator[Any, bytes | None, None]:
+        """Send a call and yield what comes back; the next frame is asked for when this one was taken.
+
+        What is sent into the generator is the answer to a frame that asks for bytes.
+        """
         lane = self._lane()
         is_whole = False
         try:
@@ -181,8 +193,8 @@ class ApartStore:
                 if kind == "error":
                     is_whole = True
                     raise _rebuilt(*value)
-                yield value
-                lane.send(True)
+                reply = yield value
+                lane.send(True if reply is None else reply)
         except (EOFError, OSError) as error:
             if isinstance(error, OSError) and is_whole:
                 raise
@@ -257,6 +269,11 @@ class ApartStore:
         self._control = mine
 
 
+def _read(source: Source, offset: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    return bytes(buffer[: source.read_into(offset, memoryview(buffer))])
+
+
 def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exception:
     if number is not None:
         return OSError(number, message)
@@ -267,6 +284,33 @@ def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exceptio
 
 
 # --- the child -------------------------------------------------------------------------------------------
+
+
+class _FarSource:
+    """A source that lies with the parent; `Source` for the directory's own store."""
+
+    def __init__(self, lane: Connection, facts: tuple[int, int, int, int | None]) -> None:
+        self._lane = lane
+        self.size_bytes, self.mode, self.folder_mode, self.gid = facts
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """See `Source.read_into`."""
+        data = self._ask(("read", offset, len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def drop(self, offset: int, length: int) -> None:
+        """See `Source.drop`."""
+        self._ask(("drop", offset, length))
+
+    def tell(self, progress: Progress) -> None:
+        """Pass on how far the object is."""
+        self._ask(progress)
+
+    def _ask(self, frame: object) -> bytes:
+        self._lane.send(("value", frame))
+        answer: bytes = self._lane.recv()
+        return answer
 
 
 def main() -> None:
@@ -318,6 +362,10 @@ def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> I
 
         key, size_bytes, crc64 = arguments
         yield store.verify(key, size_bytes, crc64, moving)
+    elif verb == "upload":
+        key, facts, resume = arguments
+        source = _FarSource(lane, facts)
+        yield store.upload(key, source, resume=resume, on_progress=source.tell)
     else:
         yield getattr(store, verb)(*arguments)
 

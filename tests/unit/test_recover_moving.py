@@ -16,6 +16,7 @@ from ckptd.recover.sources import where_of
 from ckptd.recover.verified import Slice, exit_code
 from ckptd.recover.verify import Verifier
 from ckptd.remote.messages import Retire
+from ckptd.remote.open import open_store
 from ckptd.remote.retire import retire
 from ckptd.remote.store import DOCUMENT_LIMIT_BYTES
 from tests.attacks.test_hostile_remotes import rewrite
@@ -164,8 +165,12 @@ def test_an_unset_variable_is_not_this_directory(scene: RestoreScene) -> None:
         assert "--to is empty" in done.stderr
 
 
-def test_a_directory_without_rights_is_named(scene: RestoreScene) -> None:
+def test_a_directory_without_rights_is_named(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """77, and the sentence says which directory."""
+    # the user that this process becomes may not run this Python, so the remote is read by the process itself
+    monkeypatch.setattr(
+        "ckptd.recover.sight.open_apart", lambda name, url, access: open_store(url, access=access)
+    )
     scene.two()
     scene.dir.mkdir()
     (scene.dir / "_ckptd").touch()
