@@ -108,9 +108,13 @@ class Runs:
         """
         if not ready:
             return self._file is not None
-        if self._file is not None and not self._is_begun_anew(ready):
+        if self._file is not None and not self._is_bare(ready):
             return True
-        if not has_heard_all or not self._has_asked(ready):
+        if not has_heard_all:
+            return False
+        if self._file is not None and not self._is_below(ready):
+            return True
+        if not self._has_asked(ready):
             return False
         known = self._recognised(ready)
         left = self.run_id
@@ -125,12 +129,8 @@ class Runs:
         name = "" if self._config.shared_fs else self._save_dir
         self._write(run_file(self._fd, name, run_id, how, left=left))
 
-    def _is_begun_anew(self, ready: Ready) -> bool:
-        """Nothing is left here of what the run saved, and what is saved now is no continuation of it.
-
-        A trainer that removes its last checkpoint before it saves the next goes on above it; one that saves
-        its last step again stays at it.
-        """
+    def _is_bare(self, ready: Ready) -> bool:
+        """Whether nothing is left here of what the run saved but what is to be sealed now."""
         state, file = self._state, self._file
         if file is None or not file.accepted:  # it has just begun, or was resumed since
             return False
@@ -138,8 +138,14 @@ class Runs:
         rows = state.rows.values()
         if any(row.held or row.derived.state is DerivedState.READY for row in rows):
             return False
-        if any(v.state in _UNDECIDED and tag not in new for tag, v in state.verdicts.items()):
-            return False
+        return not any(v.state in _UNDECIDED and tag not in new for tag, v in state.verdicts.items())
+
+    def _is_below(self, ready: Ready) -> bool:
+        """Whether what is saved now is no continuation of the run.
+
+        A trainer that removes its last checkpoint before it saves the next goes on above it; one that saves
+        its last step again stays at it.
+        """
         seen = [link.observation for link in self._links.values() if link.observation is not None]
         steps = [view.commit.step for one in seen for view in one.commits]
         return bool(steps) and all((verdict.step or 0) < max(steps) for _, verdict in ready)
@@ -165,8 +171,11 @@ class Runs:
     def _recognised(self, ready: Ready) -> str | None:
         """The run that committed what lies here: the newest of it counts."""
         found: list[tuple[Order, str]] = []
+        new = {folder.tag for folder, _ in ready}
+        here = {tag for tag, v in self._state.verdicts.items() if v.state is State.COMPLETE} - new
         for row in self._state.rows.values():
-            for link in self._links.values() if row.state == "present" else ():
+            # of what went while no daemon looked the journal still says that it is here
+            for link in self._links.values() if row.state == "present" and row.save.tag in here else ():
                 proof = self._state.ship(row.id, link.name, ZERO).commit_sha256
                 commits = link.seen_all.commits if link.seen_all is not None else ()
                 found += [
@@ -174,10 +183,10 @@ class Runs:
                 ]
         for folder, _ in ready:
             facts = self._state.facts.get(folder.tag, {})
-            here = {(f.path, facts[f.path].fingerprint) for f in folder.own if f.path in facts}
+            held = {(f.path, facts[f.path].fingerprint) for f in folder.own if f.path in facts}
             for link in self._links.values():
                 for shards, order, run_id in committed_shards(link, folder.tag):
-                    if shards and shards <= here:
+                    if shards and shards <= held:
                         found.append((order, run_id))
         return max(found)[1] if found else None
 

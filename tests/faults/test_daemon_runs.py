@@ -22,7 +22,10 @@ def two(stack: ExitStack, tmp_path: Path) -> tuple[Node, Node]:
     nas = tmp_path / "nas"
     nas.mkdir()
     remote = 'same_filesystem = true\nforms = ["zero"]\nkeep_last = 1'
-    both = [Node(tmp_path / name, local="forms = []", remote=remote, url=str(nas)) for name in ("x", "y")]
+    both = [
+        Node(tmp_path / name, local="save_total_limit = 1\nforms = []", remote=remote, url=str(nas))
+        for name in ("x", "y")
+    ]
     for one in both:
         one.nas = nas
         stack.callback(one.end)

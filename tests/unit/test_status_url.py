@@ -427,7 +427,17 @@ def test_the_document_keeps_its_shape(nas: Path) -> None:
             "nodes_alive",
             "nodes_expected",
         ),
-        *("seconds_at_risk", "newest_step", "ended_seconds_ago", "nodes", "uncommitted", "problems", "clock"),
+        *(
+            "seconds_at_risk",
+            "newest_step",
+            "ended_seconds_ago",
+            "nodes",
+            "uncommitted",
+            "problems",
+            "clock",
+            "run_id",
+            "runs",
+        ),
     }
     assert set(found["nodes"][0]) == {
         *("node", "node_id", "heard_seconds_ago", "is_store_time", "is_dead", "has_ended", "state"),
