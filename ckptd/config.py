@@ -193,9 +193,7 @@ def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig
         try:
             check_job_paths(job, str(path))
         except OSError as error:  # this job's alone: the others run (P16)
-            wrong = from_os_error(error, f"{path}: looking at {error.filename}")
-            wrong.hint = "run ckptd as the user who trains" if wrong.exit_code == 77 else wrong.hint
-            raise wrong from error
+            raise from_os_error(error, f"{path}: looking at {error.filename}") from error
     job._file = path.absolute()
     return job
 

@@ -240,8 +240,8 @@ def fsync_dir(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(dir_fd: int, data: bytes, mode: int) -> Iterator[str]:
-    name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+def _temporary(dir_fd: int, data: bytes, mode: int, mark: str) -> Iterator[str]:
+    name = f"{TEMPORARY_PREFIX}{mark}{secrets.token_hex(8)}"
     fd = os.open(name, NEW_FLAGS, mode, dir_fd=dir_fd)
     try:
         try:
@@ -255,20 +255,23 @@ def _temporary(dir_fd: int, data: bytes, mode: int) -> Iterator[str]:
             os.unlink(name, dir_fd=dir_fd)
 
 
-def write_atomic(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace a small file: temporary, fsync, rename, fsync of the directory. Old or new, never torn."""
-    with _temporary(dir_fd, data, mode) as temporary:
+def write_atomic(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644, mark: str = "") -> None:
+    """Replace a small file: temporary, fsync, rename, fsync of the directory. Old or new, never torn.
+
+    `mark`: begins the temporary's name after the prefix, so that its writer knows it again.
+    """
+    with _temporary(dir_fd, data, mode, mark) as temporary:
         os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         fsync_dir(dir_fd)
 
 
-def create_exclusive(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> bool:
+def create_exclusive(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644, mark: str = "") -> bool:
     """Create a small file that nobody else made; False when the name exists. Never overwrites (P3).
 
     Link of a finished temporary, so that a reader never sees half of it; where the file system has no
-    links, `renameat2(RENAME_NOREPLACE)`, and last O_EXCL.
+    links, `renameat2(RENAME_NOREPLACE)`, and last O_EXCL. `mark`: as in `write_atomic`.
     """
-    with _temporary(dir_fd, data, mode) as temporary:
+    with _temporary(dir_fd, data, mode, mark) as temporary:
         try:
             os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
         except FileExistsError:

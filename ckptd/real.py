@@ -40,7 +40,11 @@ def opened_real(path: str) -> Iterator[int]:
     fd = os.open(os.sep, _THROUGH if parts else _LAST)
     try:
         for number, part in enumerate(parts, 1):
-            child = os.open(part, _LAST if number == len(parts) else _THROUGH, dir_fd=fd)
+            try:
+                child = os.open(part, _LAST if number == len(parts) else _THROUGH, dir_fd=fd)
+            except OSError as error:
+                error.filename = os.sep + os.sep.join(parts[:number])  # its last part alone names no place
+                raise
             os.close(fd)
             fd = child
         yield fd

@@ -118,7 +118,7 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
                 if gone is not None:
                     collector.gone(sight, gone)
                     continue
-                collector.remote(sight, unfinished)
+                collector.remote(sight, unfinished, state_dir)
                 good.append(sight)
             except CkptdError as error:
                 say(f"{sight.name}: {error}")

@@ -98,9 +98,24 @@ def _state_dir(config: JobConfig, config_dir: Path) -> Path:
     daemon = load_daemon(config_dir / "ckptd.toml", os.environ)
     path = state_dir_of(config.save_dir, config.name, daemon.state_dir, os.environ)
     if not path.is_dir():
-        msg = f"job {config.name} has no state in {path}"
-        raise NotFoundError(msg, hint="run the daemon once first")
+        msg = f"no daemon of this user has kept a state of job {config.name} ({path} is not there)"
+        raise NotFoundError(msg, hint=_whose_daemon(config))
     return path
+
+
+def _whose_daemon(config: JobConfig) -> str:
+    """How to get at the daemon's state: what a person decides is kept there."""
+    import os
+
+    from ckptd.local.rights import user
+
+    try:
+        owner = os.stat(config.save_dir).st_uid
+    except OSError:
+        owner = os.geteuid()
+    if owner == os.geteuid():
+        return "start the daemon once (`ckptd run`); if it runs as another user, call this as that user"
+    return f"{config.save_dir} is {user(owner)}'s: call this as the user whose daemon watches it"
 
 
 def _remotes_of(config: JobConfig) -> JobConfig:

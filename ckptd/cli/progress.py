@@ -36,3 +36,20 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield tell
+
+
+@contextlib.contextmanager
+def says_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
+    """At Ctrl-C say what lies where and what to type to go on; takes the function that knows the first."""
+    import shlex
+    import sys
+
+    from ckptd.cli.text import say
+
+    known: list[Callable[[], str]] = []
+    try:
+        yield known.append
+    except KeyboardInterrupt:
+        text = known[-1]() if known else "stopped before anything was changed"
+        say(f"{text} → to go on: {shlex.join(['ckptd', *sys.argv[1:]])}")
+        raise

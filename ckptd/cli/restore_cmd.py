@@ -53,7 +53,7 @@ def register(app: typer.Typer) -> None:
         import os
         from pathlib import Path
 
-        from ckptd.cli.progress import progress_bar
+        from ckptd.cli.progress import progress_bar, says_when_stopped
         from ckptd.cli.text import answer, say
         from ckptd.recover.choose import Nodes
         from ckptd.recover.restore import Restore, RestoreOptions
@@ -75,8 +75,10 @@ def register(app: typer.Typer) -> None:
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
 
-        with progress_bar() as tell:
-            done = Restore(where, Path(to), options, say, tell).run()
+        with says_when_stopped() as stopped, progress_bar() as tell:
+            work = Restore(where, Path(to), options, say, tell)
+            stopped(work.when_stopped)
+            done = work.run()
         for line in done.advice:
             say(line)
         answer(str(done.path))

@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
         import os
         from pathlib import Path
 
-        from ckptd.cli.progress import progress_bar
+        from ckptd.cli.progress import progress_bar, says_when_stopped
         from ckptd.cli.text import answer, say
         from ckptd.recover.choose import Nodes
         from ckptd.recover.owner import state_dir_hint
@@ -61,8 +61,10 @@ def register(app: typer.Typer) -> None:
             state_dir=state_dir_hint(config, environ, directory),
         )
 
-        with progress_bar() as tell:
-            done = Resume(config, options, say, tell).run()
+        with says_when_stopped() as stopped, progress_bar() as tell:
+            work = Resume(config, options, say, tell)
+            stopped(work.when_stopped)
+            done = work.run()
         for line in done.advice:
             say(line)
         answer(str(done.path))

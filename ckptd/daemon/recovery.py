@@ -130,14 +130,19 @@ def _published(row: SaveRow, save_dir_fd: int) -> DerivedRecord | None:
 
 
 def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
-    """Half conversions of saves that are no longer here: nothing will ever continue them."""
-    present = {row.save.tag for row in state.rows.values() if row.state == "present"}
+    """Half conversions that nothing will continue: of saves that are gone, or whose form is there."""
+    over = (DerivedState.READY, DerivedState.REFUSED)
+    present = {
+        row.save.tag
+        for row in state.rows.values()
+        if row.state == "present" and row.derived.state not in over
+    }
     for place in (f"{fs.DERIVED}/{UNIVERSAL}", fs.STAGING):
         for name in fs.names_in(save_dir_fd, place):
             is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
             is_mirror = place == fs.STAGING and name.startswith(MIRROR)
             if is_mirror or (is_partial and name[1 : -len(PARTIAL_END)] not in present):
-                fs.remove_ours(save_dir_fd, place, name)
+                fs.remove_idle(save_dir_fd, place, name)
     for form in WEIGHTS:  # as versions made them that shipped them from here
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
             why = "forms for remotes alone are not kept here"

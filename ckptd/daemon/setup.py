@@ -25,6 +25,7 @@ from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
 from ckptd.remote.access import access_of
 from ckptd.remote.living import NEXT_STEP, said_of
+from ckptd.remote.settings import known_url
 from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def remote_settings(
         job=config.name,
         job_id=journal.meta(f"job_id:{remote.name}"),
         remote_id=journal.meta(f"remote_id:{remote.name}"),
+        known_url=known_url(journal.meta(f"abilities:{remote.name}")),
         abilities=_abilities_of(journal, remote),
         same_filesystem=remote.same_filesystem,
         save_dir=str(config.save_dir),

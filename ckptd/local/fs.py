@@ -293,6 +293,21 @@ def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:
         os.close(trash_fd)
 
 
+def remove_idle(save_dir_fd: int, folder: str, name: str) -> bool:
+    """Remove the work folder of a conversion that nobody is at (`remove_ours`); False: somebody is."""
+    try:
+        folder_fd = files.open_dir_beneath(save_dir_fd, f"{folder}/{name}")
+    except FileNotFoundError:
+        return True
+    with closing(folder_fd):
+        try:
+            place.lock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        remove_ours(save_dir_fd, folder, name)
+    return True
+
+
 def empty_our_trash(save_dir_fd: int) -> None:
     """Finish what a crash left of `remove_ours`, and what it left of proving our rights."""
     for folder in (TRASH, STAGING):

@@ -164,6 +164,7 @@ def _remote(
         job=job.name,
         job_id=owner.job_ids.get(remote.name),
         remote_id=owner.remote_ids.get(remote.name),
+        known_url=owner.urls.get(remote.name),
         may_initialise=init_remote,
         same_filesystem=remote.same_filesystem,
         save_dir=str(job.save_dir),

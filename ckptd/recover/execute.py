@@ -49,6 +49,7 @@ from ckptd.recover.steps import (
     Point,
     RestoreExtras,
     Step,
+    done,
     name_of_extra,
 )
 
@@ -64,7 +65,7 @@ _FETCHED = "resume."
 
 
 class Execution:
-    """Executes steps in one save_dir. `on_progress(what, bytes_done, bytes_total)`."""
+    """Executes steps in one save_dir. `on_progress(what, bytes_done, bytes_total)`, `say(what is done)`."""
 
     def __init__(
         self,
@@ -74,14 +75,17 @@ class Execution:
         reserve_bytes: int,
         memory_budget_bytes: int,
         on_progress: Callable[[str, int, int], None] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._save_dir = save_dir
+        self._say = say
         self._fd = save_dir_fd
         self._reserve_bytes = reserve_bytes
         self._memory_budget_bytes = memory_budget_bytes
         self._on_progress = on_progress
         self.current: Step | None = None
         """The step that is, or was last, being carried out."""
+        self._left: Sequence[Step] = ()
 
     def run(self, steps: Sequence[Step]) -> None:
         """All steps in order.
@@ -92,14 +96,28 @@ class Execution:
         """
         self._check_room(steps)
         times = self._times_of(steps)
-        for step in steps:
-            self.current = step
+        for number, step in enumerate(steps):
+            self.current, self._left = step, steps[number:]
             try:
                 self._one(step)
             except OSError as error:
                 raise from_os_error(error, f"{self._save_dir}: {step}") from error
+            if self._say is not None:
+                self._say(done(step))
+        self._left = ()
         for name, (accessed_ns, modified_ns) in times.items():
             os.utime(name, ns=(accessed_ns, modified_ns), dir_fd=self._fd, follow_symlinks=False)
+
+    def when_stopped(self) -> str:
+        """Say what a person who stopped it finds: what was done was said, so what was not."""
+        if not self._left:
+            return "stopped: every step was done"
+        left = ", ".join(str(step) for step in self._left)
+        staging, staged = path_of(self._save_dir, STAGING), False
+        with contextlib.suppress(OSError):  # by its path: save_dir is closed by now
+            staged = any(name.startswith(_FETCHED) for name in os.listdir(staging))
+        lies = f"; what was fetched lies in {staging}, and is not fetched again"
+        return f"stopped, and this was not done: {left}{lies if staged else ''}"
 
     def _times_of(self, steps: Sequence[Step]) -> dict[str, tuple[int, int]]:
         """Times of trainers' folders that something is put into: they rotate by them."""

@@ -1,7 +1,7 @@
 """`ckptd gc`: what nothing counts on any more goes, on the node and in remotes; everything is listed first.
 
-Nothing is guessed: remote keys come from tombstones and replaced manifests (remote/collect.py), uploads that
-are aborted from our own journal, and a local folder goes only by its name and for cause.
+Nothing is guessed: remote keys come from tombstones and replaced manifests (remote/collect.py) and from our
+own journal, as do the uploads that are aborted, and a local folder goes only by its name and for cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.config_places import command_for
+from ckptd.config_quantities import show_bytes
 from ckptd.convert.supervise import inspect_files
+from ckptd.convert.workplace import partial_name
 from ckptd.core.heartbeat import DEAD_SECONDS
 from ckptd.core.lifecycle import Context, State, judge
 from ckptd.core.runs import short
@@ -25,19 +27,25 @@ from ckptd.journal import Journal
 from ckptd.local import fs, hold
 from ckptd.local.incomplete import remove_incomplete
 from ckptd.local.scan import scan_folder
+from ckptd.local.state_dir import read_node_id
+from ckptd.place import opened_ours
 from ckptd.recover.choose import DESCRIPTION
 from ckptd.recover.damage import damage_in
 from ckptd.recover.intact import opened_save_dir
+from ckptd.recover.known import sent_to
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import FETCHED, unrest
 from ckptd.recover.ranged_upload import NOTE, Note, read_note, write_note
 from ckptd.recover.runs import Runs, alive
-from ckptd.remote.collect import Garbage, carry_out, find, remove_run
+from ckptd.recover.steps import DERIVED_UNIVERSAL
+from ckptd.remote.apart import open_apart
+from ckptd.remote.collect import Garbage, carry_out, find, remove_run, remove_unlisted
 from ckptd.remote.leases import compare, lapse, leases_of
+from ckptd.remote.living import remove_stale_temporaries, stale_temporaries
 from ckptd.words import ago
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from ckptd.config_model import JobConfig
@@ -45,8 +53,10 @@ if TYPE_CHECKING:
     from ckptd.core.listing import FolderListing
     from ckptd.core.save import SealedSave
     from ckptd.observe.audit import Audit
+    from ckptd.recover.known import Sent
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.unfinished import Unfinished
+    from ckptd.remote.collect import Collected
     from ckptd.remote.leases import Held
     from ckptd.remote.store import Store
 
@@ -66,6 +76,14 @@ class Removal:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """Objects that this node sent in vain, and the look at the remote that says so."""
+
+    found: Collected
+    sent: tuple[Sent, ...]
+
+
 class Collector:
     """One call of `gc`. Nothing is changed with `dry_run`; `say(line)`: what is left alone, and why."""
 
@@ -74,11 +92,16 @@ class Collector:
         self._say = say
         self._dry_run = dry_run
         self.removed: list[Removal] = []
+        self._ended: dict[str, _Ended] = {}
 
     # --- remotes ---------------------------------------------------------------------------------------
 
-    def remote(self, sight: RemoteSight, unfinished: Unfinished | None) -> None:
+    def remote(
+        self, sight: RemoteSight, unfinished: Unfinished | None, state_dir: Path | None = None
+    ) -> None:
         """Finish removals, remove what is provably nobody's, abort what a killed repair left.
+
+        `state_dir`: its journal says which objects this node sent.
 
         Raises:
             RefusedError: a document cannot be read; nothing was removed.
@@ -104,10 +127,29 @@ class Collector:
                 f"{sight.name}: {found.spares} spare objects stay, what they stand for is not right: a "
                 "repair is at work or was killed; `ckptd verify --repair` goes on"
             )
-        if found.unlisted_objects:
+        self._unlisted(sight, found, sent_to(state_dir, sight.name))
+
+    def _unlisted(self, sight: RemoteSight, found: Collected, sent: Sequence[Sent]) -> None:
+        """Say whose the objects are that nobody lists; what is left of ended uploads goes later (`node`)."""
+        left = dict(found.unlisted)
+        ours = [one for one in sent if one.is_whole and left.get(one.key) == one.bytes]
+        going_on = {one.key for one in sent if one.has_source}
+        under_way = {one.key: one for one in ours if one.key in going_on}
+        ended = {one.key: one for one in ours if one.key not in going_on}
+        for key in (*under_way, *ended):
+            left.pop(key, None)
+        if under_way:
+            tags = ", ".join(sorted({one.tag for one in under_way.values()}))
             self._say(
-                f"{sight.name}: {found.unlisted_objects} objects ({found.unlisted_bytes} bytes) are in no "
-                "manifest and not provably ours; they stay"
+                f"{sight.name}: {_counted(under_way, found)} are of this node's uploads that are not "
+                f"finished ({tags}); its daemon goes on with them"
+            )
+        if ended:
+            self._ended[sight.name] = _Ended(found=found, sent=tuple(ended.values()))
+        if left:
+            self._say(
+                f"{sight.name}: {_counted(left, found)} are in no manifest, and this node did not send them "
+                "as far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
             )
 
     def gone(self, sight: RemoteSight, node: str) -> None:
@@ -214,28 +256,96 @@ class Collector:
                 self._say(f"a daemon owns {job.save_dir}: it tidies trash, staging and uploads by itself")
                 return
             with one_at_a_time(fd):
-                for name in fs.names_in(fd, fs.TRASH):
-                    if fs.is_ours_in_trash(name):
-                        self._ours(fd, fs.TRASH, name, "half-removed")
+                self._trash(fd)
                 for name in fs.names_in(fd, fs.STAGING):
                     if name.startswith(_STAGED):
                         self._ours(fd, fs.STAGING, name, "left by a recovery")
+                for folder in (fs.STAGING, DERIVED_UNIVERSAL):
+                    self._half_made(fd, folder)
             if state_dir is not None and (state_dir / "journal.db").exists():
                 self._uploads(sights, state_dir)
 
+    def _trash(self, fd: int) -> None:
+        """All of it is measured before any goes: it goes together."""
+        found = [(folder, name) for folder in (fs.TRASH, fs.STAGING) for name in fs.names_in(fd, folder)]
+        ours = [(folder, name) for folder, name in found if fs.is_ours_in_trash(name)]
+        sizes = [(f"{folder}/{name}", _bytes_below(fd, f"{folder}/{name}")) for folder, name in ours]
+        if ours and not self._dry_run:
+            fs.empty_our_trash(fd)
+        for what, size in sizes:
+            self._noted(what, size, "half-removed")
+        begun = [name for name in fs.names_in(fd, fs.TRASH) if not fs.is_ours_in_trash(name)]
+        if begun:
+            total = show_bytes(sum(_bytes_below(fd, f"{fs.TRASH}/{name}") for name in begun))
+            self._say(
+                f"{fs.TRASH}: {', '.join(begun)} ({total}): checkpoints whose removal was cut short; the "
+                "daemon ends it at its next start, or moves them back"
+            )
+
+    def _half_made(self, fd: int, folder: str) -> None:
+        """Conversions that were killed, of checkpoints that are gone or whose form is there since."""
+        for name in fs.names_in(fd, folder):
+            tag = name.removeprefix(".").removesuffix(partial_name("").removeprefix("."))
+            if name != partial_name(tag):
+                continue
+            is_made = files.stat_beneath(fd, f"{DERIVED_UNIVERSAL}/{tag}") is not None
+            if files.stat_beneath(fd, tag) is not None and not is_made:
+                continue
+            size = _bytes_below(fd, f"{folder}/{name}")
+            if self._dry_run or fs.remove_idle(fd, folder, name):
+                self._noted(f"{folder}/{name}", size, "left by a conversion that was killed")
+
     def _uploads(self, sights: Sequence[RemoteSight], state_dir: Path) -> None:
+        """What killed and ended work of this node left in remotes; as this node, whose names they bear."""
+        with opened_ours(state_dir) as fd:
+            node_id = read_node_id(fd) or ""
         journal = Journal(state_dir / "journal.db")
         try:
             for sight in sights:
+                store = open_apart(sight.name, sight.url, sight.access, owner=node_id)
                 left = journal.leftovers(sight.name)
                 for key, token in left:
-                    self._add(sight.name, f"an upload of {key}", 0, "of an attempt that ended")
+                    half = getattr(store, "partial_bytes", lambda _: 0)(key)
+                    self._add(sight.name, f"an upload of {key}", half, "of an attempt that ended")
                     if not self._dry_run:
-                        sight.store.discard(key, token)
+                        store.discard(key, token)
                 if left and not self._dry_run:
                     journal.forget_leftovers(sight.name, left)
+                for info in (stale_temporaries if self._dry_run else remove_stale_temporaries)(store):
+                    self._add(
+                        sight.name, info.key, info.bytes, "left by a process of this node that was killed"
+                    )
+                if node_id:
+                    self._sent_in_vain(sight, node_id)
         finally:
             journal.close()
+
+    def _sent_in_vain(self, sight: RemoteSight, node_id: str) -> None:
+        """Whole objects of uploads that ended before a manifest listed them; what they copy is gone here."""
+        ended = self._ended.pop(sight.name, None)
+        if ended is None:
+            return
+        rows = {
+            one.key: Garbage(
+                key=one.key, bytes=one.bytes, why="sent by this node; its checkpoint is gone here"
+            )
+            for one in ended.sent
+        }
+        if self._dry_run:
+            for row in rows.values():
+                self._add(sight.name, row.key, row.bytes, row.why)
+            return
+        try:
+            remove_unlisted(
+                sight.store,
+                sight.observation.identity,
+                ended.found,
+                sorted(rows),
+                node_id,
+                lambda key: self._gone(sight.name, rows[key]),
+            )
+        except RefusedError as error:
+            self._say(f"{sight.name}: {_counted(rows, ended.found)} that this node sent stay: {error}")
 
     def aside(self, job: JobConfig) -> None:
         """What `resume`, `restore` and repairs moved aside: kept until a person says this."""
@@ -247,10 +357,7 @@ class Collector:
     def _ours(self, fd: int, folder: str, name: str, why: str) -> None:
         size = _bytes_below(fd, f"{folder}/{name}")
         if not self._dry_run:
-            if folder == fs.TRASH:
-                fs.empty_our_trash(fd)
-            else:
-                fs.remove_ours(fd, folder, name)
+            fs.remove_ours(fd, folder, name)
         self._noted(f"{folder}/{name}", size, why)
 
     def incomplete(
@@ -368,6 +475,13 @@ def _bytes_below(fd: int, name: str) -> int:
         status = files.stat_beneath(fd, name)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             return status.st_size
-        folder = scan_folder(fd, name)
-        return 0 if folder is None else sum(file.identity.size_bytes for file in folder.files)
+        with files.opened_dir(name, fd) as folder:
+            found = [files.stat_beneath(folder, path) for path in fs.everything_in(folder)]
+        return sum(status.st_size for status in found if status is not None)
     return 0
+
+
+def _counted(keys: Iterable[str], found: Collected) -> str:
+    """How many objects, and how large."""
+    sizes = [found.unlisted[key] for key in keys]
+    return f"{len(sizes)} object{'s' if len(sizes) != 1 else ''} ({show_bytes(sum(sizes))})"

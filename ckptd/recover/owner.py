@@ -15,6 +15,7 @@ from ckptd.errors import CkptdError, RemoteNotOurs
 from ckptd.local.state_dir import state_dir_of
 from ckptd.recover.known import journal_rows
 from ckptd.remote.documents import IDENTITY_KEY
+from ckptd.remote.settings import known_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.manifest import RemoteIdentity
 
-_IDS = "SELECT key, value FROM meta WHERE key GLOB '*_id:*'"
+_IDS = "SELECT key, value FROM meta WHERE key GLOB '*_id:*' OR key GLOB 'abilities:*'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Owner:
     job: str
     job_ids: Mapping[str, str] = field(default_factory=dict)
     remote_ids: Mapping[str, str] = field(default_factory=dict)
+    urls: Mapping[str, str | None] = field(default_factory=dict)
+    """Where the daemon attached to each remote last."""
 
     def must_own(self, remote: str, url: str, found: RemoteIdentity) -> None:
         """Raise unless the remote that was found is this job's.
@@ -58,7 +61,12 @@ def owner_of(job: JobConfig, state_dir: Path | None) -> Owner:
     def by_remote(what: str) -> dict[str, str]:
         return {key.removeprefix(what): value for key, value in known.items() if key.startswith(what)}
 
-    return Owner(job=job.name, job_ids=by_remote("job_id:"), remote_ids=by_remote("remote_id:"))
+    return Owner(
+        job=job.name,
+        job_ids=by_remote("job_id:"),
+        remote_ids=by_remote("remote_id:"),
+        urls={name: known_url(text) for name, text in by_remote("abilities:").items()},
+    )
 
 
 def state_dir_hint(job: JobConfig, environ: Mapping[str, str], config_dir: Path | None) -> Path | None:

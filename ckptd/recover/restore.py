@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import os
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ckptd.errors import (
     LockHeld,
     NotFoundError,
     NothingCommitted,
+    NotPermitted,
     RefusedError,
     TargetExists,
     from_os_error,
@@ -128,6 +130,7 @@ class Restore:
         self._say = say
         self._on_progress = on_progress
         self._sources = Sources(say=say)
+        self._execution: Execution | None = None
         self._said: set[str] = set()
 
     def run(self) -> Resumed:
@@ -144,7 +147,13 @@ class Restore:
         except OSError as error:
             # the name is relative to DIR, which no one sees in it
             name = error.filename if isinstance(error.filename, str) else "."
-            raise from_os_error(error, str(self._dir / name)) from error
+            raise _of_dir(error, str(self._dir / name)) from error
+
+    def when_stopped(self) -> str:
+        """Say what lies where after Ctrl-C."""
+        if self._execution is None:
+            return "stopped before anything was changed"
+        return self._execution.when_stopped()
 
     def _run(self) -> Resumed:
         self._check_directory()
@@ -203,7 +212,7 @@ class Restore:
             yield None
             return
         except OSError as error:
-            raise from_os_error(error, f"opening {self._dir}") from error
+            raise _of_dir(error, f"opening {self._dir}") from error
         try:
             try:
                 lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -331,7 +340,7 @@ class Restore:
     def _carry_out(self, fd: int | None, plan: ResumePlan) -> Resumed | None:
         """None: a copy or a remote was left out, choose again."""
         dry, tag = self._options.dry_run, plan.candidate.tag
-        for line in (*plan.notes, *(f"{'would ' if dry else ''}{step}" for step in plan.steps)):
+        for line in (*plan.notes, *(f"{'would' if dry else 'will'} {step}" for step in plan.steps)):
             self._say(line)
         path = path_of(self._dir, plan.path)
         if fd is not None and not dry:
@@ -344,7 +353,9 @@ class Restore:
                 reserve_bytes=self._reserve_bytes(fd, plan),
                 memory_budget_bytes=self._options.memory_budget_bytes,
                 on_progress=self._on_progress,
+                say=self._say,
             )
+            self._execution = execution
             try:
                 execution.run(plan.steps)
             except CkptdError as error:
@@ -367,3 +378,11 @@ class Restore:
         if job is None or not job.save_dir.exists() or os.stat(job.save_dir).st_dev != os.fstat(fd).st_dev:
             return 0
         return reserve_bytes(fd, job, [copy.bytes for copy in plan.candidate.copies])
+
+
+def _of_dir(error: OSError, what: str) -> CkptdError:
+    """An error of DIR in our words: whoever calls may choose another one."""
+    found = from_os_error(error, what)
+    if isinstance(found, NotPermitted) and error.errno != errno.EROFS:
+        found.hint = f"user {os.geteuid()}, as whom this runs, may not: name another directory with --to"
+    return found

@@ -117,6 +117,7 @@ class Resume:
         self._damaged_here: set[str] = set()
         self._proven: set[str] = set()
         self._sources = Sources(say=say)
+        self._execution: Execution | None = None
         self._chosen: Chosen | None = None
         self._one = OneSave(
             job=job,
@@ -218,6 +219,12 @@ class Resume:
         is_here = place is not None and (place.host, place.save_dir) == (host_name(), str(self._job.save_dir))
         if place is not None and not is_here and (held is None or not runs.is_same(held, run_id)):
             self._say(f"{runs.words(run_id)} goes on here")
+
+    def when_stopped(self) -> str:
+        """Say what lies where after Ctrl-C."""
+        if self._execution is None:
+            return "stopped before anything was changed"
+        return self._execution.when_stopped()
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -328,7 +335,7 @@ class Resume:
             self._say(typed(self._job, note))
         path = path_of(self._job.save_dir, plan.path)
         for step in plan.steps:
-            self._say(f"{'would ' if self._options.dry_run else ''}{step}")
+            self._say(f"{'would' if self._options.dry_run else 'will'} {step}")
         if not self._options.dry_run:
             assert fd is not None
             leave_word(fd, plan.candidate, seen.listing, self._say)
@@ -341,7 +348,9 @@ class Resume:
                 reserve_bytes=reserve_bytes(fd, self._job, sizes),
                 memory_budget_bytes=self._options.memory_budget_bytes,
                 on_progress=self._on_progress,
+                say=self._say,
             )
+            self._execution = execution
             try:
                 execution.run(plan.steps)
             except CkptdError as error:
@@ -472,6 +481,9 @@ class Resume:
             names.append(("latest", f"names {seen.listing.latest}, which cannot be loaded"))
         steps = [MoveAside(name=name, label=name, reason=reason) for name, reason in names]
         for step in steps:
-            self._say(f"{'would ' if self._options.dry_run else ''}{step}")
+            self._say(f"{'would' if self._options.dry_run else 'will'} {step}")
         if not self._options.dry_run:
-            Execution(self._job.save_dir, fd, reserve_bytes=0, memory_budget_bytes=0).run(steps)
+            execution = Execution(
+                self._job.save_dir, fd, reserve_bytes=0, memory_budget_bytes=0, say=self._say
+            )
+            execution.run(steps)

@@ -142,6 +142,24 @@ class Drop:
 Step = MoveAside | Fetch | Place | Mend | Convert | ConvertFrom | RestoreExtras | Point | CopyBeside | Drop
 
 
+_DONE = {
+    "move": "moved",
+    "fetch": "fetched",
+    "put": "put",
+    "convert": "converted",
+    "restore": "restored",
+    "write": "wrote",
+    "copy": "copied",
+    "drop": "dropped",
+}
+
+
+def done(step: Step) -> str:
+    """Say a step that was carried out; `str` of it says what it does."""
+    verb, _, rest = str(step).partition(" ")
+    return f"{_DONE[verb]} {rest}"
+
+
 def name_of_extra(file: ManifestFile) -> str:
     """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
     return file.path.rpartition("/")[2]

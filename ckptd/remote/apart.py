@@ -1,9 +1,9 @@
 """A directory remote, read and written by a process of its own on behalf of a command (docs/adr/0182).
 
 A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
-remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH`, waits for a limited
-time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does not end
-it. Each thread that calls has a socket of its own to the child.
+remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH OWNER`, waits for a
+limited time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does
+not end it. Each thread that calls has a socket of its own to the child.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptd.remote.environment import clean_environment
 from ckptd.remote.open import directory_path, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from ckptd.remote.store import Abilities, ObjectInfo, Progress, Resume, Source, Store
 
@@ -37,21 +37,25 @@ _BATCH_SECONDS = 1.0
 _DEFAULT = Access()
 
 
-def open_apart(name: str, url: str, access: Access = _DEFAULT) -> Store:
+def open_apart(name: str, url: str, access: Access = _DEFAULT, *, owner: str = "") -> Store:
     """Return the store of a remote for a command; a directory is served by a process of its own.
+
+    `owner`: the node id whose half uploads and temporaries are meant, where a command removes them.
 
     Raises:
         ConfigError: as `open_store`.
     """
     path = directory_path(url)
-    return ApartStore(name, url, str(path)) if path is not None else open_store(url, access=access)
+    if path is None:
+        return open_store(url, access=access, owner=owner)
+    return ApartStore(name, url, str(path), owner=owner)
 
 
 class ApartStore:
     """The `Store` of a directory, each call of which ends within a limit."""
 
-    def __init__(self, name: str, url: str, path: str) -> None:
-        self._shown = shown_remote(name, url)
+    def __init__(self, name: str, url: str, path: str, *, owner: str = "") -> None:
+        self._shown, self._owner = shown_remote(name, url), owner
         self._url, self._path = url, path
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -110,16 +114,25 @@ class ApartStore:
         return self._frames("stream", key, offset, length)
 
     def upload(
-        self,
-        key: str,
-        source: Source,  # noqa: ARG002
-        *,
-        resume: Resume | None,  # noqa: ARG002
-        on_progress: Callable[[Progress], None],  # noqa: ARG002
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
-        """Refuse: what a command uploads is sent by the processes that make it (recover/ranged_upload.py)."""
-        msg = f"{key}: a command does not upload into the directory {self._path}"
-        raise errors.RefusedError(msg)
+        """See `Store.upload`; the child asks for each piece of the source, which is read here."""
+        facts = (source.size_bytes, source.mode, source.folder_mode, source.gid)
+        frames = self._frames("upload", key, facts, resume)
+        with contextlib.closing(frames):
+            frame = next(frames)
+            while not isinstance(frame, int):
+                reply: bytes | None = None
+                match frame:
+                    case ("read", offset, length):
+                        reply = _read(source, offset, length)
+                    case ("drop", offset, length):
+                        source.drop(offset, length)
+                    case _:
+                        on_progress(frame)
+                frame = frames.send(reply)
+            next(frames, None)
+            return frame
 
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
         """See `Store.verify`."""
@@ -143,6 +156,16 @@ class ApartStore:
         """See `settled` in ckptd/remote/store.py."""
         self._call("flush_name", key)
 
+    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
+        """See `DirectoryStore.stale_temporaries`."""
+        found: tuple[ObjectInfo, ...] = self._call("stale_temporaries", now_seconds)
+        return found
+
+    def partial_bytes(self, key: str) -> int:
+        """See `DirectoryStore.partial_bytes`."""
+        found: int = self._call("partial_bytes", key)
+        return found
+
     def free_bytes(self) -> int | None:
         """See `Store.free_bytes`."""
         found: int | None = self._call("free_bytes")
@@ -153,8 +176,11 @@ class ApartStore:
     def _call(self, verb: str, *arguments: Any) -> Any:
         return next(self._frames(verb, *arguments))
 
-    def _frames(self, verb: str, *arguments: Any) -> Iterator[Any]:
-        """Send a call and yield what comes back; the next frame is asked for when this one was taken."""
+    def _frames(self, verb: str, *arguments: Any) -> Generator[Any, bytes | None, None]:
+        """Send a call and yield what comes back; the next frame is asked for when this one was taken.
+
+        What is sent into the generator is the answer to a frame that asks for bytes.
+        """
         lane = self._lane()
         is_whole = False
         try:
@@ -167,8 +193,8 @@ class ApartStore:
                 if kind == "error":
                     is_whole = True
                     raise _rebuilt(*value)
-                yield value
-                lane.send(True)
+                reply = yield value
+                lane.send(True if reply is None else reply)
         except (EOFError, OSError) as error:
             if isinstance(error, OSError) and is_whole:
                 raise
@@ -232,7 +258,7 @@ class ApartStore:
         mine, theirs = socket.socketpair()
         with theirs:
             self._child = spawn.spawn(
-                [sys.executable, "-m", "ckptd.remote.apart", str(theirs.fileno()), self._path],
+                [sys.executable, "-m", "ckptd.remote.apart", str(theirs.fileno()), self._path, self._owner],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -241,6 +267,11 @@ class ApartStore:
                 cwd="/",
             )
         self._control = mine
+
+
+def _read(source: Source, offset: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    return bytes(buffer[: source.read_into(offset, memoryview(buffer))])
 
 
 def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exception:
@@ -255,13 +286,40 @@ def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exceptio
 # --- the child -------------------------------------------------------------------------------------------
 
 
+class _FarSource:
+    """A source that lies with the parent; `Source` for the directory's own store."""
+
+    def __init__(self, lane: Connection, facts: tuple[int, int, int, int | None]) -> None:
+        self._lane = lane
+        self.size_bytes, self.mode, self.folder_mode, self.gid = facts
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """See `Source.read_into`."""
+        data = self._ask(("read", offset, len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def drop(self, offset: int, length: int) -> None:
+        """See `Source.drop`."""
+        self._ask(("drop", offset, length))
+
+    def tell(self, progress: Progress) -> None:
+        """Pass on how far the object is."""
+        self._ask(progress)
+
+    def _ask(self, frame: object) -> bytes:
+        self._lane.send(("value", frame))
+        answer: bytes = self._lane.recv()
+        return answer
+
+
 def main() -> None:
     """Serve the directory until the parent's end of the control socket is closed."""
     from ckptd.remote.child import end_with_parent
 
     end_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
-    store = open_store(sys.argv[2])
+    store = open_store(sys.argv[2], owner=sys.argv[3])
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
@@ -304,6 +362,10 @@ def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> I
 
         key, size_bytes, crc64 = arguments
         yield store.verify(key, size_bytes, crc64, moving)
+    elif verb == "upload":
+        key, facts, resume = arguments
+        source = _FarSource(lane, facts)
+        yield store.upload(key, source, resume=resume, on_progress=source.tell)
     else:
         yield getattr(store, verb)(*arguments)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
     from ckptd.remote.messages import RemoteSettings
     from ckptd.remote.store import Abilities, Store
 
-_NOT_MOUNTED = "is it mounted? see `ckptd check`"
 _MOVED = (
     "is it mounted? a new, empty place that is meant: give this remote another name in the job file; "
     "see `ckptd check`"
 )
 """Another name, because what was known by this one would still be missed there."""
+_NEW_PLACE = (
+    "write that url again; a new, empty place that is meant needs another name: `name` in the job file, "
+    "CKPTD_REMOTE_NAME without one"
+)
 
 
 def attach(store: Store, settings: RemoteSettings) -> Attached:
@@ -128,6 +132,8 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
         msg = f"{store.url} holds commits but no {IDENTITY_KEY}"
         raise RemoteNotOurs(msg, hint="write that file again (docs/recovery.md); nothing was written")
     if settings.remote_id is not None:
+        if _is_elsewhere(settings):
+            raise RemoteNotOurs(f"{store.url} has no {IDENTITY_KEY}: {_known_at(settings)}", hint=_NEW_PLACE)
         msg = f"{store.url} has no {IDENTITY_KEY}, though it had one before"
         raise RemoteNotOurs(msg, hint=_MOVED)
     if path is not None:
@@ -168,9 +174,14 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
         if path.is_dir():
             _flush_names(parent)  # whoever made it may have been killed before that
             return
-        if settings.remote_id is not None or not parent.is_dir():
-            msg = f"{path} is not there"
-            raise RemoteUnreachable(msg, hint=_NOT_MOUNTED if settings.remote_id is None else _MOVED)
+        if _is_elsewhere(settings):
+            raise RemoteUnreachable(f"{path} is not there: {_known_at(settings)}", hint=_NEW_PLACE)
+        if not parent.is_dir():
+            msg = f"{path} is not there: its parent {parent} does not exist"
+            make = shlex.join(["mkdir", "-p", str(parent)])
+            raise RemoteUnreachable(msg, hint=f"is the disk or share mounted? else `{make}`")
+        if settings.remote_id is not None:
+            raise RemoteUnreachable(f"{path} is not there, though it was before", hint=_MOVED)
         _check_outer(path)
         if not settings.same_filesystem:
             _check_place(parent, settings)
@@ -181,6 +192,16 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
         _flush_names(parent)
     except OSError as error:
         raise from_os_error(error, f"creating {path}") from error
+
+
+def _is_elsewhere(settings: RemoteSettings) -> bool:
+    """Whether the remote of this name was known at another URL: the job was changed, not the place."""
+    is_known = settings.remote_id is not None and settings.known_url is not None
+    return is_known and settings.known_url != settings.url
+
+
+def _known_at(settings: RemoteSettings) -> str:
+    return f"this job knows its remote {settings.name} at {settings.known_url}, its url was changed"
 
 
 def _flush_names(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What lies in a remote though nothing counts on it, and is provably ours: for `ckptd gc` (design.md §5).
 
-Keys come from tombstones and from manifests that a newer revision replaced, never from a prefix. An object
-that nobody ever listed stays: an upload under way looks just so.
+Keys come from tombstones, from manifests that a newer revision replaced and from this node's own journal,
+never from a prefix. An object that nobody ever listed stays else: an upload under way looks just so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ckptd.remote.documents import (
     stem_of,
     stem_of_key,
 )
+from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.messages import Retire
 from ckptd.remote.observe import still_ours
 from ckptd.remote.resend import SPARE, holds, spare_key
@@ -29,7 +30,7 @@ from ckptd.remote.retire import retire
 from ckptd.remote.store import Abilities
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.coverage import KnownManifest
     from ckptd.core.manifest import RemoteIdentity
@@ -65,8 +66,8 @@ class Collected:
     objects: tuple[Garbage, ...]
     retiring: tuple[tuple[Tombstone, int], ...]
     """(tombstone, bytes that finishing it frees)."""
-    unlisted_objects: int
-    unlisted_bytes: int
+    unlisted: Mapping[str, int]
+    """Key → bytes of objects that no manifest lists, nor a tombstone names."""
     spares: int = 0
     """Good bytes that a repair needs: their object is not right yet."""
     manifests: frozenset[str] = frozenset()
@@ -117,8 +118,7 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
             *(_garbage(k, n, "left by a repair", None) for k, n in spares.items() if k not in seen.spares),
         ),
         retiring=tuple((stones[where], seen.freed(where, sizes)) for where in sorted(is_open)),
-        unlisted_objects=len(unlisted),
-        unlisted_bytes=sum(sizes[key] for key in unlisted),
+        unlisted={key: sizes[key] for key in unlisted},
         spares=len(seen.spares),
         manifests=keys,
     )
@@ -156,6 +156,39 @@ def carry_out(
             if one.key in garbage:
                 store.delete(one.key)
                 on_done(one)
+
+
+def remove_unlisted(
+    store: Store,
+    identity: RemoteIdentity,
+    found: Collected,
+    keys: Sequence[str],
+    node_id: str,
+    on_done: Callable[[str], None],
+) -> None:
+    """Remove objects that this node sent and nobody lists; `on_done` after each.
+
+    Another node that has the same bytes may be about to list them (it takes what lies there for its own), so
+    this is for a remote that no other node ever wrote to.
+
+    Raises:
+        RefusedError: another node has written there, or manifests came since `found`.
+    """
+    still_ours(store, identity)
+    others = [
+        seen.node
+        for seen in Heartbeats(store).everyone()
+        if seen.heartbeat is None or seen.heartbeat.node_id != node_id
+    ]
+    if others:
+        raise RefusedError(
+            f"node {others[0]} writes to {store.url}, too", hint="they cost room, nothing else"
+        )
+    if _manifest_keys(store) != found.manifests:
+        raise RefusedError(f"manifests came to {store.url} meanwhile", hint="call it again")
+    for key in keys:
+        store.delete(key)
+        on_done(key)
 
 
 def remove_run(

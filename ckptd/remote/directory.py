@@ -39,6 +39,7 @@ from ckptd.remote.folders import (
     pump,
     read_back,
     share_notes,
+    temporaries,
     try_folder,
     walk,
 )
@@ -54,6 +55,8 @@ WINDOW_BYTES = 64 << 20
 BUFFER_BYTES = 4 << 20
 LANES = 4
 PARTIAL_PREFIX = ".ckptd-part-"
+STALE_SECONDS = 600.0
+"""A temporary of ours that is older was left by a process that was killed: each lives for one small write."""
 
 _DOCUMENT_MODE = 0o644
 _NOT_MOUNTED = "is it mounted? see `ckptd check`"
@@ -77,6 +80,8 @@ class DirectoryStore:
     ) -> None:
         self._path = root
         self._owner = owner
+        # of nobody's that names itself alone: such a temporary stays
+        self._mark = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
         self._read_back = read_back
         self._window_bytes = window_bytes
         self._buffer_bytes = min(buffer_bytes, window_bytes)
@@ -135,12 +140,12 @@ class DirectoryStore:
     def put(self, key: str, data: bytes) -> None:
         """Create or replace a small object by rename."""
         with self._folder_of(key, f"writing {key}") as (folder, name):
-            files.write_atomic(folder, name, data, mode=_DOCUMENT_MODE)
+            files.write_atomic(folder, name, data, mode=_DOCUMENT_MODE, mark=self._mark)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create a small object by link of a finished temporary; False when it exists (P3)."""
         with self._folder_of(key, f"creating {key}") as (folder, name):
-            return files.create_exclusive(folder, name, data, mode=_DOCUMENT_MODE)
+            return files.create_exclusive(folder, name, data, mode=_DOCUMENT_MODE, mark=self._mark)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects below the folder `prefix` ("" = all), without our temporaries and partial uploads."""
@@ -269,6 +274,29 @@ class DirectoryStore:
                 self._flushed.clear()
         if not key.startswith(f"{ROOT}/"):
             self._no_room.freed()
+
+    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
+        """Temporaries of documents that a killed process of this owner left; `now_seconds`: the share's time.
+
+        Known by the owner's id in their names: another node's may be in use, however old it looks.
+        """
+        if not self._mark:
+            return ()
+        with self._at_root("looking for temporaries") as root:
+            return tuple(
+                info
+                for info in temporaries(root, f"{files.TEMPORARY_PREFIX}{self._mark}")
+                if info.mtime_ns / 1e9 < now_seconds - STALE_SECONDS
+            )
+
+    def partial_bytes(self, key: str) -> int:
+        """Bytes of our partial file of that key; 0: there is none."""
+        parent, _, _ = key.rpartition("/")
+        with self._at_root(f"looking at the partial upload of {key}") as root:
+            status = files.stat_beneath(
+                root, f"{parent}/{self._partial(key)}" if parent else self._partial(key)
+            )
+        return 0 if status is None else status.st_size
 
     def flush_name(self, key: str) -> None:
         """What was found there has its name for good: whoever made it may have been killed before that."""

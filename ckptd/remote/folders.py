@@ -15,6 +15,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from ckptd import files
+from ckptd.core.names import ROOT
 from ckptd.errors import CkptdError, NotPermitted, RefusedError, SourceChanged, TargetExists, from_os_error
 from ckptd.remote.checksums import crc64
 from ckptd.remote.store import ObjectInfo, Progress
@@ -157,6 +158,24 @@ def _walk(fd: int, prefix: str, device: int) -> Iterator[ObjectInfo]:
                 yield from _walk(child, f"{prefix}{name}/", device)
             finally:
                 os.close(child)
+
+
+def temporaries(root: int, prefix: str) -> Iterator[ObjectInfo]:
+    """Files whose names begin so, where documents are written: in the root itself, and below `_ckptd`."""
+    yield from _named_so(root, "", prefix, is_deep=False)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), files.opened_dir(ROOT, root) as ours:
+        yield from _named_so(ours, f"{ROOT}/", prefix, is_deep=True)
+
+
+def _named_so(fd: int, above: str, prefix: str, *, is_deep: bool) -> Iterator[ObjectInfo]:
+    for name in os.listdir(fd):
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode) and name.startswith(prefix):
+                yield ObjectInfo(key=above + name, bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+            elif is_deep and stat.S_ISDIR(status.st_mode) and status.st_dev == os.fstat(fd).st_dev:
+                with files.opened_dir(name, fd) as child:
+                    yield from _named_so(child, f"{above}{name}/", prefix, is_deep=True)
 
 
 def prune_empty(root: int, key: str) -> None:

@@ -1,4 +1,5 @@
-"""Which nodes write to a remote just now, by their heartbeats and the store's own present."""
+"""Which nodes write to a remote just now, by their heartbeats and the store's own present; and what processes
+of this node that were killed there left of documents."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.heartbeat import SeenNode
-    from ckptd.remote.store import Store
+    from ckptd.remote.store import ObjectInfo, Store
 
 NEXT_STEP = (
     "a run of its own needs a name and a url of its own; for a second node of this run nothing is to do"
@@ -36,6 +37,21 @@ def living(store: Store, *, but_node: str = "", but_node_id: str = "") -> tuple[
         if seen.seconds_ago is not None and not seen.is_dead and not _is_own(seen, but_node_id)
     ]
     return tuple(seen for _, _, seen in sorted(here, key=lambda one: one[:2]))
+
+
+def remove_stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
+    """Remove what killed processes of the store's owner left of documents; return what was removed."""
+    found = stale_temporaries(store)
+    for info in found:
+        store.delete(info.key)
+    return found
+
+
+def stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
+    """List it. Only directories have temporaries."""
+    look = getattr(store, "stale_temporaries", None)
+    now = present_seconds(store) if look is not None else None
+    return () if look is None or now is None else look(now)
 
 
 def said_of(found: Sequence[SeenNode], remote: str, since: str) -> str:

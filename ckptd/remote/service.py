@@ -18,6 +18,7 @@ from ckptd.remote.attach import attach
 from ckptd.remote.commit import Ground, ship
 from ckptd.remote.documents import DocumentCache
 from ckptd.remote.heartbeats import Heartbeats
+from ckptd.remote.living import remove_stale_temporaries
 from ckptd.remote.messages import (
     Alive,
     Attach,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
     from ckptd.remote.messages import Answer, Order, Planned
     from ckptd.remote.origin import OpenOrigin
+    from ckptd.remote.store import Store
 
 _EVENT_SECONDS = 0.2
 _SIGN_SECONDS = 1.0
@@ -92,6 +94,7 @@ class Service:
         self._documents = DocumentCache()
         self._observed: Observation | None = None
         self._beats: Heartbeats | None = None
+        self._is_tidied = False
 
     def expect(self, settings: RemoteSettings) -> None:
         """An order to attach was read: what is read after it means that remote, whichever thread is first."""
@@ -196,11 +199,20 @@ class Service:
         )
         self._settings, self._ground = settings, None
         found = attach(store, settings)
+        self._tidy(store)
         self._settings = known(settings, found)
         self._ground = Ground(
             store=store, abilities=found.abilities, identity=found.identity, documents=self._documents
         )
         return found
+
+    def _tidy(self, store: Store) -> None:
+        """Once: remove what an earlier process of this node left; failing keeps nobody from attaching."""
+        if self._is_tidied:
+            return
+        with suppress(CkptdError, OSError):
+            remove_stale_temporaries(store)
+            self._is_tidied = True
 
     def _attached(self) -> Ground:
         ground = self._ground

@@ -5,11 +5,21 @@ No secret is in it: how credentials are found, never what they are (P15).
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Literal
 
 from ckptd.core.identity import Model
 from ckptd.remote.access import Access
 from ckptd.remote.store import Abilities
+
+
+def known_url(attached: str | None) -> str | None:
+    """Return the URL in what a journal keeps of a remote that was attached (`abilities:<name>`), or None."""
+    with contextlib.suppress(ValueError, AttributeError):
+        url = json.loads(attached or "{}").get("url")
+        return url if isinstance(url, str) else None
+    return None
 
 
 class RemoteSettings(Model):
@@ -24,6 +34,8 @@ class RemoteSettings(Model):
     """What a new remote.json gets: the id that the job's other remotes know it by."""
     remote_id: str | None = None
     """The identity seen before; another one, or none, is "not there" (P2)."""
+    known_url: str | None = None
+    """Where that identity was seen last; None: not remembered."""
     abilities: Abilities | None = None
     """What the remote of that identity was seen to do, for a time when it is full (adr/0161)."""
     may_initialise: bool = True

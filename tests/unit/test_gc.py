@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ckptd import files
 from ckptd.config import JobConfig
 from ckptd.core.decision import Decision
+from ckptd.core.heartbeat import Heartbeat
 from ckptd.core.manifest import NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
-from ckptd.journal import Journal
+from ckptd.journal import Journal, ObjectRow
 from ckptd.observe.audit import Audit
 from ckptd.recover.garbage import Collector
 from ckptd.recover.known import sealed_here
@@ -22,6 +25,8 @@ from ckptd.recover.unfinished import Unfinished
 from ckptd.recover.verified import Slice, exit_code
 from ckptd.recover.verify import Verifier
 from ckptd.remote import collect
+from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.heartbeats import Heartbeats
 from ckptd.remote.resend import spare_key
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
@@ -76,7 +81,7 @@ def test_a_clean_remote_and_strangers_stay(scene: RepairScene) -> None:
     one.remote(sight(scene), None)
     assert one.removed == []
     assert tree(scene.nas) == before
-    assert "2 objects (6 bytes)" in scene.said[-1]
+    assert "2 objects (6 B)" in scene.said[-1]
 
 
 def test_a_removal_that_was_cut_short_is_finished(scene: RepairScene) -> None:
@@ -467,3 +472,139 @@ def test_a_nodes_part_of_a_save_is_not_incomplete(scene: RepairScene) -> None:
     journal.close()
     collector(scene).incomplete(job, tag, frozenset())
     assert not (scene.save_dir / tag).exists()
+
+
+def journal_of(scene: RepairScene, tag: str = "global_step7") -> tuple[Journal, int]:
+    """A node's journal that knows one save, and its id."""
+    scene.known_node()
+    node = Node(scene.root / "other", tag=tag)
+    node.write_all()
+    journal = Journal(scene.state / "journal.db")
+    return journal, journal.add_save(node.sealed(step=7), found_first=False, adopted=True, seen_at=0.0)
+
+
+def sent(journal: Journal, save_id: int, key: str, size: int, *, is_whole: bool) -> None:
+    """An object as the daemon notes it."""
+    row = ObjectRow(
+        key=key,
+        bytes=size,
+        flushed_bytes=size,
+        crc64="0" * 16,
+        proof="read-back" if is_whole else None,
+        token="",
+    )
+    journal.put_object(save_id, "nas", "zero", row)
+
+
+def lies_there(scene: RepairScene, key: str, data: bytes) -> Path:
+    """An object that nobody lists."""
+    path = scene.nas / key
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def gc(scene: RepairScene, *, dry_run: bool = False) -> Collector:
+    """The remote, then the node."""
+    one = collector(scene, dry_run=dry_run)
+    seen = sight(scene)
+    one.remote(seen, None, scene.state)
+    one.node(scene.job_with(scene.nas), [seen], scene.state)
+    return one
+
+
+def test_what_our_killed_upload_left_is_known_by_the_journal(scene: RepairScene) -> None:
+    """Whole objects stay while the daemon can go on, and go with what they copy; strangers never."""
+    journal, save_id = journal_of(scene)
+    ours, strange = (lies_there(scene, f"global_step7/{name}", b"12345") for name in ("ours", "strange"))
+    resized = lies_there(scene, "global_step7/resized", b"123")
+    for path in (ours, resized):
+        sent(journal, save_id, f"global_step7/{path.name}", 5, is_whole=True)
+    assert gc(scene).removed == []
+    assert any(
+        "1 object (5 B) are of this node's uploads that are not finished" in line for line in scene.said
+    )
+    assert any("2 objects (8 B) are in no manifest" in line for line in scene.said)
+    journal.end_save(save_id, "vanished")
+    journal.set_held(save_id, held=True)
+    assert gc(scene).removed == [], "its hold is shipped"
+    journal.set_held(save_id, held=False)
+    dry = gc(scene, dry_run=True)
+    assert [(row.what, row.bytes) for row in dry.removed] == [("global_step7/ours", 5)]
+    assert ours.exists()
+    assert gc(scene).removed == dry.removed
+    assert (ours.exists(), strange.exists(), resized.exists()) == (False, True, True)
+    journal.close()
+
+
+def test_what_we_sent_in_vain_stays_where_another_node_may_count_on_it(scene: RepairScene) -> None:
+    """P3: it takes what lies there for its own, and lists it a moment later."""
+    journal, save_id = journal_of(scene)
+    ours = lies_there(scene, "global_step7/ours", b"12345")
+    sent(journal, save_id, "global_step7/ours", 5, is_whole=True)
+    journal.end_save(save_id, "vanished")
+    beat = Heartbeat(
+        job_id="j",
+        job="run",
+        node="n9",
+        node_id="id-n9",
+        config_digest="",
+        ckptd_version="",
+        as_of="2020-01-01T00:00:00+00:00",
+        state="ok",
+    )
+    Heartbeats(sight(scene).store).put(beat)
+    assert gc(scene).removed == []
+    assert ours.exists()
+    assert any("node n9 writes to" in line for line in scene.said)
+    journal.close()
+
+
+def test_our_half_object_in_a_directory_goes(scene: RepairScene) -> None:
+    """Its name bears the node's id: whoever looked without it found nothing, and said it was removed."""
+    journal, save_id = journal_of(scene)
+    half = {}
+    for owner in ("id-n0", "id-n9"):
+        store = DirectoryStore(str(scene.nas), owner=owner)
+        half[owner] = lies_there(scene, f"global_step7/{store._partial('global_step7/x')}", b"123")
+    sent(journal, save_id, "global_step7/x", 9, is_whole=False)
+    journal.end_save(save_id, "vanished")
+    assert [(row.what, row.bytes) for row in gc(scene).removed] == [("an upload of global_step7/x", 3)]
+    assert (half["id-n0"].exists(), half["id-n9"].exists()) == (False, True)
+    journal.close()
+
+
+def test_trash_is_counted_before_any_of_it_goes(scene: RepairScene) -> None:
+    """Every name with its bytes, also of files that could be no checkpoint's; half removals are said."""
+    trash = scene.save_dir / "_ckptd" / "trash"
+    for name in ("ours.a", "ours.b"):
+        (trash / name / "deep").mkdir(parents=True)
+        (trash / name / "file").write_bytes(b"1234")
+        (trash / name / "deep" / ".ckptd-tmp-0").write_bytes(b"123456")
+    (trash / "global_step1.0123abcd").mkdir()
+    (trash / "global_step1.0123abcd" / "file").write_bytes(b"12345")
+    for dry_run in (True, False):
+        one = collector(scene, dry_run=dry_run)
+        one.node(scene.job_with(scene.nas), [], None)
+        assert [(row.what, row.bytes) for row in one.removed] == [
+            ("_ckptd/trash/ours.a", 10),
+            ("_ckptd/trash/ours.b", 10),
+        ]
+        assert "global_step1.0123abcd (5 B)" in scene.said[-1]
+    assert tree(trash) == {"global_step1.0123abcd/file"}
+
+
+def test_half_conversions(scene: RepairScene) -> None:
+    """Of what is gone, or has its form by now; one that may go on, or is at work, stays."""
+    ours = scene.save_dir / "_ckptd"
+    places = [ours / "staging" / f".{tag}.ckptd-partial" for tag in (TAG, "gone", "global_step5", "busy")]
+    for place in places:
+        place.mkdir(parents=True)
+        (place / "plan.jsonl").write_bytes(b"12")
+    (ours / "derived" / "universal" / "global_step5").mkdir(parents=True)
+    with files.opened_dir(places[-1]) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        one = collector(scene)
+        one.node(scene.job_with(scene.nas), [], None)
+    assert [place.exists() for place in places] == [True, False, False, True]
+    assert [row.bytes for row in one.removed] == [2, 2]

@@ -9,6 +9,12 @@ import sys
 
 import pytest
 
+from ckptd.errors import NotPermitted
+from ckptd.recover.sources import where_of
+from tests.unit.restore_scene import OPTIM, TAG, RestoreScene, scene
+
+__all__ = ["scene"]
+
 INTERRUPTED = """
 import os, runpy, signal, sys
 
@@ -93,3 +99,58 @@ def test_what_nobody_reads_any_more_ends_like_any_program() -> None:
     )
     assert full.returncode != 0
     assert "No space left" in full.stderr
+
+
+AT_A_SHARD = """
+import os, runpy, signal, sys
+
+def hook(name, arguments):
+    if name == "open" and WHEN in str(arguments[0]) and not done:
+        done.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+WHEN, done = sys.argv.pop(1), []
+sys.addaudithook(hook)
+runpy.run_module("ckptd", run_name="__main__")
+"""
+
+
+def test_a_restore_says_where_it_was_stopped(scene: RestoreScene) -> None:
+    """The plan in the future, what was done in the past, and what to type; the same command goes on."""
+    scene.two()
+    words = ["restore", str(scene.nas), "--to", str(scene.dir)]
+
+    def ckptd(*first: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent"}
+        command = [sys.executable, *first, *words]
+        return subprocess.run(command, check=False, capture_output=True, text=True, env=environ, timeout=200)
+
+    stopped = ckptd("-c", AT_A_SHARD, OPTIM.format(1))
+    said = stopped.stderr.splitlines()
+    assert (stopped.returncode, stopped.stdout) == (130, ""), stopped
+    assert f"ckptd: will put it in place as {TAG}" in said
+    assert not [line for line in said if line.startswith(("ckptd: fetched", "ckptd: put"))], said
+    assert said[-1].startswith(f"ckptd: stopped, and this was not done: fetch {TAG}"), said
+    assert f"write latest = {TAG}" in said[-1]
+    assert said[-1].endswith(f"→ to go on: ckptd {' '.join(words)}")
+    assert not (scene.dir / TAG).exists()
+    done = ckptd("-m", "ckptd")
+    assert (done.returncode, done.stdout.strip()) == (0, str(scene.dir / TAG)), done
+    assert f"ckptd: put it in place as {TAG}" in done.stderr.splitlines()
+    assert f"ckptd: wrote latest = {TAG}" in done.stderr.splitlines()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (another user)")
+def test_a_target_of_another_user(scene: RestoreScene) -> None:
+    """The target is the caller's choice; who trains has nothing to do with it."""
+    scene.two()
+    where = where_of(str(scene.nas), {})
+    scene.root.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(NotPermitted, match=f"{scene.dir.parent}.*Permission denied") as caught:
+            scene.restore(where=where)
+    finally:
+        os.seteuid(0)
+    assert "name another directory with --to" in caught.value.hint

@@ -179,3 +179,35 @@ def test_a_directory_with_a_colon_can_be_named(tmp_path: Path) -> None:
         job_from_arguments(str(tmp_path / "a"), "file://host/x")
     assert job_from_arguments(str(tmp_path / "a"), "./x:y").remotes[0].url.endswith("/x:y")
     assert job_from_arguments(str(tmp_path / "a"), f"{tmp_path}/x:y").remotes
+
+
+def test_a_changed_url_is_named_by_check(scene: Scene) -> None:
+    """Of two arguments, after a real run with others; the remote is had under a name of its own."""
+    scene.save(2)
+    run = ("run", scene.save_dir, scene.nas, "--same-filesystem", "--once")
+    assert ckptd(scene, *run, CKPTD_SETTLE="1s").returncode == 0
+    new = scene.root / "nas" / "new"
+    again = ("check", scene.save_dir, new)
+    done = ckptd(scene, *again, CKPTD_REMOTE_SAME_FILESYSTEM="true")
+    assert done.returncode != 0
+    assert str(scene.nas) in done.stdout + done.stderr
+    assert "its url was changed" in " ".join((done.stdout + done.stderr).split())
+    assert "had one before" not in done.stdout + done.stderr
+    named = ckptd(scene, *again, CKPTD_REMOTE_SAME_FILESYSTEM="true", CKPTD_REMOTE_NAME="second")
+    assert "its url was changed" not in " ".join(named.stdout.split()), named
+
+
+def test_a_job_file_that_is_not_there(scene: Scene) -> None:
+    done = ckptd(scene, "run", "missing.toml")
+    assert (done.returncode, "no file missing.toml" in done.stderr) == (66, True), done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (another user's save_dir)")
+def test_a_decision_as_the_wrong_user(scene: Scene) -> None:
+    """The daemon runs, as another user: `run the daemon once first` led nowhere."""
+    scene.commit(scene.save(8), 8)
+    os.chown(scene.save_dir, 65534, 65534)
+    done = ckptd(scene, "pin", scene.save_dir, "global_step8", CKPTD_URL=str(scene.nas), CKPTD_NAME="run")
+    assert done.returncode == 66, done
+    assert "(65534)'s: call this as the user whose daemon watches it" in done.stderr

@@ -71,13 +71,25 @@ def test_not_mounted_is_never_initialised(node: Node, tmp_path: Path) -> None:
     assert list((tmp_path / "nas").iterdir()) == []
     with pytest.raises(RemoteUnreachable):
         do(node, tmp_path / "gone", remote_id="r", job_id="j")
-    with pytest.raises(RemoteUnreachable):
+    with pytest.raises(RemoteUnreachable, match=f"its parent {tmp_path / 'no'} does not exist") as absent:
         do(node, tmp_path / "no" / "parent")
+    assert f"`mkdir -p {tmp_path / 'no'}`" in absent.value.hint
     with pytest.raises(RemoteNotOurs, match="is not there"):
         do(node, tmp_path / "gone", may_initialise=False)
     with pytest.raises(RemoteNotOurs):
         do(node, tmp_path / "nas", may_initialise=False)
     assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("place", ["nas", "gone", "no/parent"])
+def test_a_changed_url_is_named(node: Node, tmp_path: Path, place: str) -> None:
+    """The new place never was a remote: it is the job that changed."""
+    (tmp_path / "nas").mkdir()
+    before = str(tmp_path / "before")
+    with pytest.raises(CkptdError, match=f"knows its remote nas at {before}, its url was changed") as caught:
+        do(node, tmp_path / place, remote_id="r", job_id="j", known_url=before)
+    assert "name" in caught.value.hint
+    assert "had one before" not in caught.value.message
 
 
 def test_the_disk_of_save_dir_is_no_remote(node: Node, tmp_path: Path) -> None:

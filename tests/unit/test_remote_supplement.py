@@ -176,7 +176,7 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
     newer.ship(scene.ground, newer.order(newer.sealed(step=6), generation=1))
     scene.add(late(scene.node, "notes.txt", b"one"))
     found = collect.find(scene.store, scene.ground.identity)
-    assert (found.objects, found.unlisted_objects) == ((), 0)
+    assert (found.objects, found.unlisted) == ((), {})
     assert scene.commit is not None
     assert observe.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
     gone = Retire(
