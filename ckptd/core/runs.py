@@ -176,6 +176,8 @@ def judge(
         is_first = claim.is_new and is_virgin
         return Decision(run_id=job_id if is_first else claim.run_id, appends=True)
     alive = _living(claim, row, seen)
+    if claim.is_shared and row.is_shared and _is_of_directory(claim, row, alive):
+        return Decision(run_id=row.run_id)
     is_here = _is_here(claim, row)
     if row.run_id == claim.run_id:
         is_same = row.node_id == claim.node_id
@@ -192,12 +194,23 @@ def judge(
     return Decision(run_id=row.run_id, others=tuple(_place_in(one, row) for one in alive))
 
 
+def _is_of_directory(claim: Claim, row: Row, alive: Sequence[Heartbeat]) -> bool:
+    """Whether a host that shares its directory goes on with what another of its hosts began, or it before."""
+    if row.run_id == claim.run_id:
+        return True
+    return claim.is_new and row.run_id != claim.left and (bool(alive) or row.node_id == claim.node_id)
+
+
 def _living(claim: Claim, row: Row, seen: Iterable[SeenNode]) -> list[Heartbeat]:
     """Who goes on with the run of the row, in another place than ours, and was heard of lately."""
     found = []
     for one in seen:
         beat = one.heartbeat
-        if beat is None or one.is_dead or _is_here(claim, beat):
+        # of a shared directory each host is one, were they containers of one name
+        is_ours = beat is not None and (
+            beat.node_id == claim.node_id if claim.is_shared else _is_here(claim, beat)
+        )
+        if beat is None or one.is_dead or is_ours:
             continue
         # a daemon beats before it knows its run
         is_of_row = beat.node_id == row.node_id and beat.run_id is None
@@ -219,8 +232,6 @@ def _are_parts(claim: Claim, row: Row) -> bool:
 
 def _are_of_one(claim: Claim, row: Row, alive: Sequence[Heartbeat]) -> bool:
     """Whether both save parts of the same checkpoints: no shard is saved twice."""
-    if claim.is_shared and row.is_shared:
-        return True
     if not _are_parts(claim, row):
         return False
     others = {shard for beat in alive if beat.node != claim.node for shard in beat.shards or ()}

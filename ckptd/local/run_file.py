@@ -34,7 +34,9 @@ def read_run(save_dir_fd: int, save_dir: str) -> RunFile | None:
         found = RunFile.model_validate_json(data)
     except (OSError, CkptdError, ValidationError):
         return None
-    return found if found.place == place_of(save_dir, os.fstat(save_dir_fd).st_ino) else None
+    inode = os.fstat(save_dir_fd).st_ino
+    # hosts that share a directory may see it under several paths, so that its inode alone tells it
+    return found if found.place in (place_of(save_dir, inode), place_of("", inode)) else None
 
 
 def write_run(save_dir_fd: int, found: RunFile) -> None:

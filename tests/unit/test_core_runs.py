@@ -109,7 +109,13 @@ def test_a_node_whose_ranks_changed_goes_on_under_the_row_that_it_was_accepted_u
 
 
 def test_hosts_that_share_a_directory_are_one_place() -> None:
-    assert judged(claim(is_new=True, is_shared=True), row(is_shared=True), beat()) == Decision(run_id="r1")
+    goes_on = Decision(run_id="r1")
+    assert judged(claim(is_new=True, is_shared=True), row(is_shared=True), beat()) == goes_on
+    # hosts of one name and path, as containers are: no row is added in turn, and no run begun
+    same = {**A, "node": "c", "node_id": "idc", "is_shared": True}
+    assert judged(Claim(**same, run_id="r2", is_new=True), row(is_shared=True), beat()) == goes_on
+    assert judged(Claim(**same, run_id="r1"), row(is_shared=True), beat()) == goes_on
+    assert judged(Claim(**same, run_id="r2", is_new=True, left="r1"), row(is_shared=True), beat()).others
 
 
 def test_a_document_of_an_older_release_is_of_the_first_run() -> None:
@@ -174,6 +180,13 @@ def test_run_json_is_of_one_directory(tmp_path: Path) -> None:
     assert isinstance(found, RunFile)
     assert (found.run_id, found.knows("remote"), found.is_accepted("remote")) == ("r1", 4, 0)
     assert found.accepting("remote", 5, "r1").is_accepted("remote") == 5
+    fd = os.open(here, os.O_RDONLY)
+    write_run(fd, run_file(fd, "", "r1", "begun"))
+    shared = read_run(fd, "/another/path/to/it")
+    assert shared is not None
+    assert shared.run_id == "r1", "of hosts that share it under several paths"
+    write_run(fd, found)
+    os.close(fd)
     shutil.copytree(here, there)
     fd = os.open(there, os.O_RDONLY)
     assert read_run(fd, str(there)) is None, "a copy of the directory is another place"
