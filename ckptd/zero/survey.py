@@ -218,6 +218,11 @@ class Surveyor:
             self._refuse_without_optimizer()
 
     def _refuse_without_optimizer(self) -> None:
+        if "offloaded_tensors" in self.folders:
+            raise RefusedError(
+                "there are no *_optim_states.pt beside what was offloaded to NVMe (offloaded_tensors/)",
+                hint=SAFE,
+            )
         model = next((s for s in self.sources if s.role == "model"), None)
         if model is None:
             raise RefusedError("there is no DeepSpeed checkpoint in this folder (no *_optim_states.pt)")
