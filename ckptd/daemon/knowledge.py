@@ -17,6 +17,7 @@ from ckptd.core.generation import (
     choose_derived,
     choose_generation,
 )
+from ckptd.core.save import Order
 from ckptd.core.sealing import shards_of
 from ckptd.core.view import ZERO, GenerationAnswer, ShipState
 from ckptd.daemon.decisions import Decisions
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from ckptd.core.save import Order, SealedSave
+    from ckptd.core.save import SealedSave
     from ckptd.daemon.beginning import Beginning
     from ckptd.daemon.links import RemoteLink
     from ckptd.daemon.runs import Ready, Runs
