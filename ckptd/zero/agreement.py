@@ -65,9 +65,10 @@ def shapes_of(model: Opened) -> Shapes:
     shapes = model.root.get("param_shapes")
     if not isinstance(shapes, list):
         raise RefusedError(
-            f"{model.source.path} has no param_shapes",
+            f"{model.source.path} has no param_shapes, which say how large each parameter is "
+            "(DeepSpeed writes them for native MoE since 0.19.4)",
             hint="bf16 without ZeRO (stage 0) saves none; train with stage 1. "
-            "The ZeRO form is safe all the same",
+            "The ZeRO form is safe all the same: DeepSpeed loads it with the same number of ranks",
         )
     checked: Shapes = []
     seen: set[str] = set()

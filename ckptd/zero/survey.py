@@ -85,15 +85,9 @@ class Surveyor:
             raise differs("ds_version", model0, versions[0], first, versions[1])
         grid = self._grid(model0, first, optim)
         self._expect(grid, optim, models)
-        if model0.root.get("param_shapes") is None:
-            raise RefusedError(
-                f"{model0.source.path} has no param_shapes, which say how large each parameter is "
-                "(DeepSpeed writes them for native MoE since 0.19.4)",
-                hint=f"{SAFE}: DeepSpeed loads it with the same number of ranks",
-            )
-        experts = self._experts(grid, model0, first)
         if not any(shapes_of(model0)):
             raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
+        experts = self._experts(grid, model0, first)
         model_sources: list[Source] = []
         cells = [
             [
@@ -224,6 +218,11 @@ class Surveyor:
             self._refuse_without_optimizer()
 
     def _refuse_without_optimizer(self) -> None:
+        if "offloaded_tensors" in self.folders:
+            raise RefusedError(
+                "there are no *_optim_states.pt beside what was offloaded to NVMe (offloaded_tensors/)",
+                hint=SAFE,
+            )
         model = next((s for s in self.sources if s.role == "model"), None)
         if model is None:
             raise RefusedError("there is no DeepSpeed checkpoint in this folder (no *_optim_states.pt)")

@@ -107,14 +107,6 @@ def parameter_without_shard(folder: Path) -> None:
     edit(folder / MODEL, b"param_shapes", b"embed.tok.weight", b"embed.t0k.weight")
 
 
-def name_twice(folder: Path) -> None:
-    shutil.copyfile(folder / OPTIM.format(0), folder / OPTIM.format(0).removeprefix("bf16_"))
-
-
-def swapped_out(folder: Path) -> None:
-    (folder / "offloaded_tensors" / "rank00").mkdir(parents=True)
-
-
 DEFECTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a rank is missing": (rank_lost, (OPTIM.format(1),)),
     "rank 0 is missing": (rank_0_lost, (OPTIM.format(0),)),
@@ -126,8 +118,6 @@ DEFECTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a mapping leaves its buffer": (mapping_beyond, (OPTIM.format(1),)),
     "a mapped parameter without a shape": (parameter_unknown, ("embed.t0k.weight", "param_shapes")),
     "a parameter that no shard maps": (parameter_without_shard, ("param_shapes",)),
-    "one rank under two names": (name_twice, ("two saves",)),
-    "swapped to NVMe": (swapped_out, ("NVMe", "offloaded_tensors")),
 }
 
 

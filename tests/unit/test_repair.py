@@ -16,7 +16,7 @@ from ckptd.core.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.recover.fetch import Fetcher
 from ckptd.recover.mended import HERE
-from ckptd.remote.directory import DirectoryStore
+from ckptd.remote.apart import ApartStore
 from ckptd.remote.pacing import Pacer
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
@@ -247,17 +247,17 @@ def test_an_object_that_was_misread_once_is_not_touched(
     """A bit that flips on the way is no damage: what is intact is neither removed nor sent again."""
     shard = scene.shard(1, root=scene.nas)
     before = contents(scene.nas)
-    stream = DirectoryStore.stream
+    stream = ApartStore.stream
     flips = [1]
 
-    def flipping(store: DirectoryStore, key: str, offset: int, length: int) -> Iterator[bytes]:
+    def flipping(store: ApartStore, key: str, offset: int, length: int) -> Iterator[bytes]:
         for chunk in stream(store, key, offset, length):
             if key == f"{TAG}/{shard.name}" and flips:
                 yield bytes([chunk[0] ^ flips.pop()]) + chunk[1:]
             else:
                 yield chunk
 
-    monkeypatch.setattr(DirectoryStore, "stream", flipping)
+    monkeypatch.setattr(ApartStore, "stream", flipping)
     done = scene.repair(targets=["nas"], here=False)
     assert [(row.where, row.outcome, row.source) for row in done.rows] == [("nas", "repaired", None)]
     assert done.exit_code() == 0
