@@ -62,7 +62,9 @@ class AtOnce:
 def hourly(scene: Scene, workers: AtOnce) -> tuple[Intake, JobState, Callable[[], Verdict]]:
     """Intake of one save, of step 5, and a look at it two hours after the one before."""
     state = JobState(journal=Journal(scene.root / "journal.db"), problems=Problems())
-    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
+    recogniser = SimpleNamespace(
+        is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
+    )
     intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     looks = itertools.count(1)
     began_seconds = time.monotonic()
@@ -125,7 +127,9 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
             self.waiting.append(lambda: AtOnce.submit(self, what, work, then, failed))
 
     workers = Later()
-    recogniser = SimpleNamespace(found_first=lambda: None, newest_first=lambda _: ())
+    recogniser = SimpleNamespace(
+        is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
+    )
     intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     with files.opened_dir(scene.save_dir) as fd:

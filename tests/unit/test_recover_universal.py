@@ -16,9 +16,8 @@ UNIVERSAL = f"{OURS}/derived/universal/{TAG}"
 
 def names(scene: Scene) -> list[str]:
     """Kinds of the steps that resume said."""
-    return [
-        line.split()[0] for line in scene.said if line.split()[0] in ("fetch", "convert", "move", "write")
-    ]
+    said = [line.removeprefix("will ").split()[0] for line in scene.said]
+    return [word for word in said if word in ("fetch", "convert", "move", "write")]
 
 
 def test_the_same_number_of_ranks_needs_none(scene: Scene) -> None:
