@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.unit.recover_scene import Scene
 
 
-def look_once(scene: Scene, nas: Path) -> None:
-    """A daemon comes, ships what is there, and goes."""
+def look_once(scene: Scene, nas: Path, *words: str) -> None:
+    """A daemon comes, ships what is there, and goes; or another command, by its `words`."""
     job_file = scene.root / "run.toml"
     job_file.write_text(
         f'name = "run"\nsave_dir = "{scene.save_dir}"\nnode_name = "{scene.node}"\nsettle = "0.3s"\n'
@@ -23,7 +23,7 @@ def look_once(scene: Scene, nas: Path) -> None:
         "save_total_limit = 1\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CKPTD_")}
-    command = [sys.executable, "-m", "ckptd", "run", "--job", str(job_file), "--once"]
+    command = [sys.executable, "-m", "ckptd", *(words or ("run", "--once", "--job")), str(job_file)]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=200)
 
 
@@ -46,6 +46,7 @@ def test_the_newest_of_another_node_stays_the_newest(tmp_path: Path) -> None:
     a.save(400)
     look_once(a, a.nas)
     a.save(550)
+    look_once(b, a.nas, "resume")
     b.save(900)
     look_once(b, a.nas)
     for _ in range(2):
