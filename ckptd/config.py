@@ -57,7 +57,7 @@ _SHOWN = 8
 """Names of jobs in a sentence."""
 
 _VALUE = re.compile(r"""^\s*(?!url\b)\w+\s*=\s*["']*([^"'#\n]+)""", re.MULTILINE)
-"""What may be the save_dir of a job file, also where it is no TOML or the key is misspelt."""
+"""Return what may be the save_dir of a job file, also where it is no TOML or the key is misspelt."""
 _FILLED_IN = re.compile(r"\{[^{}]*\}")
 _NAME = re.compile(r"""^\s*name\s*=\s*["']?([^"'#\s]+)""", re.MULTILINE)
 

@@ -100,7 +100,7 @@ class Seen(Model):
     latest_universal: str | None = None
     checkpoints: tuple[SeenCheckpoint, ...]
     notes: tuple[str, ...] = ()
-    """Of a save_dir: checkpoints in it that are not protected."""
+    """Checkpoints in a save_dir that are not protected."""
 
     @property
     def is_sound(self) -> bool:

@@ -118,7 +118,7 @@ def _table(listing: RemoteListing) -> Table:
 
 
 def _runs(listing: RemoteListing) -> Table:
-    """Whose checkpoints lie there, the newest run first."""
+    """Return the runs whose checkpoints lie there, the newest first."""
     from rich.table import Table
 
     from ckptd.cli.text import cell, cells

@@ -174,7 +174,7 @@ def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[s
 
 
 def _published_state(state_dir: Path, tag: str) -> str:
-    """What the daemon said last of a checkpoint here: it may know an earlier save of that tag."""
+    """Return the daemon's last word on a checkpoint here: it may know an earlier save of that tag."""
     import json
 
     try:

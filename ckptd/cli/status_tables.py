@@ -141,7 +141,7 @@ def remote_table(remote: dict[str, Any]) -> Any:
 
 
 def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
-    """Its state; of a daemon that is gone nothing is being saved or uploaded."""
+    """Name the state; a daemon that is gone saves and uploads nothing."""
     return "not sent" if checkpoint["state"] == "uploading" and not is_alive else str(checkpoint["state"])
 
 

@@ -59,7 +59,7 @@ WINDOW_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What a process keeps open from task to task: clients of servers cost memory and handshakes."""
+    """Clients that a process keeps open from task to task: each costs memory and handshakes."""
 
     source: Store | None
     target: Store

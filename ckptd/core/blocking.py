@@ -41,7 +41,7 @@ class Blocked:
     next_step: str
     patience_seconds: float
     is_told_at_once: bool = False
-    """As a note, until that patience is over: more lies here than the policy keeps."""
+    """Say as a note that more lies here than the policy keeps, until that patience is over."""
 
 
 def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:

@@ -12,7 +12,7 @@ from ckptd.core.identity import Model
 from ckptd.core.layouts import Role, ShardKey
 
 REVISION = 1
-"""Of what an inspection finds of a shard; what an older one found is inspected again."""
+"""Revision of what an inspection finds of a shard; what an older one found is inspected again."""
 
 
 class Archive(StrEnum):

@@ -63,7 +63,7 @@ class Heartbeat(Document):
     host: str = ""
     user: str = ""
     save_dir: str = ""
-    """Where it watches; "": an older release."""
+    """The directory it watches; "": an older release."""
     ended: bool = False
     """The last one of a daemon that was stopped in order: no training that it would see goes on."""
 
