@@ -1,4 +1,4 @@
-"""What the loader of each DeepSpeed version reads of a universal form (docs/formats.md §5.1)."""
+"""The universal forms that the loader of each DeepSpeed version reads (docs/formats.md §5.1)."""
 
 from __future__ import annotations
 

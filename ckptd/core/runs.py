@@ -28,7 +28,7 @@ _Committed = TypeVar("_Committed", Commit, NodeManifest)
 
 
 class Place(Model):
-    """Where a run is saved."""
+    """The place where a run is saved."""
 
     node: str
     node_id: str
@@ -43,7 +43,7 @@ class Place(Model):
 
 
 class Part(Model):
-    """What of a save one node has."""
+    """The part of a save that one node has."""
 
     is_whole: bool = True
     shards: tuple[tuple[int, int], ...] = ()
@@ -94,7 +94,7 @@ class RunFile(Model):
 
 
 class Claim(Place, Part):
-    """What a place says of itself before it writes to a remote."""
+    """The facts that a place states about itself before it writes to a remote."""
 
     run_id: str
     is_new: bool = False
@@ -106,7 +106,7 @@ class Claim(Place, Part):
 
 
 class Decision(Model):
-    """What follows: write under that run, after a row of its own (`appends`), or not at all (`others`)."""
+    """The verdict: write under that run, after a row of its own (`appends`), or not at all (`others`)."""
 
     run_id: str
     appends: bool = False
@@ -158,7 +158,7 @@ def pointed_at(rows: Sequence[Row], commits: Sequence[Commit]) -> list[Commit]:
 
 
 def short(run_id: str) -> str:
-    """As it is shown."""
+    """Return the text that is shown."""
     return run_id[:SHORT]
 
 
@@ -202,7 +202,7 @@ def _is_of_directory(claim: Claim, row: Row, alive: Sequence[Heartbeat]) -> bool
 
 
 def _living(claim: Claim, row: Row, seen: Iterable[SeenNode]) -> list[Heartbeat]:
-    """Who goes on with the run of the row, in another place than ours, and was heard of lately."""
+    """Return who goes on with the run of the row in another place than ours and was heard of lately."""
     found = []
     for one in seen:
         beat = one.heartbeat
