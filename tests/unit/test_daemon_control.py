@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptd.daemon.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
+from tests.unit.descriptors import no_free_descriptor
 
 
 def paused(state_dir: Path, *, is_paused: bool = True) -> None:
@@ -69,17 +67,6 @@ def test_a_request_that_cannot_be_read_now_is_obeyed_later(
     assert one.refresh(tmp_path)
     assert one.pause is not None
     assert one.is_draining
-
-
-@contextlib.contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    """Let no file be opened (EMFILE)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

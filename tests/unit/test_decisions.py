@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from ckptd.core.decision import Decision
 from ckptd.daemon.decisions import DECISIONS, Decisions, read_decisions, write_decision
 from ckptd.journal import Journal
+from tests.unit.descriptors import no_free_descriptor
 
 PIN = Decision(kind="pin", tag="global_step1", serial=5)
 UNPIN = Decision(kind="unpin", tag="global_step1", serial=6)
@@ -74,17 +74,6 @@ def test_what_lets_something_go_is_mirrored_by_nobody(tmp_path: Path, journal: J
 
 
 ACCEPT = Decision(kind="accept", tag="global_step2", serial=7, fingerprints=(("a.pt", "f1"),))
-
-
-@contextlib.contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    """Let no file be opened (EMFILE)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextlib.contextmanager
