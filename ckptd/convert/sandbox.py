@@ -28,12 +28,16 @@ def restrict(
     """Restrict this process; returns the names of what holds ("rlimits", "no-new-privs", "no-network" …).
 
     `memory_bytes` bounds the address space, `file_bytes` any file written (each may be UNLIMITED);
-    `network` True leaves the network alone; `priority` lowers CPU and I/O priority (P11).
+    `network` True leaves the network alone; `priority` lowers CPU and I/O priority (P11). Once the child dies
+    with its parent it writes an empty line to stderr, by which the parent knows that it may be stopped: a
+    process stopped before it asked for that would outlive a killed parent for ever.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     held: list[str] = []
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
         held.append("dies-with-parent")
+    with contextlib.suppress(OSError):
+        os.write(2, b"\n")
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
         held.append("no-new-privs")
     _limit(resource.RLIMIT_CORE, 0)

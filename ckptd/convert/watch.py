@@ -79,6 +79,8 @@ class _Watcher:
         self.lines = children.Lines()
         self.words = b""
         self.paused = False
+        self.has_spoken = False
+        """It has said something, so that it dies with us, stopped or not (`sandbox.restrict`)."""
         self.result = Watched()
         self.heard_at = time.monotonic()
 
@@ -121,7 +123,7 @@ class _Watcher:
         return self.result
 
     def _pause(self, *, paused: bool) -> None:
-        if paused != self.paused:
+        if paused != self.paused and self.has_spoken:
             self.paused = paused
             self.child.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
@@ -129,6 +131,7 @@ class _Watcher:
         for key, _ in self.selector.select(seconds):
             chunk = os.read(key.fd, 1 << 16)
             self.heard_at = time.monotonic()
+            self.has_spoken = True
             if not chunk:
                 self.selector.unregister(key.fileobj)
             elif self.child.stderr is not None and key.fd == self.child.stderr.fileno():

@@ -85,7 +85,7 @@ class Runs:
 
     def _bind(self, found: RunFile | None) -> None:
         self._file = found
-        self._state.run_id = self.run_id
+        self._state.go_on_with(self.run_id)
         for link in self._links.values():
             link.bind(self.run_id or "")
             link.is_claimed = self._is_accepted(link)

@@ -217,6 +217,12 @@ class JobState:
             for key in [key for key in known if key[0] not in self.rows]:
                 del known[key]
 
+    def go_on_with(self, run_id: str | None) -> None:
+        """Take save_dir as of this run: the generation of a save was chosen among another run's."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self.generations.clear()
+
     def note_failure(self, what: str, error: CkptdError) -> None:
         """Something on this node failed and is tried again; what the trainer changed is no failure."""
         if not isinstance(error, SourceChanged | RefusedError):

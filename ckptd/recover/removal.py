@@ -16,6 +16,7 @@ from ckptd import files
 from ckptd.config_places import command_for
 from ckptd.core.listing import OURS
 from ckptd.core.resumed import RESUMED
+from ckptd.core.runs import RUN_FILE
 from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.errors import LockHeld, RefusedError
 from ckptd.journal import Journal
@@ -118,8 +119,9 @@ class Removal:
             removes = command_for(self._job, "gc", "--aside")
             why = f"it was in the way of a resume or repair: {removes} removes it"
             yield self._piece(fs.ASIDE, name, "stays", why)
-        if RESUMED in fs.names_in(fd, OURS):
-            yield Piece(folder=OURS, name=RESUMED, bytes=0, fate="goes", why="what was resumed from last")
+        for name, why in ((RESUMED, "what was resumed from last"), (RUN_FILE, "which run this is")):
+            if name in fs.names_in(fd, OURS):
+                yield Piece(folder=OURS, name=name, bytes=0, fate="goes", why=why)
         if self._pointer(fd).startswith(f"{OURS}/"):
             yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
 

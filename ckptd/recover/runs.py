@@ -85,8 +85,14 @@ def runs_in(sight: RemoteSight) -> tuple[RunView, ...]:
 def _by_run(sight: RemoteSight) -> dict[str, list[Commit]]:
     found: dict[str, list[Commit]] = {}
     for view in sight.commits:
-        found.setdefault(run_of(view.commit, view.commit.job_id), []).append(view.commit)
+        if _is_of_job(view.commit, sight):
+            found.setdefault(run_of(view.commit, view.commit.job_id), []).append(view.commit)
     return found
+
+
+def _is_of_job(commit: Commit, sight: RemoteSight) -> bool:
+    """Whether a COMMIT was made for this remote: one that was copied from another job's is no run's."""
+    return commit.job_id == sight.observation.identity.job_id
 
 
 def _place_of(row: Row | None) -> Place | None:
@@ -153,7 +159,9 @@ class Runs:
         kept = (
             view
             for view in sight.commits
-            if run_id is not None and self.is_same(run_of(view.commit, view.commit.job_id), run_id)
+            if run_id is not None
+            and _is_of_job(view.commit, sight)
+            and self.is_same(run_of(view.commit, view.commit.job_id), run_id)
         )
         return replace(sight, commits=tuple(kept))
 
@@ -184,6 +192,13 @@ class Runs:
             for view in others[:_FEW]
         ]
         more = [f"{len(others) - _FEW} more runs"] if len(others) > _FEW else []
+        strange = [
+            f"the COMMIT of {view.commit.tag} is of job {view.commit.job_id!r}, {sight.url} is another's"
+            for sight in self._sights
+            for view in sight.commits
+            if not _is_of_job(view.commit, sight)
+        ]
+        more += strange[:_FEW]
         return "; ".join([*told, *more])
 
     def said_of_tag(self, tag: str, run_id: str | None) -> str:

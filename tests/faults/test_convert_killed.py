@@ -222,7 +222,7 @@ def test_a_disk_that_fills_up_in_mid_conversion(small_disk: Path, tmp_path: Path
     write_stage12(tmp_path / "big", big, 2)
     filler = small_disk / "filler"
     filler.write_bytes(bytes(30 << 20))
-    with pytest.raises(NoSpaceError, match="bytes"):
+    with pytest.raises(NoSpaceError, match=r"needs .* of new disk; .* are free"):
         convert(tmp_path / "big", small_disk / "u", OPTIONS)
     assert [p.name for p in small_disk.iterdir()] == ["filler"]
 
@@ -245,3 +245,36 @@ def _convert_while_filling(source: Path, disk: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(children, "start", start)
         convert(source, disk / "u", OPTIONS)
+
+
+def test_a_planner_is_not_stopped_before_it_dies_with_its_parent(tmp_path: Path) -> None:
+    """One that was stopped as it started outlived a killed daemon, stopped, for ever."""
+    big: list[Shapes] = [{"w0": (4, 4)}]
+    write_stage12(tmp_path / "save", big, 2)
+    program = (
+        "import subprocess, sys\n"
+        "from ckptd.convert import children\n"
+        "from ckptd.convert.watch import watch\n"
+        "child = children.start('planning_child', stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)\n"
+        "print(child.pid, flush=True)\n"
+        "watch(child, b'', on_line=None, should_stop=None, should_pause=lambda: True, timeout_seconds=None)\n"
+    )
+    for _ in range(10):
+        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        deadline = time.monotonic() + 30
+        while _is_there(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _is_there(pid)
+
+
+def _is_there(pid: int) -> bool:
+    """Whether it runs or is stopped; an orphan that has ended may wait for its reaper."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
