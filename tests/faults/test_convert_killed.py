@@ -247,10 +247,8 @@ def _convert_while_filling(source: Path, disk: Path) -> None:
         convert(source, disk / "u", OPTIONS)
 
 
-def test_a_planner_is_not_stopped_before_it_dies_with_its_parent(tmp_path: Path) -> None:
+def test_a_planner_is_not_stopped_before_it_dies_with_its_parent() -> None:
     """One that was stopped as it started outlived a killed daemon, stopped, for ever."""
-    big: list[Shapes] = [{"w0": (4, 4)}]
-    write_stage12(tmp_path / "save", big, 2)
     program = (
         "import subprocess, sys\n"
         "from ckptd.convert import children\n"
@@ -259,22 +257,24 @@ def test_a_planner_is_not_stopped_before_it_dies_with_its_parent(tmp_path: Path)
         "print(child.pid, flush=True)\n"
         "watch(child, b'', on_line=None, should_stop=None, should_pause=lambda: True, timeout_seconds=None)\n"
     )
-    for _ in range(10):
-        parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-        deadline = time.monotonic() + 30
-        while _is_there(pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _is_there(pid)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    _wait_for_state(pid, "T")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _wait_for_state(pid, "Z", "")
 
 
-def _is_there(pid: int) -> bool:
-    """Whether it runs or is stopped; an orphan that has ended may wait for its reaper."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def _wait_for_state(pid: int, *wanted: str) -> None:
+    """Until a process is in one of these states; "": it is gone."""
+    deadline = time.monotonic() + 30
+    state = None
+    while state not in wanted:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            state = ""
