@@ -249,11 +249,19 @@ def _convert_while_filling(source: Path, disk: Path) -> None:
 
 def test_a_planner_is_not_stopped_before_it_dies_with_its_parent() -> None:
     """One that was stopped as it started outlived a killed daemon, stopped, for ever."""
+    slow = (
+        "import sys, time\n"
+        "from ckptd.convert.sandbox import UNLIMITED, restrict\n"
+        "sys.stdin.read()\n"
+        "time.sleep(0.5)\n"
+        "restrict(memory_bytes=UNLIMITED, cpu_seconds=UNLIMITED, file_bytes=UNLIMITED)\n"
+        "time.sleep(60)\n"
+    )
     program = (
         "import subprocess, sys\n"
-        "from ckptd.convert import children\n"
         "from ckptd.convert.watch import watch\n"
-        "child = children.start('planning_child', stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)\n"
+        f"command = [sys.executable, '-c', {slow!r}]\n"
+        "child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)\n"
         "print(child.pid, flush=True)\n"
         "watch(child, b'', on_line=None, should_stop=None, should_pause=lambda: True, timeout_seconds=None)\n"
     )
