@@ -169,6 +169,7 @@ def _control(job: dict[str, Any], now: float) -> list[str]:
     elif drain:
         left = datetime.fromisoformat(drain["deadline_at"]).timestamp() - now
         text = f"draining, {ago(left)} left" if left > 0 else "the drain's deadline passed"
+        text += f", no byte moves to {', '.join(drain['stalled'])}" if drain.get("stalled") else ""
         late, word = (drain["late"], "will not make it") if left > 0 else (drain["missing"], "not committed")
         said.append(text + (f", {word}: {', '.join(late)}" if late else ""))
     return said

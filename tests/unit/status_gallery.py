@@ -183,7 +183,12 @@ PAUSED = st.PauseStatus(since=before(3600), by="alice")
 
 
 def _drain(
-    *, is_done: bool, left: float = 75.0, late: tuple[str, ...] = (), unsent: tuple[str, ...] = ()
+    *,
+    is_done: bool,
+    left: float = 75.0,
+    late: tuple[str, ...] = (),
+    unsent: tuple[str, ...] = (),
+    stalled: tuple[str, ...] = (),
 ) -> st.DrainStatus:
     missing = () if is_done else ("global_step4500",)
     return st.DrainStatus(
@@ -193,6 +198,7 @@ def _drain(
         missing=missing,
         late=late,
         unsent=unsent,
+        stalled=stalled,
     )
 
 
@@ -256,6 +262,7 @@ def documents() -> dict[str, st.Status]:
         "paused": of(behind(state="paused", paused=PAUSED)),
         "draining": of(behind(drain=_drain(is_done=False))),
         "draining, and too slow": of(behind(drain=_drain(is_done=False, late=("global_step4500",)))),
+        "draining, and nothing moves": of(behind(drain=_drain(is_done=False, stalled=("s3",)))),
         "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
         "beside a save": of(behind(making_way=True)),
         "drained": of(job(drain=_drain(is_done=True))),
