@@ -139,12 +139,12 @@ def test_what_waits_is_shipped_again_and_not_only_described(waiting: Life) -> No
 @pytest.mark.parametrize("swaps", [True, False])
 def test_a_save_that_two_nodes_swapped_says_why_it_is_never_committed(waiting: Life, swaps: bool) -> None:
     """NVMe offload with node-local storage: both have `rank00`, so the other took a generation of its own."""
-    row = waiting.state.rows[ROW] = replace(waiting.state.rows[ROW], sealed_at=0.0)
+    row = waiting.state.rows[ROW] = waiting.state.rows[ROW].model_copy(update={"sealed_at": 0.0})
     if swaps:
         path = "offloaded_tensors/rank00/0_28.tensor.swp"
         file = row.save.files[0].model_copy(update={"path": path, "role": Role.SIDE})
         save = row.save.model_copy(update={"files": (*row.save.files, file)})
-        waiting.state.rows[ROW] = replace(row, save=save)
+        waiting.state.rows[ROW] = row.model_copy(update={"save": save})
     missing = (NamedShard(role=Role.OPTIM, shard=ShardKey(d=1)),)
     other = Part(node="n1", generation=2, last_seconds=0)
     waiting.state.waiting[ROW, "nas", ZERO] = Waiting(reason="rank 1", missing=missing, parts=(other,))
