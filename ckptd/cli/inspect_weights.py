@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.cli.inspect_look import SeenCheckpoint, SeenFile
+from ckptd.convert.adapters import ADAPTER_FILE
 from ckptd.convert.safetensors import read_names
 from ckptd.core.facts import Archive
 from ckptd.core.layouts import Role
@@ -70,8 +71,10 @@ def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -
 
 
 def _index_reason(fd: int, held: dict[str, list[str]]) -> str | None:
-    """Why files and index do not agree."""
-    if set(held) == {SINGLE}:
+    """Why files and index do not agree; adapters of PEFT stand in no index."""
+    adapters = {file for file in held if file.rpartition("/")[2] == ADAPTER_FILE}
+    held = {file: names for file, names in held.items() if file not in adapters}
+    if set(held) == {SINGLE} or (adapters and not held):
         return None
     try:
         listed = json.loads(files.read_beneath(fd, INDEX, limit_bytes=_INDEX_LIMIT_BYTES))["weight_map"]

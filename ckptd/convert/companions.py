@@ -13,17 +13,19 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.convert.adapters import ADAPTER_CONFIG
 from ckptd.convert.workplace import is_file
 from ckptd.real import opened_real
 
 if TYPE_CHECKING:
     from ckptd.convert.workplace import SourceFolder
 
-CONFIG = "config.json"
+CONFIGS = frozenset({"config.json", ADAPTER_CONFIG})
+"""One of these makes a folder the trainer's: a model's configuration, or that of PEFT's adapters."""
 MARKS = ("latest", "trainer_state.json")
 """A folder above the shards counts when it has one of these: it is the shards' save_dir or checkpoint-N."""
 _COMPANION = re.compile(
-    r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
+    r"(?:config|adapter_config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
     r"|chat_template|processor_config|preprocessor_config|video_preprocessor_config)\.json"
     r"|chat_template\.jinja|merges\.txt|vocab\.txt|(?:tokenizer|spiece|sentencepiece|sentencepiece\.bpe)\.model"
     r"|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py"
@@ -48,10 +50,10 @@ def look_around(folder: SourceFolder) -> Origin:
     """The folder of the shards, or the one above, when a configuration lies there."""
     parent, name = os.path.split(folder.path)
     here = _companions(folder.path)
-    if CONFIG in here:
+    if CONFIGS & here:
         return Origin(folder.path, "", tuple(sorted(here)))
-    above = _companions(parent) if name else {}
-    if CONFIG in above and any(is_file(os.path.join(parent, mark)) for mark in MARKS):
+    above = _companions(parent) if name else set()
+    if CONFIGS & above and any(is_file(os.path.join(parent, mark)) for mark in MARKS):
         return Origin(parent, f"{name}/", tuple(sorted(above)))
     return Origin(folder.path, "", ())
 

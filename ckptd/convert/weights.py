@@ -1,7 +1,8 @@
 """Consolidated weights as safetensors: what zero_to_fp32 makes, and of saves that it refuses (ADR 0082).
 
 Every trained parameter from its fp32 master, whatever else the model's state dictionary holds as it is,
-each tensor once. Planned like the universal form: outputs are headers of ours and ranges of the source.
+each tensor once; adapters of PEFT in files of their own, as its `save_pretrained` writes them. Planned like
+the universal form: outputs are headers of ours and ranges of the source.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckptd.convert.adapters import adapter_place
 from ckptd.convert.joining import join_as, join_states, patterns_of
 from ckptd.convert.parts import FLOAT_BYTES, Cast, Literal, Mean, Part, Range, Woven
 from ckptd.convert.plan import Output, OutputFile
@@ -53,7 +55,7 @@ class WeightsLayout:
     @property
     def tensor_count(self) -> int:
         """Tensors in all files."""
-        return sum(len(names) for names, _ in self.files)
+        return sum(len(names) for _, names, _ in self.files)
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the summary should know."""
@@ -77,45 +79,62 @@ class WeightsLayout:
         return tuple(found)
 
     def outputs(self) -> Iterator[Output]:
-        """The weights file by file, and their index when there are several."""
+        """The weights file by file, and the index of the model's when there are several."""
         names = list(self._names())
-        entries = self._entries()
+        entries = self._placed()
         where: dict[str, str] = {}
-        for (members, _), file in zip(self.files, names, strict=True):
-            held = [next(entries) for _ in members]
-            where.update(dict.fromkeys((e.name for e in held), file))
+        for (place, members, _), file in zip(self.files, names, strict=True):
+            held = [next(entries)[1] for _ in members]
+            if not place:
+                where.update(dict.fromkeys((e.name for e in held), file))
             yield OutputFile(file, file_parts(held, block=self.block))
             for entry in held:
                 yield from entry.checks
-        if len(names) > 1:
-            total = sum(size for _, size in self.files)
+        sizes = [size for place, _, size in self.files if not place]
+        if len(sizes) > 1:
+            total = sum(sizes)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
             yield OutputFile("model.safetensors.index.json", (Literal(text.encode()),))
 
     def _names(self) -> Iterator[str]:
-        count = len(self.files)
-        if count == 1:
-            yield "model.safetensors"
-            return
-        for number in range(1, count + 1):
-            yield f"model-{number:05d}-of-{count:05d}.safetensors"
+        count, number = sum(not place for place, _, _ in self.files), 0
+        for place, _, _ in self.files:
+            number += not place
+            one = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            yield place or one
 
-    def _divide(self) -> list[tuple[list[str], int]]:
-        """(names, bytes) of each file: filled in order, a tensor beyond the limit alone."""
-        files: list[tuple[list[str], int]] = [([], 0)]
-        seen: set[str] = set()
-        for entry in self._entries():
-            if entry.name in seen or entry.name == "__metadata__":
+    def _divide(self) -> list[tuple[str, list[str], int]]:
+        """(adapter's file or "", names, bytes) of each file: the model's filled in order, an adapter whole.
+
+        A tensor beyond the limit lies alone.
+        """
+        files: list[tuple[str, list[str], int]] = []
+        seen: set[tuple[str, str]] = set()
+        for place, entry in self._placed():
+            if (place, entry.name) in seen or entry.name == "__metadata__":
                 raise RefusedError(f"two tensors would be called {entry.name}")
-            seen.add(entry.name)
-            names, size = files[-1]
-            if names and size + entry.nbytes > self.max_shard_bytes:
-                files.append(([entry.name], entry.nbytes))
-            else:
+            seen.add((place, entry.name))
+            is_open = bool(files) and files[-1][0] == place
+            if is_open and (place or files[-1][2] + entry.nbytes <= self.max_shard_bytes):
+                _, names, size = files[-1]
                 names.append(entry.name)
-                files[-1] = (names, size + entry.nbytes)
-        return files
+                files[-1] = (place, names, size + entry.nbytes)
+            else:
+                files.append((place, [entry.name], entry.nbytes))
+        return files or [("", [], 0)]
+
+    def _placed(self) -> Iterator[tuple[str, Entry]]:
+        """Entries with their adapter's file: the model's own ("") first, then each adapter's."""
+        adapters: dict[str, list[Entry]] = {}
+        for entry in self._entries():
+            found = adapter_place(entry.name)
+            if found is None:
+                yield "", entry
+            else:
+                adapters.setdefault(found[0], []).append(replace(entry, name=found[1]))
+        for place, held in sorted(adapters.items()):
+            yield from ((place, entry) for entry in held)
 
     def _entries(self) -> Iterator[Entry]:
         """Masters in the optimizer's order, then what only the model's state dictionary holds."""

@@ -13,6 +13,7 @@ from ckptd.core.layouts import Grid, NamedShard, Role, absent_ranks, missing_sha
 from ckptd.core.manifest import Commit, ManifestFile, ManifestRef, NodeManifest
 from ckptd.core.manifest_names import name_in
 from ckptd.core.save import Order, agree, differs, mark_of_manifest
+from ckptd.core.swapped import BY_LOCAL_RANK, is_state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -88,6 +89,19 @@ def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: fl
         for file in known.manifest.files:
             if contents.setdefault(file.key, file.checksums.crc64nvme) != file.checksums.crc64nvme:
                 return f"{file.key} is listed with two contents"
+    return _emptied_elsewhere(manifests)
+
+
+def _emptied_elsewhere(manifests: Sequence[KnownManifest]) -> str | None:
+    """Why a folder of swapped tensors, empty on one node, is not that of another with tensors in it."""
+    empty = {p: k.manifest.node for k in manifests for p in k.manifest.empty_folders if is_state_folder(p)}
+    for known in manifests if empty else ():
+        for file in known.manifest.files:
+            folder = file.path.rpartition("/")[0]
+            if empty.get(folder, known.manifest.node) != known.manifest.node:
+                return (
+                    f"{folder} is empty on {empty[folder]} and not on {known.manifest.node}: {BY_LOCAL_RANK}"
+                )
     return None
 
 

@@ -38,6 +38,21 @@ def is_swapped(path: str, roots: Collection[str]) -> bool:
     return bool(found) and path.endswith(_END) and head.rstrip("/") in roots and rest.count("/") == 1
 
 
+def is_state(path: str) -> bool:
+    """Whether a path is of a swapped tensor, whatever shard root it lies in; no side file."""
+    parts = path.split("/")
+    return len(parts) > 2 and parts[-3] == FOLDER and path.endswith(_END)
+
+
+def is_state_folder(path: str) -> bool:
+    """Whether a path is of the folder of one rank's swapped tensors."""
+    return path.rpartition("/")[0].rpartition("/")[2] == FOLDER
+
+
+BY_LOCAL_RANK = "with use_node_local_storage DeepSpeed names swapped tensors by local rank"
+"""Why two nodes may have swapped tensors under one path."""
+
+
 def lacking(
     root: str, shards: Mapping[str, FileFacts], sizes: Mapping[str, int], folders: Collection[str], mms: int
 ) -> str | None:

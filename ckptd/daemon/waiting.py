@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.core.missing import OpenSave, late
+from ckptd.core.swapped import BY_LOCAL_RANK, is_state
 from ckptd.core.view import ShipState
 from ckptd.daemon.backoff import doubled
 from ckptd.daemon.seen import parts_in
@@ -107,7 +108,7 @@ def see_waiting(job: Job, state: JobState) -> None:
         if lost is None:
             job.problems.see("commit-waiting", about, f"{about}: {waiting.reason}", waiting.hint)
         else:
-            job.problems.see("commit-incomplete", about, f"{about}: {lost.text}", _cure(job, lost))
+            job.problems.see("commit-incomplete", about, f"{about}: {lost.text}", _cure(job, lost, row))
 
 
 def _told(job: Job, row: SaveRow, remote: str, waiting: Waiting) -> Waiting:
@@ -130,9 +131,14 @@ def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> OpenSave:
     )
 
 
-def _cure(job: Job, lost: Lost) -> str:
+def _cure(job: Job, lost: Lost, row: SaveRow) -> str:
     back = "bring that node's daemon back, or train on: the next save is not concerned"
-    if lost.apart:
+    if lost.apart and any(is_state(file.path) for file in row.save.files):
+        back = (
+            f"{BY_LOCAL_RANK}, so no save of several nodes can be committed: "
+            "save without it, which names them by global rank, or offload the optimizer to the CPU"
+        )
+    elif lost.apart:
         back = f"save again: what {', '.join(lost.apart[:3])} shipped is of another save of this tag"
     return f"{back}; what is committed: {command_for(job.config, 'list')}"
 

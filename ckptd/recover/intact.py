@@ -44,6 +44,17 @@ class LocalFault:
     """Why it is not mended; None: it may be."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostFolder:
+    """An empty folder of a committed save that is absent here; NVMe offload loads no save without it."""
+
+    tag: str
+    path: str
+    copy: Copy
+    left: str | None = None
+    """As in `LocalFault`."""
+
+
 class LocalFiles:
     """save_dir as a source of intact bytes, and what in it is damaged. `node_id`: whose files ours are."""
 
@@ -68,13 +79,16 @@ class LocalFiles:
         """It was mended."""
         self._good[f"{tag}/{file.path}", file.checksums.crc64nvme] = True
 
-    def faults(self, remotes: Sequence[RemoteSight], tag: str | None) -> list[LocalFault]:
-        """Damaged files of committed saves whose folder is here and quiet; oldest checkpoint first.
+    def faults(
+        self, remotes: Sequence[RemoteSight], tag: str | None
+    ) -> tuple[list[LocalFault], list[LostFolder]]:
+        """Damaged files and lost folders of committed saves whose folder is here; oldest checkpoint first.
 
         A folder that holds another save than the newest committed one of its tag is left alone, and so are
         files beside the shards that somebody changed on purpose (another time or size).
         """
         found: list[LocalFault] = []
+        folders: list[LostFolder] = []
         for name, copies in _newest_by_tag(remotes, tag, self._say).items():
             status = files.stat_beneath(self._fd, name)
             if status is None:
@@ -86,7 +100,8 @@ class LocalFiles:
                 self._say(f"{name}: the folder here is another save than the committed one; left alone")
                 continue
             lacking = [file for file in held if self._is_damage(name, file)]
-            if not lacking:
+            lost = self._lost(name, copies[0])
+            if not lacking and not lost:
                 continue
             reason = unrest(str(self._save_dir), self._fd, name)
             same = (whole, *(other for other in copies[1:] if _is_of_save(other, whole)))
@@ -101,7 +116,15 @@ class LocalFiles:
                 )
                 for file in lacking
             ]
-        return found
+            folders += [LostFolder(tag=name, path=path, copy=whole, left=reason) for path in lost]
+        return found, folders
+
+    def _lost(self, tag: str, copy: Copy) -> list[str]:
+        """The empty folders of this node's part of a save that are not there."""
+        is_alone = len(copy.manifests) == 1
+        mine = (m for m in copy.manifests if is_alone or m.node_id == self._node_id)
+        paths = {path for manifest in mine for path in manifest.empty_folders}
+        return sorted(path for path in paths if files.stat_beneath(self._fd, f"{tag}/{path}") is None)
 
     def _lacking(self, tag: str, whole: Copy) -> list[ManifestFile] | None:
         """What of a committed save is bad or absent here; None: the folder is another save.

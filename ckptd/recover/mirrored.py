@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd import files
-from ckptd.convert.companions import CONFIG, MARKS, is_companion
+from ckptd.convert.companions import CONFIGS, MARKS, is_companion
 from ckptd.core.layouts import parse_shard_name
 from ckptd.core.manifest import EXTRA_FOLDER
 from ckptd.errors import NotFoundError, SourceChanged
@@ -154,7 +154,7 @@ def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> Non
             os.close(files.open_dir_beneath(folder, name, create_mode=0o700))
     finally:
         os.close(folder)
-    if companions and any(file.path == CONFIG for file in source.files):
+    if companions and any(file.path in CONFIGS for file in source.files):
         files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
     wanted = [f for f in source.files if f.path not in MARKS]
     wanted = [f for f in wanted if companions or parse_shard_name(Path(f.path).name)]

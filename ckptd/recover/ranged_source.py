@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.config import remote_from_arguments
-from ckptd.convert.companions import CONFIG, MARKS
+from ckptd.convert.companions import CONFIGS, MARKS
 from ckptd.core.coverage import choose_pointers, objects_of, order_of
 from ckptd.core.layouts import parse_shard_name
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
@@ -136,7 +136,7 @@ def _plain(url: str, access: Access) -> RemoteSource:
 
 def _trainers_folder(store: Store) -> list[RemoteFile]:
     """Files beside the folder of the shards, where a configuration and a mark lie among them."""
-    if store.stat(CONFIG) is None or all(store.stat(mark) is None for mark in MARKS):
+    if all(store.stat(name) is None for name in CONFIGS) or all(store.stat(mark) is None for mark in MARKS):
         return []
     return [_of_listing(info, info.key) for info in store.list("") if "/" not in info.key]
 

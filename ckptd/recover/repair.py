@@ -9,13 +9,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd import files
 from ckptd.config_quantities import show_bytes
-from ckptd.errors import CkptdError, DamagedError, LockHeld, NoSpaceError, NothingCommitted, RefusedError
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    LockHeld,
+    NoSpaceError,
+    NothingCommitted,
+    RefusedError,
+    from_os_error,
+)
 from ckptd.recover.intact import LocalFiles, opened_save_dir
 from ckptd.recover.lock import lock, one_at_a_time
 from ckptd.recover.mend import Mender, drop_fetched, is_same_file
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
     from ckptd.config_model import JobConfig
     from ckptd.core.manifest import ManifestFile
     from ckptd.observe.audit import Audit
-    from ckptd.recover.intact import LocalFault
+    from ckptd.recover.intact import LocalFault, LostFolder
     from ckptd.recover.sight import RemoteSight
     from ckptd.recover.unfinished import Unfinished
     from ckptd.recover.verified import BadObject
@@ -82,7 +91,7 @@ class Repair:
             if fd is not None:
                 self._local = LocalFiles(self._job.save_dir, fd, self._node_id, self._say)
                 if self._wanted.here:
-                    self._mend_here(self._local.faults(self._remotes, self._wanted.tag))
+                    self._mend_here(*self._local.faults(self._remotes, self._wanted.tag))
             for remote, bad in found:
                 resender = self._resender(remote)
                 self.rows += [self._put_right(remote, resender, one) for one in bad]
@@ -129,17 +138,38 @@ class Repair:
 
     # --- here ------------------------------------------------------------------------------------------
 
-    def _mend_here(self, faults: Sequence[LocalFault]) -> None:
-        if self._wanted.dry_run or not faults:
+    def _mend_here(self, faults: Sequence[LocalFault], lost: Sequence[LostFolder]) -> None:
+        if self._wanted.dry_run or not (faults or lost):
             self.rows += [self._row_here(f, outcome="left" if f.left else "planned") for f in faults]
+            self.rows += [_row_of_folder(f, outcome="left" if f.left else "planned") for f in lost]
             return
         try:
             with self._locked(faults):
                 drop_fetched(self._fd)
                 for tag in dict.fromkeys(fault.tag for fault in faults):
                     self._mend_folder([fault for fault in faults if fault.tag == tag])
+                self.rows += [self._make_folder(one) for one in lost]
         except (LockHeld, NoSpaceError) as error:
             self.rows += [self._left_here(fault, error) for fault in faults]
+            self.rows += [_row_of_folder(one, outcome="left", error=error) for one in lost]
+
+    def _make_folder(self, lost: LostFolder) -> Mended:
+        """Make an empty folder of a save again, with the mode of the checkpoint's own folder."""
+        if lost.left is not None:
+            refused = RefusedError(lost.left, hint="call it again when it is quiet")
+            return _row_of_folder(lost, outcome="left", error=refused)
+        try:
+            with files.opened_dir(lost.tag, self._fd) as folder:
+                status = os.fstat(folder)
+                files.make_folders(folder, [lost.path], mode=stat.S_IMODE(status.st_mode) & 0o777)
+                # trainers that rotate go by the time of the folder
+                os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
+        except (CkptdError, OSError) as error:
+            known = error if isinstance(error, CkptdError) else from_os_error(error, f"making {lost.path}")
+            return _row_of_folder(lost, outcome="left", error=known)
+        row = _row_of_folder(lost, outcome="repaired")
+        self._note(row, lost.copy.view)
+        return row
 
     @contextlib.contextmanager
     def _locked(self, faults: Sequence[LocalFault]) -> Iterator[None]:
@@ -317,6 +347,23 @@ class Repair:
     def _tell(self, what: str, done: int, total: int) -> None:
         if self._on_progress is not None:
             self._on_progress(what, done, total)
+
+
+def _row_of_folder(lost: LostFolder, *, outcome: str, error: CkptdError | None = None) -> Mended:
+    commit = lost.copy.view.commit
+    return Mended(
+        where=HERE,
+        tag=lost.tag,
+        generation=commit.generation,
+        form=commit.form,
+        key=f"{lost.tag}/{lost.path}/",
+        bytes=0,
+        damage="an empty folder of the save is absent",
+        source=lost.copy.remote.name,
+        outcome=outcome,
+        reason=str(error) if error is not None else lost.left or "",
+        code=error.exit_code if error is not None else 0,
+    )
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from ckptd.core.layouts import Role
 from ckptd.core.manifest import sha256_of
+from ckptd.core.swapped import BY_LOCAL_RANK, is_state
 from ckptd.errors import CommitConflict, DamagedError, SourceChanged, TargetExists, VerifyError
 from ckptd.remote.checksums import crc64, from_hex, to_hex
 from ckptd.remote.extras import inline, read_whole
@@ -266,6 +267,9 @@ class Transfer:
         known, entry = listed
         if crc is not None and to_hex(crc) == entry.checksums.crc64nvme:
             self._keep(file, entry.bytes, entry.checksums.crc64nvme, entry.proof, fingerprint)
+        elif is_state(file.path):
+            msg = f"{file.key} holds other tensors, which {known.manifest.node} listed: {BY_LOCAL_RANK}"
+            raise CommitConflict(msg, hint="what DeepSpeed saves so can be committed of one node alone")
         elif file.role in _BESIDE or file.tensor_fingerprint in {entry.tensor_fingerprint} - {None}:
             owner = known.manifest.node
             is_own = known.manifest.node_id == self._order.manifest.node_id

@@ -31,7 +31,18 @@ from tests.e2e.test_convert_real import (
 )
 from tests.hf import HfRun, tree_of
 from tests.hf import prepare as prepare_hf
-from tests.real import CACHE, REPOSITORY, START_SECONDS, TAG, Recipe, expect, locked, prepare, save_dir_of
+from tests.real import (
+    CACHE,
+    REPOSITORY,
+    START_SECONDS,
+    TAG,
+    Recipe,
+    expect,
+    locked,
+    prepare,
+    run_module,
+    save_dir_of,
+)
 from tests.unit.weights import Read, as_read, read_folder
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -184,6 +195,29 @@ def test_excluded_frozen_parameters_are_not_there_and_said(
     assert whole.notes == ()
     case = (str(excluded / f"whole-z{stage}"), "step", str(tmp_path / "all"))
     assert consolidated.differences("fp32", [case]) == [[]]
+
+
+@pytest.fixture(scope="module")
+def adapters() -> Path:
+    """Saves of a model under LoRA, made once."""
+    pytest.importorskip("peft", reason="peft opens what is exported: pip install peft")
+    folder = CACHE / "adapters-1"
+    with locked():
+        if not (folder / "done").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            arguments = ["train", str(folder)]
+            ranks.train("tests.make_adapters", arguments, folder, ranks=2, seconds=START_SECONDS)
+            (folder / "done").touch()
+    return folder
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_peft_opens_the_adapter(adapters: Path, tmp_path: Path, stage: int) -> None:
+    export(adapters / f"z{stage}" / "step", tmp_path / "w", "fp32")
+    found = set(os.listdir(tmp_path / "w"))
+    assert found == {"adapter_config.json", "adapter_model.safetensors", "ckptd.json", "model.safetensors"}
+    out = run_module("tests.make_adapters", "load", str(adapters / f"z{stage}"), str(tmp_path / "w"))
+    assert json.loads(out.splitlines()[-1]) == []
 
 
 def test_transformers_opens_it_and_computes_the_same(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_remote_that_is_away_at_the_start(tmp_path: Path) -> None:
         here.wait("said", lambda: here.problems() & {"remote-unreachable", "remote-not-ours"})
         step = next(p["next_step"] for p in here.status()["problems"] if p["code"].startswith("remote-"))
         typed = shlex.split(step.split("`")[1])
-        assert typed == ["mkdir", "-p", str(here.nas)], step
+        assert typed == ["mkdir", "-p", str(here.nas.parent)], step
         assert here.ckptd("check", str(here.job_file)).returncode == 69
         here.wait("state", lambda: here.status()["state"] in ("behind", "attention"))
         here.nas.mkdir(parents=True)

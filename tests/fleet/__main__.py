@@ -1,6 +1,7 @@
 """`python -m tests.fleet SEED` tells one history; `--seeds A-B --minutes M` many, and goes on.
 
 Without `--nodes` and `--checkpoints` each seed draws up to 8 × 6; with them every history has just that size.
+In every fifth history that is drawn two runs of one job name save into the remote.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def shape_of(seed: int, nodes: int | None, checkpoints: int | None) -> Shape:
     many = checkpoints or drawn[1]
     # who saves hundreds of times rotates, or torn saves fill the disk
     keeps = LONG_RUN_KEEPS if many > LONG_RUN else None
-    return Shape(nodes=nodes or drawn[0], checkpoints=many, trainer_keeps=keeps)
+    runs = 2 if seed % 5 == 4 and nodes is None and checkpoints is None else 1
+    return Shape(nodes=nodes or drawn[0], checkpoints=many, trainer_keeps=keeps, runs=runs)
 
 
 def tell_some(work: tuple[int, int, int | None, int | None]) -> list[Told]:

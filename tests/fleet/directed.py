@@ -92,7 +92,7 @@ class Directed(Fleet):
         self.wait(10.0)
         self.play.script(self)
         self.wait(300.0)
-        self._end()
+        self.end()
         return self.told
 
     # --- what a script says ----------------------------------------------------------------------------

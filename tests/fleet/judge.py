@@ -48,6 +48,10 @@ class Judge:
 
     remote: Remote
     job: Job
+    run_id: str | None = None
+    """The run whose documents it judges; None: there is one."""
+    beside: Judge | None = None
+    """Of another run in that remote."""
     others: frozenset[str] = frozenset()
     """Nodes that were configured otherwise: they may delete nothing."""
     live: dict[str, Committed] = field(default_factory=dict)
@@ -78,6 +82,8 @@ class Judge:
             Broken: it must not be.
         """
         found = _COMMIT.match(key)
+        if self._is_anothers(key, before, after):
+            return
         if found is not None:
             self._commit(key, before, after)
         elif key.startswith("_ckptd/retired/") and after is not None:
@@ -93,6 +99,16 @@ class Judge:
                 raise Broken(f"{key} was removed, which {holder} lists")
         if key.startswith(("_ckptd/commits/", "_ckptd/retired/", "_ckptd/disputes/")):
             self.hear()
+
+    def _is_anothers(self, key: str, before: bytes | None, after: bytes | None) -> bool:
+        """A COMMIT, tombstone or dispute of another run: its own judge hears of it."""
+        data = after if after is not None else before
+        if self.run_id is None or data is None:
+            return False
+        if key.startswith("_ckptd/disputes/"):
+            return all(not _names(k, json.loads(data)) for k in self.live)
+        is_document = key.startswith(("_ckptd/commits/", "_ckptd/retired/"))
+        return is_document and json.loads(data)["run_id"] != self.run_id
 
     def _commit(self, key: str, before: bytes | None, after: bytes | None) -> None:
         if after is None:
@@ -190,7 +206,8 @@ class Judge:
         # one that comes late is another's word until the next that points: ckptd decides by COMMITs (P6)
         if folder is None or self.remote.is_late:
             return
-        if all(c.folder != folder for c in self.live.values()):
+        beside = self.beside.live.values() if self.beside is not None else ()
+        if all(c.folder != folder for c in (*self.live.values(), *beside)):
             raise Broken(f"latest names {folder}, which is not committed")
 
     def on_prune(self, daemon: Daemon, row: Row) -> None:

@@ -39,7 +39,7 @@ from ckptd.core.view import (
 )
 from ckptd.daemon.backoff import backoff_seconds
 from ckptd.daemon.retiring import patience_seconds, since_when
-from ckptd.daemon.seen import as_committed, commits_in, named_in, seen_in
+from ckptd.daemon.seen import as_committed, commits_in, named_in, of_run, seen_in
 from ckptd.daemon.shipping import STEP_IN_SECONDS
 from ckptd.daemon.viewing import as_planned
 from ckptd.daemon.waiting import told_of_parts, waiting_on
@@ -160,6 +160,8 @@ class Machine:
     node_id: str
     ranks: tuple[int, ...]
     job: Job
+    run_id: str | None = None
+    """Of the run that it saves; None: there is one."""
     disk: dict[str, Written] = field(default_factory=dict)
     latest: str | None = None
     rows: list[Row] = field(default_factory=list)
@@ -212,6 +214,8 @@ class Daemon:
         self.ground = commit.Ground(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
         self.cache = DocumentCache()
         self.observation: Observation | None = None
+        """Of its run alone, as `daemon/links.py` has it."""
+        self.seen_all: Observation | None = None
         self.observed_at = -AT_REST_SECONDS
         self.is_stale = True
         self.tag_views: dict[str, TagView] = {}
@@ -344,7 +348,9 @@ class Daemon:
             now, version = begun.began, begun.look.version
             store.due, store.ahead = begun.ends, deque(begun.look.asked[: begun.step])
         found = observe.observe(self.store, self.identity, self.cache)  # type: ignore[arg-type]
-        self.observation, self.observed_at, self.is_stale = found, now, False
+        run_id = self.machine.run_id
+        self.seen_all, self.observation = found, found if run_id is None else of_run(found, run_id)
+        self.observed_at, self.is_stale = now, False
         if version != store.remote.version:
             self.usual = None
         elif begun is None:
@@ -366,7 +372,7 @@ class Daemon:
                 machine.end(row, "gone")
         fresh = {t: w for t, w in machine.disk.items() if self._row(t, w) is None}
         due = {t: w for t, w in fresh.items() if self.engine.now >= w.done_seconds + SETTLE_SECONDS}
-        known = self._known_tags(seen)
+        known = self._known_tags()
         for tag in sealing_order({t: w.step for t, w in due.items()}, machine.latest):
             if tag in known and tag not in self.tag_views and all(r.save.tag != tag for r in machine.rows):
                 self._describe(tag)
@@ -392,6 +398,7 @@ class Daemon:
             branch=order.branch,
             step=order.step,
             save_seq=order.save_seq,
+            run_id=machine.run_id,
             window=SaveWindow(first=at_ns, last=at_ns),
             is_part=machine.job.ranks > len(machine.ranks),
             best_checkpoint=written.best if 0 in machine.ranks else None,
@@ -431,13 +438,16 @@ class Daemon:
             for seen in seen_in(self.tag_views[tag])[0]:
                 mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
                 shards = {(f.path, f.fingerprint) for f in mine}
-                if seen.committed and shards and shards <= wanted:
+                is_own = self.machine.run_id in (None, seen.manifest.run_id)
+                if is_own and seen.committed and shards and shards <= wanted:
                     return Order(seen.manifest.branch, seen.manifest.step, seen.manifest.save_seq)
         return None
 
     # --- generations (daemon/knowledge.py) -------------------------------------------------------------
 
-    def _known_tags(self, seen: Observation) -> frozenset[str]:
+    def _known_tags(self) -> frozenset[str]:
+        seen = self.seen_all
+        assert seen is not None
         return frozenset(
             {v.commit.tag for v in seen.commits}
             | set(seen.retired_tags)
@@ -474,7 +484,8 @@ class Daemon:
             row.record = record.model_copy(update={"retry_at_seconds": again_at})
 
     def _choose(self) -> None:
-        for row in self.machine.present:
+        machine = self.machine
+        for row in machine.present:
             key = (row.id, NAS, ZERO)
             is_open = row.record.state in _OPEN
             if not is_open or key in self.generations or row.save.tag not in self.tag_views:
@@ -488,6 +499,7 @@ class Daemon:
                 commits=commits,
                 tombstones=view.retired,
                 save_spread_seconds=SPREAD_SECONDS,
+                run_id=machine.run_id,
                 named=named_in(view),
             )
             match choice:
@@ -541,7 +553,7 @@ class Daemon:
             is_attached=True,
             is_shipping=False,
             commits=tuple(as_planned(v) for v in seen.commits if not v.disputed),
-            known_tags=self._known_tags(seen),
+            known_tags=self._known_tags(),
             retention=RetentionPolicy(save_total_limit=job.remote_limit),
         )
         sealed = {row.save.tag for row in present}

@@ -37,6 +37,8 @@ IDENTITY = RemoteIdentity(remote_id="r", job_id=JOB_ID, job="job", created="then
 HEALED_SECONDS = 2400.0
 _LINKS = ((0.02, 0.0), (0.02, 1.0), (0.02, 50.0), (0.3, 1.0), (2.0, 1.0))
 """Latency and jitter of one request."""
+SECOND_NUMBER = 10_000
+"""Saves of the second run bear numbers from here on."""
 START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
@@ -56,6 +58,8 @@ class Shape:
     """So many of its saves the trainer leaves on each disk; None: all."""
     naps: bool = True
     """Turns that nothing can come of are not lived."""
+    runs: int = 1
+    """2: another job of that name, on nodes of its own, saves into the same remote (docs/adr/0185)."""
 
 
 @dataclass
@@ -76,6 +80,13 @@ class Told:
     """From the last node's seal to COMMIT."""
     lines: list[str] = field(default_factory=list)
 
+    def add(self, other: Told) -> None:
+        """What another run in the same remote did."""
+        for name in ("saves", "commits", "deaths", "replaced", "deletions", "requests"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.per_node.update(other.per_node)
+        self.commit_seconds += other.commit_seconds
+
 
 class InOrder(Transfer):
     """The shipped transfer, its files one after the other in the thread that asks."""
@@ -92,32 +103,45 @@ class InOrder(Transfer):
 class Fleet:
     """One history under way."""
 
-    def __init__(self, seed: int, shape: Shape, *, is_loud: bool = False) -> None:
-        self.chance = Random(seed)
+    def __init__(self, seed: int, shape: Shape, *, is_loud: bool = False, first: Fleet | None = None) -> None:
+        """`first`: the run beside which this one saves into its remote."""
+        self.chance = Random(seed if first is None else f"{seed}-beside")
+        self.mark = "" if first is None else "b-"
+        self.run_id = None if shape.runs == 1 else "first" if first is None else "second"
         self.shape = shape
         self.told = Told(seed)
         self.is_loud = is_loud
-        self.engine = Engine()
-        self.remote = Remote()
-        self.remote.put("put", documents.IDENTITY_KEY, to_bytes(IDENTITY))
+        self.engine: Engine = Engine() if first is None else first.engine
+        self.remote: Remote = Remote() if first is None else first.remote
+        if first is None:
+            self.remote.put("put", documents.IDENTITY_KEY, to_bytes(IDENTITY))
+        else:
+            self.told.lines = first.told.lines
         self.job = self._drawn_job()
-        self.network = shape.network or self._drawn_network()
+        drawn: Network = self._drawn_network() if first is None else first.network
+        self.network: Network = shape.network or drawn
         self.ranks = self._drawn_ranks()
         self.counts: dict[str, Counter[str]] = self.told.per_node
         self.odd = self._drawn_odd()
         self.names = 0
         self.machines = [self._machine(slot) for slot in range(shape.nodes)]
         others = frozenset() if self.odd is None else frozenset({self.machines[self.odd].name})
-        self.judge = Judge(self.remote, self.job, others)
+        self.judge = Judge(self.remote, self.job, self.run_id, None, others)
         self.judge.clock = lambda: self.engine.now
-        self.remote.on_change = self._on_change
         self.daemons: list[Daemon | None] = [None] * shape.nodes
         self.version = self.remote.version
-        self.step, self.number = 0, 0
+        self.step, self.number = 0, 0 if first is None else SECOND_NUMBER
         self.words: dict[int, str | None] = self.judge.words
         self.best: str | None = None
         self.sealed_at: dict[int, float] = {}
         self.committed_at: dict[int, float] = {}
+        self.fleets: list[Fleet] = [self]
+        if first is None and shape.runs > 1:
+            other = Fleet(seed, shape, is_loud=is_loud, first=self)
+            self.fleets.append(other)
+            self.judge.beside, other.judge.beside = other.judge, self.judge
+        if first is None:
+            self.remote.on_change = self._on_any_change
 
     # --- drawn -----------------------------------------------------------------------------------------
 
@@ -167,7 +191,8 @@ class Fleet:
         job = self.job if slot != self.odd else replace(self.job, local_limit=1, remote_limit=1)
         if slot == self.odd and job == self.job:
             job = replace(job, local_limit=2, remote_limit=None)
-        return Machine(name or f"n{slot}", f"id{self.names:04d}", self.ranks[slot], job)
+        name = name or f"{self.mark}n{slot}"
+        return Machine(name, f"{self.mark}id{self.names:04d}", self.ranks[slot], job, self.run_id)
 
     # --- daemons ---------------------------------------------------------------------------------------
 
@@ -200,8 +225,13 @@ class Fleet:
             self.say(f"{daemon.machine.name}: daemon dies")
             daemon.program.kill()
 
-    def _on_change(self, verb: str, key: str, before: bytes | None, after: bytes | None) -> None:
+    def _on_any_change(self, verb: str, key: str, before: bytes | None, after: bytes | None) -> None:
         self.say(f"   {verb} {key}")
+        for fleet in self.fleets:
+            fleet.on_change(verb, key, before, after)
+
+    def on_change(self, verb: str, key: str, before: bytes | None, after: bytes | None) -> None:
+        """What this run makes of a change of the remote."""
         self.judge.on_change(verb, key, before, after)
         if self.remote.version != self.version:
             self.version = self.remote.version
@@ -215,6 +245,20 @@ class Fleet:
 
     def run(self) -> Told:
         """The whole history."""
+        engine, shape = self.engine, self.shape
+        when = max(fleet.begin() for fleet in self.fleets)
+        engine.run(when)
+        for fleet in self.fleets:
+            fleet.heal()
+        engine.run(when + (HEALED_SECONDS if shape.faults else 300.0))
+        for fleet in self.fleets:
+            fleet.end()
+        for fleet in self.fleets[1:]:
+            self.told.add(fleet.told)
+        return self.told
+
+    def begin(self) -> float:
+        """Plan what happens; until when."""
         engine, chance, shape = self.engine, self.chance, self.shape
         for slot in range(shape.nodes):
             engine.at(chance.random() * 20 if shape.faults else 0.0, partial(self.start, slot))
@@ -225,11 +269,7 @@ class Fleet:
             if self._may(0.5):
                 engine.at(when + chance.random() * interval, self._mishap)
             when += interval
-        engine.run(when)
-        self._heal()
-        engine.run(when + (HEALED_SECONDS if shape.faults else 300.0))
-        self._end()
-        return self.told
+        return when
 
     def _save(self) -> None:
         """The trainer saves on all nodes, or dies while it does."""
@@ -293,7 +333,7 @@ class Fleet:
             case "lost":
                 self._replace(slot, self.machines[slot].name)
             case "renamed":
-                self._replace(slot, f"m{self.names}")
+                self._replace(slot, f"{self.mark}m{self.names}")
             case "state lost":
                 self.stop(slot)
                 machine = self.machines[slot]
@@ -340,7 +380,8 @@ class Fleet:
                     daemon.program.stir()
         self.engine.at(self.engine.now + 20, lambda: self.start(slot))
 
-    def _heal(self) -> None:
+    def heal(self) -> None:
+        """No more faults."""
         self.say("all heals")
         self._settle()
         if self.shape.faults:
@@ -355,7 +396,8 @@ class Fleet:
             if daemon is not None and daemon.nap is not None:
                 daemon.nap.advance(self.engine.now)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Judge what is left."""
         self._settle()
         disks, tags = self._disks()
         self.judge.at_the_end(disks, tags, [daemon for daemon in self.daemons if daemon is not None])
@@ -448,7 +490,7 @@ def lived(fleet: Fleet) -> Told:
         return fleet.run()
     except Broken as error:
         fleet.told.broken = str(error)
-        for daemon in fleet.daemons:
+        for daemon in (daemon for one in fleet.fleets for daemon in one.daemons):
             if daemon is not None:
                 daemon.program.abandon()
         return fleet.told

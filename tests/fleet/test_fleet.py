@@ -11,18 +11,19 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ckptd.core.view import ShipState
-from tests.fleet import directed
+from tests.fleet import directed, node
 from tests.fleet.__main__ import shape_of
 from tests.fleet.cost import measure
 from tests.fleet.defects import DEFECTS, planted
 from tests.fleet.directed import PLAYS, Directed, Play, act
 from tests.fleet.judge import Committed
 from tests.fleet.node import Daemon
-from tests.fleet.story import lived, staged, tell
+from tests.fleet.story import Told, lived, staged, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = bool(os.environ.get("CKPTD_FULL"))
@@ -48,6 +49,27 @@ def test_no_history_breaks_a_promise() -> None:
     # histories in which nothing happens show nothing
     assert sums["commits"] > len(SEEDS)
     assert all(sums[name] >= 5 for name in ("deaths", "replaced", "deletions"))
+
+
+def two_runs(seed: int) -> Told:
+    """A history in which another job of that name, on nodes of its own, saves into the same remote."""
+    return tell(seed, replace(shape_of(seed, None, None), runs=2))
+
+
+def test_two_runs_of_one_name_leave_each_other_alone() -> None:
+    """Both at once, with equal tags: no COMMIT mixes them, and the policy of each is of its own COMMITs."""
+    commits = deletions = 0
+    with staged():
+        for seed in range(300 if FULL else 12):
+            told = two_runs(seed)
+            assert told.broken is None, f"{told.broken}: history {seed} of two runs"
+            commits, deletions = commits + told.commits, deletions + told.deletions
+    assert min(commits, deletions) > 12
+
+
+def test_another_runs_commits_that_count_are_noticed() -> None:
+    with staged(), mock.patch.object(node, "of_run", lambda seen, _run_id: seen):
+        assert any("though the policy keeps it" in (two_runs(seed).broken or "") for seed in range(40))
 
 
 @pytest.mark.parametrize("name", DEFECTS)

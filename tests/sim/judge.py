@@ -41,6 +41,7 @@ class Live:
     sha256: str
     tag: str
     folder: str
+    run_id: str
     order: tuple[int, int, int]
     save: int
     objects: frozenset[str]
@@ -58,8 +59,11 @@ class Judge:
         rules: Rules,
         clock: Callable[[], float],
         audit: Callable[[], bytes],
+        others: Mapping[str, Mapping[str, bytes]],
     ) -> None:
         self.trainer = trainer
+        self._others = others
+        """Remote → what another run committed there: nothing that the life's daemon does concerns it."""
         self.removed: dict[int, int] = {}
         """Save → how many of its files ckptd removed, each rightly."""
         self.removed_at: list[float] = []
@@ -90,7 +94,8 @@ class Judge:
         self.first_ever: dict[str, dict[str, str]] = {name: {} for name in remotes}
         self.ever: dict[str, set[int]] = {name: set() for name in remotes}
         """Saves that were committed there at some time."""
-        self.highest: dict[str, tuple[int, int, int]] = {}
+        self.highest: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """(remote, run) → the order of its newest COMMIT."""
         self.unordered: set[int] = set()
         """Saves that were committed nowhere when the journal was lost: only their steps order them (P8)."""
         self.is_order_open = False
@@ -119,10 +124,10 @@ class Judge:
     # --- the remote ------------------------------------------------------------------------------------
 
     def live(self, name: str) -> list[Live]:
-        """COMMITs that count in a remote, each proved to hold the bytes of exactly one save (P3, P4)."""
-        held = self._remotes[name]()
+        """COMMITs of the life's runs that count in a remote; each holds the bytes of one save (P3, P4)."""
+        held, others = self._remotes[name](), self._others.get(name, {})
         found = []
-        for key in sorted(k for k in held if k.startswith(f"{OURS}/commits/")):
+        for key in sorted(k for k in held if k.startswith(f"{OURS}/commits/") and k not in others):
             stem = key.rsplit("/", 1)[1]
             if "~x" in stem or f"{OURS}/retired/{stem}" in held or f"{OURS}/disputes/{stem}" in held:
                 continue
@@ -188,6 +193,7 @@ class Judge:
             sha256=hashlib.sha256(data).hexdigest(),
             tag=commit["tag"],
             folder=commit["folder"],
+            run_id=commit.get("run_id") or commit["job_id"],
             order=(commit["branch"], commit["step"], commit["save_seq"]),
             save=alike[-1].number,
             objects=frozenset(objects),
@@ -373,6 +379,7 @@ class Judge:
         for name in self._remotes:
             found = self.live(name)
             self._same_as_ever(name, found)
+            self._leaves_others_alone(name)
             self._rightly_let_go(name, found)
             if name in self.spoiled:
                 continue
@@ -383,7 +390,8 @@ class Judge:
                 if (key, digest) not in there and not is_retired:
                     self.say("P17", f"{key} counts as committed on {name} and is not")
             latest = held.get("latest")
-            if latest is not None and latest[1].decode() not in {live.folder for live in found}:
+            named = {live.folder for live in found} | self._pointed_at_others(name, held)
+            if latest is not None and latest[1].decode() not in named:
                 self.say("P6", f"latest of {name} names {latest[1].decode()}, which is not committed")
         self._pinned_before = frozenset(self.pinned)
         self._looked_seconds = self.clock()
@@ -404,7 +412,8 @@ class Judge:
                 self.say("P1", f"{name}: {live.key} is gone without a line in audit.jsonl")
             if live.tag in self.pinned and live.tag in self._pinned_before:
                 self.say("P5", f"{name}: {live.key} is gone and is pinned")
-            newer = {o.key for o in (*before.values(), *found) if o.order > live.order}
+            alike = [o for o in (*before.values(), *found) if o.run_id == live.run_id]
+            newer = {o.key for o in alike if o.order > live.order}
             is_best = self._is_best(self.trainer.saves[live.save - 1])
             why = [r.remotes[name].why_kept(live.order[1], len(newer), is_best=is_best) for r in rules]
             if all(why):
@@ -415,12 +424,35 @@ class Judge:
         for live in found:
             if known.setdefault(live.key, live.sha256) != live.sha256:
                 self.say("P3", f"{name}: {live.key} was replaced")
-        highest = max((live.order for live in found), default=None)
-        before = self.highest.get(name)
-        if before is not None and (highest is None or highest < before):
-            self.say("P5", f"{name} held {before} and its newest is {highest} now")
-        if highest is not None:
-            self.highest[name] = highest
+        runs = {live.run_id for live in found} | {run for remote, run in self.highest if remote == name}
+        for run_id in sorted(runs):
+            highest = max((live.order for live in found if live.run_id == run_id), default=None)
+            before = self.highest.get((name, run_id))
+            if before is not None and (highest is None or highest < before):
+                self.say("P5", f"{name} held {before} of run {run_id} and its newest is {highest} now")
+            if highest is not None:
+                self.highest[name, run_id] = highest
+
+    def _leaves_others_alone(self, name: str) -> None:
+        """What another run committed is there as it was, and no limit of this one concerns it (P5)."""
+        held = self._remotes[name]()
+        for key, data in self._others.get(name, {}).items():
+            if key not in held or held[key][1] != data:
+                self.say("P5", f"{name}: {key}, which another run committed, is gone or another")
+            stem = key.rsplit("/", 1)[1]
+            if key.startswith(f"{OURS}/commits/") and f"{OURS}/retired/{stem}" in held:
+                self.say("P5", f"{name}: {key}, which another run committed, is retired")
+
+    def _pointed_at_others(self, name: str, held: Mapping[str, tuple[object, bytes]]) -> set[str]:
+        """Folders of another run that pointers may name: it had its turn there at some time (P6)."""
+        rows = [self._json(held[key][1], key) for key in held if key.startswith(f"{OURS}/runs/")]
+        commits = [
+            self._json(data, key)
+            for key, data in self._others.get(name, {}).items()
+            if key.startswith(f"{OURS}/commits/")
+        ]
+        had_turn = {row["run_id"] for row in rows}
+        return {commit["folder"] for commit in commits if commit["run_id"] in had_turn}
 
     def lost_power(self, claims: Mapping[str, list[tuple[str, str]]]) -> None:
         """What was committed is there still; what nobody had called committed yet may be gone."""
@@ -462,7 +494,7 @@ class Judge:
         """Somebody else removed that COMMIT."""
         self.spoiled.add(name)
         self.first_ever[name].pop(key, None)
-        self.highest.pop(name, None)
+        self.highest = {where: order for where, order in self.highest.items() if where[0] != name}
 
 
 def _is_trainers(path: str) -> bool:

@@ -31,6 +31,8 @@ SOMETIMES = (
     "kill", "power", "twice", "meanwhile", "journal-lost", "journal-garbage", "clock", "forget", "child",
     "deaf", "kill-late", "vanish", "drop", "drop", "pin", "pin", "unpin", "adopt", "limits", "hours",
 )  # fmt: skip
+RUNS = ("other", "other", "other", "anew")
+"""Another run commits into the same remotes; the training begins anew in the same place."""
 SETTLED_SECONDS = 20.0
 HEALED_SECONDS = 900.0
 """Backoffs of a remote that was away last a minute at most, a save in flight holds things up for another."""
@@ -73,7 +75,17 @@ def drawn(seed: int, most_steps: int = 40) -> Life:
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
+    steps = steps if seed % 3 else with_runs(seed, steps)
     return Life(seed=seed, config=job_of(rng), can_clone=rng.random() < 0.5, steps=steps)
+
+
+def with_runs(seed: int, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """A life of several runs: drawn apart, so that all others stay what they were."""
+    rng = random.Random(f"{seed}-runs")
+    found = list(steps)
+    for _ in range(rng.randint(1, 6)):
+        found.insert(rng.randint(0, len(found)), Step(rng.choice(RUNS), rng.getrandbits(32)))
+    return tuple(found)
 
 
 def job_of(rng: random.Random) -> JobConfig:
@@ -187,6 +199,17 @@ def _rewind(world: World, rng: random.Random) -> None:
 def _rotate(world: World, rng: random.Random) -> None:
     if not world.trainer.is_writing:
         world.trainer.rotate(rng.randint(1, 3))
+
+
+def _anew(world: World, rng: random.Random) -> None:
+    """Nothing that could be loaded is left, and the first save is below all that was committed."""
+    if rng.random() < 0.6:
+        world.live_on(120.0, rng, world.has_rested)
+    _apart(world)
+    world.trainer.begin_anew()
+    _apart(world)
+    if rng.random() < 0.7:
+        _save(world, rng)
 
 
 # --- the daemon ----------------------------------------------------------------------------------------
@@ -422,6 +445,8 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "hours": _hours,
     "child": _child,
     "deaf": _deaf,
+    "other": lambda world, rng: world.another_commits(rng),
+    "anew": _anew,
 }
 
 
@@ -432,6 +457,7 @@ def finish(world: World, rng: random.Random) -> None:
     """With everything healed and one more save, the daemon must come to rest with nothing left undone."""
     _heal(world, rng)
     world.is_deaf = False
+    world.another_ends()
     world.trainer.abort()
     world.kernel.history.append("--- healed")
     _last_save(world, rng)

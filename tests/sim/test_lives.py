@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.sim.life import drawn, live
 from tests.sim.seeded import PATCHES, seeded
+from tests.sim.world import NAS, World, job_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = bool(os.environ.get("CKPTD_FULL"))
@@ -46,6 +49,46 @@ def test_the_same_seed_is_the_same_life(tmp_path: Path) -> None:
     digests = [line for line in first.stdout.splitlines() if not line.startswith("{")]
     assert digests == [line for line in second.stdout.splitlines() if not line.startswith("{")]
     assert len(set(digests)) == 2
+
+
+def test_another_run_in_the_same_remotes_is_left_alone() -> None:
+    """What it committed stays as it is, counts for nothing here, and nothing here counts for it."""
+    committed: dict[str, int] = {"own": 0, "others": 0}
+
+    def counted(world: World) -> None:
+        for name, kept in world.other.kept.items():
+            committed["own"] += len(world.judge.ever[name])
+            committed["others"] += sum(key.startswith("_ckptd/commits/") for key in kept)
+        leave(world)
+
+    leave = World.leave
+    with mock.patch.object(World, "leave", counted):
+        for seed in range(0, 2000 if FULL else 90, 3):
+            outcome = live(drawn(seed, 24))
+            assert outcome.broken is None, f"{outcome.broken}: python -m tests.sim {seed} --steps 24"
+    assert all(count > 10 for count in committed.values()), committed
+
+
+def test_a_training_begun_anew_is_a_run_of_its_own() -> None:
+    """In the same place, at its first step again: no limit of it concerns what was committed before."""
+    world = World(1, job_config(((NAS, True, 1),), 1, "newest"))
+    rng = random.Random(1)
+    world.enter()
+    try:
+        for steps in ((10, 20), (1, 2)):
+            if world.trainer.saves:
+                world.trainer.begin_anew()
+            for step in steps:
+                world.kernel.now_seconds += 90
+                world.trainer.begin(step, rng)
+                world.trainer.end()
+                world.live_on(400.0, rng, world.has_rested)
+                world.look()
+        left = {(live.run_id, live.order[1]) for live in world.judge.live(NAS)}
+    finally:
+        world.leave()
+    assert sorted(step for _, step in left) == [2, 20]
+    assert len({run_id for run_id, _ in left}) == 2
 
 
 QUICK = (

@@ -248,6 +248,28 @@ class Trainer:
         finally:
             kernel.actor = before
 
+    def begin_anew(self) -> None:
+        """Somebody removes all checkpoints and starts the training from its first step."""
+        self.abort()
+        kernel = self._kernel
+        before, kernel.actor = kernel.actor, "trainer"
+        try:
+            for save in [save for save in self.saves if not save.is_gone]:
+                save.is_gone = save.is_rotated = True
+                save.gone_seconds = kernel.now_seconds
+            there = kernel.listdir(SAVE_DIR)
+            for tag in sorted({save.tag for save in self.saves} & set(there)):
+                for path in kernel.listdir(f"{SAVE_DIR}/{tag}"):
+                    kernel.unlink(f"{SAVE_DIR}/{tag}/{path}")
+                kernel.rmdir(f"{SAVE_DIR}/{tag}")
+                self._on_step()
+            if "latest" in there:
+                kernel.unlink(f"{SAVE_DIR}/latest")
+        finally:
+            kernel.actor = before
+        self.step = 0
+        self._on_step()
+
     def _is_here(self, save: Save) -> bool:
         try:
             folder = self._kernel.stat(f"{SAVE_DIR}/{save.tag}")

@@ -6,6 +6,7 @@ thread's next turn. A kill ends all of ckptd's processes at one call; a power cu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,12 +33,14 @@ from ckptd.remote.open import open_store
 from tests.sim.decisions import HOUR_SECONDS, rules_of
 from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
+from tests.sim.other import OtherRun
 from tests.sim.remotes import Client, Cloud, Faults
 from tests.sim.stage import Stage
 from tests.sim.trainer import METRICS, SAVE_DIR, Save, Trainer
+from tests.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ckptd.core.view import ShipRecord
     from ckptd.daemon.links import RemoteLink
@@ -171,6 +174,7 @@ class World:
         self.kernel.fate = self.moods[NAS].on_disk
         self.trainer = Trainer(self.kernel, self._on_step)
         self.trainer.notes_losses = config.metric is not None
+        self.other = OtherRun(self.kernel)
         required = frozenset(r.name for r in config.remotes if r.required)
         held = {NAS: self._on_nas, S3: self._in_cloud}
         self.slept_seconds = 0.0
@@ -184,6 +188,7 @@ class World:
             rules_of(config),
             self.clock,
             self._audit,
+            self.other.kept,
         )
         self.kernel.on_removal = lambda inode, path: self.judge.on_removal(
             inode, path, self.kernel.now_seconds
@@ -606,7 +611,9 @@ class World:
         """Somebody removes a COMMIT, never the newest."""
         if name not in {remote.name for remote in self.config.remotes}:
             return
-        found = sorted(self.judge.live(name), key=lambda live: live.order)[:-1]
+        live = sorted(self.judge.live(name), key=lambda live: live.order)
+        newest = {one.run_id: one for one in live}.values()
+        found = [one for one in live if one not in newest]
         if not found:
             return
         key = rng.choice(found).key
@@ -621,6 +628,30 @@ class World:
             disk.change((folder, base, None), moved=(folder.entries[base],))
             disk.flush_folder(folder)
         self.judge.forgot(name, key)
+
+    def another_commits(self, rng: random.Random) -> None:
+        """Another run of this job name commits into a remote of the job."""
+        name = rng.choice(self.config.remotes).name
+        with self._beside(name) as store:
+            self.other.commit(name, store, rng, self.trainer.saves)
+
+    def another_ends(self) -> None:
+        """The daemon of the other run is stopped."""
+        for name in sorted(self.other.beating):
+            with self._beside(name) as store:
+                self.other.end(name, store)
+
+    @contextlib.contextmanager
+    def _beside(self, name: str) -> Iterator[Any]:
+        """A remote as it truly is, over a connection without moods: where it is not mounted here, too."""
+        kernel = self.kernel
+        shown, kernel.disks["nas"] = kernel.disks["nas"], self._mounted["nas"]
+        kernel.actor = "judge"
+        try:
+            yield MemoryStore(self.cloud.objects) if name == S3 else open_store(NAS_URL)
+        finally:
+            kernel.actor = "ckptd"
+            kernel.disks["nas"] = shown
 
     def judge_rest(self) -> None:
         """At the end: at rest, everything committed, no more kept than the limit allows."""

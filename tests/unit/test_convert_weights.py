@@ -278,6 +278,59 @@ def test_configuration_and_tokenizer_are_taken_along(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path / "v")) == {"ckptd.json", "model.safetensors"}
 
 
+LORA = "base_model.model.layers.0.q"
+ADAPTERS: list[Shapes] = [
+    {
+        f"{LORA}.lora_A.default.weight": (4, 30),
+        f"{LORA}.lora_B.default.weight": (30, 4),
+        f"{LORA}.lora_magnitude_vector.default.weight": (33,),
+        "base_model.model.embed.lora_embedding_A.default": (4, 7),
+        "base_model.model.embed.token_adapter.trainable_tokens_delta.default": (2, 5),
+        "base_model.model.score.modules_to_save.default.weight": (3, 8),
+        f"{LORA}.lora_A.other.weight": (2, 30),
+    }
+]
+SAVED = {
+    f"{LORA}.lora_A.weight": (4, 30),
+    f"{LORA}.lora_B.weight": (30, 4),
+    f"{LORA}.lora_magnitude_vector": (33,),
+    "base_model.model.embed.lora_embedding_A": (4, 7),
+    "base_model.model.embed.token_adapter.trainable_tokens_delta": (2, 5),
+    "base_model.model.score.weight": (3, 8),
+}
+BASE = {
+    f"{LORA}.base_layer.weight": torch.linspace(-2, 2, 900, dtype=torch.bfloat16).reshape(30, 30),
+    "base_model.model.score.original_module.weight": torch.ones(3, 8, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.parametrize("limit", [2_000_000, 1_000])
+def test_adapters_are_files_that_peft_loads(tmp_path: Path, has_base: bool, limit: int) -> None:
+    """PEFT's names without the adapter's, whole whatever the limit, the configuration beside them."""
+    above = tmp_path / "checkpoint-7"
+    made = write_stage12(above / "global_step7", ADAPTERS, 3, stage=2)
+    module = {**trained_views(made, ADAPTERS), **(BASE if has_base else {})}
+    root = model_states(ADAPTERS, 3, 2, module, frozen_param_shapes=None)
+    torch.save(root, made.folder / "mp_rank_00_model_states.pt")
+    (above / "trainer_state.json").touch()
+    (above / "adapter_config.json").write_text("{}")
+    convert(made.folder, tmp_path / "w", weights(verify=True, max_shard_bytes=limit))
+    adapter = read_file(tmp_path / "w" / "adapter_model.safetensors")
+    assert {name: read.shape for name, read in adapter.items()} == SAVED
+    masters = expected_masters(made, ADAPTERS, torch.float32)
+    assert adapter[f"{LORA}.lora_A.weight"] == masters[f"{LORA}.lora_A.default.weight"]
+    other = read_file(tmp_path / "w" / "other" / "adapter_model.safetensors")
+    assert other == {f"{LORA}.lora_A.weight": masters[f"{LORA}.lora_A.other.weight"]}
+    base = {f"{name}" for name in os.listdir(tmp_path / "w") if name.startswith("model")}
+    assert bool(base) == has_base
+    if has_base:
+        assert set(read_folder(tmp_path / "w")) == set(BASE)
+    assert (tmp_path / "w" / "adapter_config.json").read_text() == "{}"
+    seen = look(tmp_path / "w")
+    assert seen.checkpoints[0].is_complete, seen.checkpoints[0].reason
+
+
 def test_latest_universal_is_not_for_weights(tmp_path: Path) -> None:
     made = stage_2(tmp_path / "in", {})
     convert(made.folder, tmp_path / "w", weights(write_latest=True))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.config_model import JobConfig
 from ckptd.core import coverage
 from ckptd.core.coverage import KnownManifest, build_commit
 from ckptd.core.decision import Decision
 from ckptd.core.identity import FolderIdentity
+from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.listing import FolderListing, SaveDirListing
 from ckptd.core.manifest import NodeManifest, manifest_key, sha256_of, to_bytes
 from ckptd.core.manifest_names import name_in
+from ckptd.core.missing import Part
 from ckptd.core.planner import plan
 from ckptd.core.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.beginning import Beginning
@@ -24,7 +28,7 @@ from ckptd.daemon.knowledge import Knowledge
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.seen import is_written_down, parts_in
 from ckptd.daemon.state import JobState
-from ckptd.daemon.waiting import Waiting, waiting_on
+from ckptd.daemon.waiting import Waiting, see_waiting, waiting_on
 from ckptd.errors import NotPermitted
 from ckptd.journal import Journal
 from ckptd.remote import messages as m
@@ -130,6 +134,30 @@ def test_what_waits_is_shipped_again_and_not_only_described(waiting: Life) -> No
     waiting.scene.link.tag_views[TAG] = seen()
     waiting.knowledge.choose_generations()
     assert "Ship" in waiting.actions(2e9)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_save_that_two_nodes_swapped_says_why_it_is_never_committed(waiting: Life, swaps: bool) -> None:
+    """NVMe offload with node-local storage: both have `rank00`, so the other took a generation of its own."""
+    row = waiting.state.rows[ROW] = waiting.state.rows[ROW].model_copy(update={"sealed_at": 0.0})
+    if swaps:
+        path = "offloaded_tensors/rank00/0_28.tensor.swp"
+        file = row.save.files[0].model_copy(update={"path": path, "role": Role.SIDE})
+        save = row.save.model_copy(update={"files": (*row.save.files, file)})
+        waiting.state.rows[ROW] = row.model_copy(update={"save": save})
+    missing = (NamedShard(role=Role.OPTIM, shard=ShardKey(d=1)),)
+    other = Part(node="n1", generation=2, last_seconds=0)
+    waiting.state.waiting[ROW, "nas", ZERO] = Waiting(reason="rank 1", missing=missing, parts=(other,))
+    job: Any = SimpleNamespace(
+        links={},
+        problems=waiting.state.problems,
+        nodes=SimpleNamespace(others=()),
+        config=JobConfig.model_validate({"name": "run", "save_dir": "/x"}),
+    )
+    see_waiting(job, waiting.state)
+    (problem,) = waiting.state.problems.all()
+    assert problem.code == "commit-incomplete"
+    assert ("use_node_local_storage" in problem.next_step) is swaps
 
 
 def test_a_commit_that_another_node_made_ends_the_wait(waiting: Life) -> None:

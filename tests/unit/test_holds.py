@@ -58,6 +58,32 @@ def test_a_hold_of_what_is_written_while_it_is_cloned_is_none(
     assert list(place.iterdir()) == []
 
 
+def test_a_hold_keeps_the_empty_folders_of_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clone that is uploaded, and that a journal which is lost takes up, is the whole save."""
+    node = Node(tmp_path, tag="global_step5")
+    node.write_all()
+    empty = ("offloaded_tensors/rank00", "offloaded_tensors/rank01")
+    save = node.sealed(step=5).model_copy(update={"empty": empty})
+    for path in empty:
+        (tmp_path / "global_step5" / path).mkdir(parents=True)
+
+    def clone(source: int, target: int) -> bool:
+        os.write(target, os.pread(source, 1 << 20, 0))
+        return True
+
+    monkeypatch.setattr(files, "clone_file", clone)
+    place = tmp_path / "_ckptd" / "hold" / "global_step5.1"
+    with files.opened_dir(tmp_path) as fd:
+        hold.make(fd, save.tag, place.name, save.files, save.model_dump_json().encode(), save.empty)
+        assert all((place / path).is_dir() for path in empty)
+        shutil.rmtree(tmp_path / "global_step5")
+        journal = Journal(tmp_path / "journal.db")
+        state = JobState(journal=journal, problems=Problems())
+        take_up_holds(state, fd)
+    assert [(row.held, row.save.empty) for row in state.rows.values()] == [(True, empty)]
+    journal.close()
+
+
 def lines(state_dir: Path) -> list[tuple[str, str, list[str]]]:
     """What audit.jsonl says of holds that went: tag, reason, keys of COMMITs."""
     try:

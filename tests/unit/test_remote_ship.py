@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd import files
+from ckptd.core.layouts import Role
 from ckptd.core.manifest import Commit, NodeManifest, manifest_key, parse, sha256_of, to_bytes
+from ckptd.core.save import SealedFile
 from ckptd.errors import (
     DamagedError,
     DocumentDamaged,
@@ -361,6 +364,37 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
     assert second.commit.commit.files == 3
     again = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
     assert (again.outcome, again.commit) == ("committed", second.commit)
+
+
+SWAPPED = "offloaded_tensors/rank00/0_28.tensor.swp"
+
+
+@pytest.mark.parametrize("second_swaps", [True, False])
+def test_swapped_tensors_of_two_nodes_under_one_name_are_not_one_save(
+    tmp_path: Path, nas: Path, second_swaps: bool
+) -> None:
+    """With node-local storage DeepSpeed names them by local rank: one's would be taken for the other's."""
+    results = []
+    for rank, name in enumerate(("a", "b")):
+        one = Node(tmp_path / name, name)
+        one.write({MODEL: archive(b"m" * 999), OPTIM.format(d=rank): archive(b"%d" % rank * 999)})
+        save = one.sealed()
+        folder = one.save_dir / one.tag / SWAPPED
+        folder.parent.mkdir(parents=True)
+        if rank == 0 or second_swaps:
+            folder.write_bytes(b"%d" % rank * 400)
+            identity = files.identity_of(folder.stat())
+            row = SealedFile(path=SWAPPED, identity=identity, fingerprint=f"f{rank}", role=Role.SIDE)
+            save = save.model_copy(update={"files": (*save.files, row)})
+        order = one.order(save)
+        if rank == 1 and not second_swaps:
+            empty = order.manifest.model_copy(update={"empty_folders": ("offloaded_tensors/rank00",)})
+            order = order.model_copy(update={"manifest": empty})
+        ground = one.attached(DirectoryStore(str(nas), owner=name))
+        results.append(one.ship(ground, order))
+    assert [result.outcome for result in results] == ["waiting", "conflict"]
+    assert "local rank" in (results[1].reason or "")
+    assert not list((nas / "_ckptd").glob("commits/*"))
 
 
 class ListsLate(MemoryStore):

@@ -323,6 +323,32 @@ def test_no_faster_than_the_job_file_says(scene: RepairScene, monkeypatch: pytes
     assert rates == [1_000_000]
 
 
+def test_an_empty_folder_that_is_lost_here_is_made_again(scene: RepairScene) -> None:
+    """DeepSpeed's NVMe offload loads no save without the folder of a rank that had nothing to swap."""
+    empty = ["offloaded_tensors/rank00", "offloaded_tensors/rank01"]
+
+    def record(document: dict[str, Any]) -> None:
+        document["empty_folders"] = empty
+
+    rewrite(scene, TAG, record)
+    folder = scene.save_dir / TAG
+    (folder / empty[0]).mkdir(parents=True)
+    scene.quiet()
+    before, time_ns = contents(scene.save_dir, scene.nas), folder.stat().st_mtime_ns
+    plan = scene.repair(TAG, targets=["nas"], dry_run=True)
+    assert [(row.key, row.outcome) for row in plan.rows] == [(f"{TAG}/{empty[1]}/", "planned")]
+    assert plan.exit_code() == 65
+    assert not (folder / empty[1]).exists()
+    done = scene.repair(TAG, targets=["nas"])
+    assert [(row.where, row.outcome) for row in done.rows] == [(HERE, "repaired")]
+    assert done.exit_code() == 0
+    assert (folder / empty[1]).is_dir()
+    assert folder.stat().st_mtime_ns == time_ns
+    assert contents(scene.save_dir, scene.nas) == before
+    assert [line["files"] for line in scene.audit()] == [[[f"{TAG}/{empty[1]}/", 0]]]
+    assert scene.repair(TAG, targets=["nas"]).rows == []
+
+
 def test_two_contents_under_one_key(scene: RepairScene) -> None:
     """A manifest that was changed to claim another checkpoint's object: that one is intact and stays."""
 
