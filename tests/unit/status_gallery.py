@@ -77,6 +77,7 @@ def checkpoint(step: int, *, state: str = "committed", ship: str = "", **changes
     return replace(made, **changes)
 
 
+NOT_REACHED = st.RemoteStatus(name="s3", url="s3://bucket/llama", attached=False)
 REMOTE = st.RemoteStatus(
     name="s3",
     url="s3://bucket/llama",
@@ -252,6 +253,9 @@ def documents() -> dict[str, st.Status]:
         ),
         "nothing committed yet": of(
             behind(safe=None, steps_at_risk=4500, seconds_at_risk=None, checkpoints=one)
+        ),
+        "started again, the remote not reached yet": of(
+            job(safe=None, seconds_at_risk=None, checkpoints=(), remotes=(NOT_REACHED,))
         ),
         "behind": of(behind()),
         "behind, the remote is away": of(behind(problems=(UNREACHABLE,))),
