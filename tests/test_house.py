@@ -97,6 +97,16 @@ MAY_REMOVE = {
 """Every module that removes or renames, and why it may."""
 
 
+OPENS_STORES = {
+    "remote/open.py": "defines it",
+    "remote/apart.py": "the process that serves one directory to a command",
+    "remote/service.py": "a remote's own child",
+    "cluster/conversion.py": "its own partial folder, where no remote of ckptd lies",
+    "cluster/work.py": "the partial folder, or the bucket, that a conversion is made in",
+}
+"""Every module that opens a store in its own process, where a call on a dead mount has no end."""
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
@@ -242,6 +252,18 @@ def _is_text_or_data(name: str, node: ast.Call) -> bool:
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         return not (isinstance(owner, ast.Name) and owner.id in ("os", "files", "shutil"))
     return False
+
+
+def test_only_children_touch_a_directory_remote() -> None:
+    """Every other process opens a remote by `open_apart`, whose calls end within a limit (docs/adr/0182)."""
+    found = {
+        name_of(path)
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if (isinstance(node, ast.ImportFrom) and any(name.name == "open_store" for name in node.names))
+        or (isinstance(node, ast.FunctionDef) and node.name == "open_store")
+    }
+    assert found == set(OPENS_STORES)
 
 
 def test_no_training_stack_outside_the_quickstart() -> None:

@@ -244,13 +244,12 @@ def _listed_in(parent: Path, folder: str) -> dict[str, str] | None:
 
     A remote whose documents cannot be read lists nothing: its own COMMITs are what makes it whole (P3).
     """
-    from ckptd.remote.access import Access
-    from ckptd.remote.open import open_store
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.reader import live_commits, manifests_of, read_remote
 
     if not (parent / "_ckptd" / "remote.json").is_file():
         return None
-    store = open_store(str(parent), access=Access())
+    store = open_apart(str(parent), str(parent))
     listed: dict[str, str] = {}
     with contextlib.suppress(CkptdError):
         for view in live_commits(read_remote(store)):

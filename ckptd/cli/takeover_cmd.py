@@ -71,11 +71,11 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
     from ckptd.local.run_file import read_run
     from ckptd.recover.runs import bind
     from ckptd.remote.access import access_of
-    from ckptd.remote.open import open_store
+    from ckptd.remote.apart import open_apart
     from ckptd.remote.runs import newest_run
     from ckptd.remote.takeover import identity_of
 
-    store = open_store(remote.url, access=access_of(remote))
+    store = open_apart(remote.name, remote.url, access_of(remote))
     row, held = newest_run(store), read_run(fd, str(config.save_dir))
     if row is None:
         return

@@ -41,6 +41,7 @@ from ckptd.errors import (
     from_os_error,
 )
 from ckptd.real import opened_real
+from ckptd.remote.apart import open_apart
 from ckptd.remote.fsspec_store import FilesStore
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
@@ -226,7 +227,8 @@ def _failed(task: Task, error: CkptdError) -> Result:
 
 def _opened(job: Job) -> _Ends:
     """Clients of a job's ends; nothing is asked of a server yet."""
-    source = open_store(job.source_url, access=job.source_access) if job.source_url else None
+    url = job.source_url
+    source = open_apart(url, url, job.source_access) if url else None
     target = open_store(
         job.target_url,
         access=job.target_access,

@@ -35,8 +35,8 @@ from ckptd.recover.mirrored import PARALLEL, RemoteSource, make_mirror
 from ckptd.recover.ranged_source import ancestors, is_root, look_at, of_copy
 from ckptd.recover.ranged_upload import target_exists
 from ckptd.remote.access import Access, access_of
+from ckptd.remote.apart import open_apart
 from ckptd.remote.environment import clean_environment
-from ckptd.remote.open import open_store
 from ckptd.spawn import spawn
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _target(url: str, environ: Mapping[str, str]) -> Destination:
     name = url.rpartition("/")[2]
     files.check_relative(name)
     access = access_of(remote_from_arguments(url, environ))
-    return Destination(url=above[0], name=name, access=access, store=open_store(above[0], access=access))
+    return Destination(url=above[0], name=name, access=access, store=open_apart(url, above[0], access))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ckptd.recover.mirrored import RemoteFile
 from ckptd.recover.ranged_reader import RemoteRanges
 from ckptd.recover.ranged_upload import Target, Uploader
 from ckptd.remote.access import Access
-from ckptd.remote.open import open_store
+from ckptd.remote.apart import open_apart
 
 if TYPE_CHECKING:
     import threading
@@ -65,9 +65,8 @@ class RangedExecution(Execution):
         self.links: dict[str, tuple[str, ...]] = {}
         if ends.target_url:
             access = Access(**ends.target_access)
-            store = open_store(
-                ends.target_url, access=access, owner=_owner(ends.target_name), window_bytes=WINDOW_BYTES
-            )
+            url, owner = ends.target_url, _owner(ends.target_name)
+            store = open_apart(url, url, access, owner=owner, window_bytes=WINDOW_BYTES)
             modes = request.file_mode, request.folder_mode
             self.target = Target(store, ends.target_name, mode=modes[0], folder_mode=modes[1])
 
@@ -105,7 +104,8 @@ class RangedExecution(Execution):
         for source in plan.header.sources:
             if source.path not in allowed or source.path not in known:
                 raise SourceChanged(f"the plan names {source.path}, which was not listed")
-        store = open_store(self.ends.source_url, access=Access(**self.ends.source_access))
+        url = self.ends.source_url
+        store = open_apart(url, url, Access(**self.ends.source_access))
         wanted = [known[source.path] for source in plan.header.sources]
         self.remote = RemoteRanges(store, wanted, cache_bytes=CACHE_BYTES, check_stop=self.check_stop)
         return self.remote

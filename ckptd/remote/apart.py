@@ -1,7 +1,8 @@
 """A directory remote, read and written by a process of its own on behalf of a command (docs/adr/0182).
 
 A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
-remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH OWNER`, waits for a
+remote: this store passes each call to a child, `python -m ckptd.remote.apart FD PATH OWNER
+WINDOW_BYTES`, waits for a
 limited time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does
 not end it. Each thread that calls has a socket of its own to the child.
 """
@@ -25,7 +26,7 @@ from ckptd.config_values import shown_remote
 from ckptd.errors import CkptdError, RemoteUnreachable
 from ckptd.remote.access import Access
 from ckptd.remote.environment import clean_environment
-from ckptd.remote.open import directory_path, open_store
+from ckptd.remote.open import WINDOW_BYTES, directory_path, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -37,25 +38,31 @@ _BATCH_SECONDS = 1.0
 _DEFAULT = Access()
 
 
-def open_apart(name: str, url: str, access: Access = _DEFAULT, *, owner: str = "") -> Store:
+def open_apart(
+    name: str, url: str, access: Access = _DEFAULT, *, owner: str = "", window_bytes: int = WINDOW_BYTES
+) -> Store:
     """Return the store of a remote for a command; a directory is served by a process of its own.
 
-    `owner`: the node id whose half uploads and temporaries are meant, where a command removes them.
+    `owner`: the node id whose half uploads and temporaries are meant, where a command removes them;
+    `window_bytes`: as `open_store`.
 
     Raises:
         ConfigError: as `open_store`.
     """
     path = directory_path(url)
     if path is None:
-        return open_store(url, access=access, owner=owner)
-    return ApartStore(name, url, str(path), owner=owner)
+        return open_store(url, access=access, owner=owner, window_bytes=window_bytes)
+    return ApartStore(name, url, str(path), owner=owner, window_bytes=window_bytes)
 
 
 class ApartStore:
     """The `Store` of a directory, each call of which ends within a limit."""
 
-    def __init__(self, name: str, url: str, path: str, *, owner: str = "") -> None:
+    def __init__(
+        self, name: str, url: str, path: str, *, owner: str = "", window_bytes: int = WINDOW_BYTES
+    ) -> None:
         self._shown, self._owner = shown_remote(name, url), owner
+        self._window_bytes = window_bytes
         self._url, self._path = url, path
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -258,7 +265,10 @@ class ApartStore:
         mine, theirs = socket.socketpair()
         with theirs:
             self._child = spawn.spawn(
-                [sys.executable, "-m", "ckptd.remote.apart", str(theirs.fileno()), self._path, self._owner],
+                [
+                    *(sys.executable, "-m", "ckptd.remote.apart", str(theirs.fileno())),
+                    *(self._path, self._owner, str(self._window_bytes)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -319,7 +329,7 @@ def main() -> None:
 
     end_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
-    store = open_store(sys.argv[2], owner=sys.argv[3])
+    store = open_store(sys.argv[2], owner=sys.argv[3], window_bytes=int(sys.argv[4]))
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
