@@ -1,4 +1,4 @@
-"""`python -m tests.model`: every world of the commit protocol, small and large, and of claims of a run; states, and what must not be.
+"""`python -m tests.model`: all worlds of the commit protocol and of claims of a run; states, and violations.
 
 Writes `.build/figures/generations.json`: `runs` are the states that were looked into.
 """
