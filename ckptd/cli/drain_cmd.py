@@ -127,7 +127,7 @@ class Draining:
         ask(one, DRAIN, DrainFile(asked_at_unix_seconds=self._asked_at_unix, seconds=self._seconds))
 
     def _follow(self, live: list[Asked]) -> bool:
-        """Until all are done or the time is over; True: a daemon has gone meanwhile."""
+        """Until all are done, nothing moves or the time is over; True: a daemon has gone meanwhile."""
         import time
 
         from ckptd.cli.asking import POLL_SECONDS
@@ -135,6 +135,7 @@ class Draining:
 
         waiting = list(live)
         while waiting and time.monotonic() < self._end + GRACE_SECONDS:
+            stalled = 0
             for one in list(waiting):
                 drain = self._drain_of(one)
                 if drain and (drain["is_done"] or set(drain["missing"]) <= set(drain["refused"])):
@@ -142,6 +143,9 @@ class Draining:
                 elif one.pid is None or not is_there(one.pid):
                     say(f"{one.name}: its daemon has gone")
                     return True
+                stalled += one in waiting and bool(drain.get("stalled"))
+            if stalled == len(waiting):
+                return False
             time.sleep(POLL_SECONDS)
         return False
 
@@ -160,7 +164,7 @@ class Draining:
 
     def _result(self, jobs: list[Asked]) -> int:
         """In words, and the exit code."""
-        from ckptd.observe.status import all_committed
+        from ckptd.observe.status import all_committed, not_waited_for
 
         code = 0
         for one in jobs:
@@ -175,6 +179,8 @@ class Draining:
                 continue
             job = one.job()
             tell(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
+            if drain.get("stalled"):
+                say(f"{one.name}: {not_waited_for(drain['stalled'])}")
             for line in reasons(job):
                 say(f"{one.name}: {line}")
             is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])

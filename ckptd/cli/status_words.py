@@ -131,7 +131,7 @@ def _committed(job: dict[str, Any], since_seconds: float) -> str:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
         if job["state"] == "waiting" and _is_unprotected(job):
             return "no ZeRO checkpoint is here"
-        return words.get(job["state"]) or _unproved(job) or "nothing is committed yet"
+        return words.get(job["state"]) or _unproved(job) or _unseen(job) or "nothing is committed yet"
     when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
     return f"step {safe['step']} ({safe['tag']}) committed {when}"
 
@@ -147,6 +147,12 @@ def _unproved(job: dict[str, Any]) -> str | None:
         return None
     newest = max(done, key=lambda checkpoint: (checkpoint["branch"] or 0, checkpoint["step"] or 0))
     return f"{newest['tag']} was committed, and a required remote has not been seen to hold it since"
+
+
+def _unseen(job: dict[str, Any]) -> str:
+    """Of remotes that the daemon has not reached since it started nobody knows what they hold."""
+    away = [remote_shown(remote) for remote in job.get("remotes", ()) if not remote["attached"]]
+    return f"what is committed is not known: {', '.join(away)} not attached yet" if away else ""
 
 
 def _risk(job: dict[str, Any], since_seconds: float) -> str:
@@ -169,6 +175,7 @@ def _control(job: dict[str, Any], now: float) -> list[str]:
     elif drain:
         left = datetime.fromisoformat(drain["deadline_at"]).timestamp() - now
         text = f"draining, {ago(left)} left" if left > 0 else "the drain's deadline passed"
+        text += f", no byte moves to {', '.join(drain['stalled'])}" if drain.get("stalled") else ""
         late, word = (drain["late"], "will not make it") if left > 0 else (drain["missing"], "not committed")
         said.append(text + (f", {word}: {', '.join(late)}" if late else ""))
     return said

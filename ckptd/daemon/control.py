@@ -19,9 +19,10 @@ from ckptd.core.backfill import unsent
 from ckptd.core.draining import Drain
 from ckptd.core.lifecycle import State
 from ckptd.core.planner import open_saves
-from ckptd.core.view import ZERO, ShipState
+from ckptd.core.view import SETTLED, ZERO, ShipState
 from ckptd.daemon.linked import linked_here
 from ckptd.daemon.outlook import running_speed
+from ckptd.daemon.standstill import STILL_SECONDS
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
 from ckptd.place import opened_ours
@@ -80,7 +81,9 @@ class _Drain:
     asked_at_unix: float
     deadline_unix: float
     deadline_seconds: float
-    """Monotonic: a clock that jumps moves no deadline."""
+    """Monotonic, as is the next: a clock that jumps moves no deadline."""
+    begun_seconds: float
+    """When this daemon began it."""
 
 
 class Control:
@@ -145,11 +148,12 @@ class Control:
 
     def begin_drain(self, seconds: float, *, passed_seconds: float = 0.0) -> None:
         """From now on, or from `passed_seconds` ago."""
-        asked_at = time.time() - passed_seconds
+        asked_at, now = time.time() - passed_seconds, time.monotonic()
         self._drain = _Drain(
             asked_at_unix=asked_at,
             deadline_unix=asked_at + seconds,
-            deadline_seconds=time.monotonic() + seconds - passed_seconds,
+            deadline_seconds=now + seconds - passed_seconds,
+            begun_seconds=now,
         )
 
     @property
@@ -226,7 +230,13 @@ class Control:
             late=told.late if told is not None else (),
             refused=(*refused, *(linked if is_rest_done else ())),
             unsent=unsent_here(job),
+            stalled=self.stalled([job]),
         )
+
+    def stalled(self, jobs: Sequence[Job]) -> tuple[str, ...]:
+        """Remotes that the drain need not wait for; a remote that was cut just before gets its next try."""
+        is_young = self._drain is None or time.monotonic() - self._drain.begun_seconds < STILL_SECONDS
+        return stalled_drain(jobs) if self.is_draining and not is_young else ()
 
 
 def _newest_seen_at(state: JobState) -> float:
@@ -295,6 +305,37 @@ def _about_to_be_complete(job: Job, state: JobState) -> bool:
         if is_moving and (quiet is None or now - quiet.since_seconds < patience):
             return True
     return False
+
+
+def stalled_drain(jobs: Sequence[Job]) -> tuple[str, ...]:
+    """Remotes that a drain need not wait for: all that is left waits for them, and no byte moves anywhere.
+
+    A hung mount, whose child nothing ends: the machine that is to go would wait for the whole deadline.
+    """
+    found: set[str] = set()
+    for job in jobs:
+        if any(link.is_moving for link in job.links.values()):
+            return ()
+        lacking = _lacking(job)
+        if not all(job.links[name].is_stalled for name in lacking):
+            return ()
+        if not lacking and not is_drained(job) and not refused_here(job):
+            return ()
+        found |= lacking
+    return tuple(sorted(found))
+
+
+def _lacking(job: Job) -> set[str]:
+    """Required remotes, or all where none is, to which a checkpoint that is complete here is still to go."""
+    if job.view is None:
+        return set()
+    counting = [r for r in job.view.remotes if r.is_required and ZERO in r.forms] or job.view.remotes
+    return {
+        remote.name
+        for remote in counting
+        for save in open_saves(job.view)
+        if ZERO in remote.forms and save.ship(remote.name, ZERO).state not in SETTLED
+    }
 
 
 def _speed(job: Job, state: JobState, name: str) -> float | None:

@@ -121,6 +121,11 @@ class RemoteLink:
         return self.is_shipping and self.still_seconds < STILL_SECONDS
 
     @property
+    def stands_still(self) -> bool:
+        """An upload or removal is under way, and no byte of it moves."""
+        return self.is_shipping and not self.is_moving
+
+    @property
     def is_stalled(self) -> bool:
         """An upload was cut since no byte moved; nothing is durable since then, and nothing moves now."""
         return self._standstill.is_cut and not self.is_moving

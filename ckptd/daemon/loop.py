@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from ckptd.config_places import this_node
 from ckptd.daemon.beating import say_ended
 from ckptd.daemon.checks import exit_code, is_idle
-from ckptd.daemon.control import drain_code, drained_words, is_drained, missing_after, refused_here
+from ckptd.daemon.control import (
+    drain_code,
+    drained_words,
+    is_drained,
+    missing_after,
+    refused_here,
+    stalled_drain,
+)
 from ckptd.daemon.exporter import Exporter
 from ckptd.daemon.job import Job
 from ckptd.daemon.memory import give_back, keep_small
@@ -27,12 +34,12 @@ from ckptd.daemon.reload import changes
 from ckptd.daemon.service import Service
 from ckptd.daemon.setup import await_matches, may_open_now
 from ckptd.daemon.standstill import STILL_SECONDS
-from ckptd.daemon.stuck import stalled_drain
 from ckptd.daemon.totals import Totals
 from ckptd.daemon.workers import Workers
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
 from ckptd.local.state_dir import state_dir_of
 from ckptd.observe.logs import about
+from ckptd.observe.status import not_waited_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -293,8 +300,7 @@ class Daemon:
             log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
             return True
         if self._drained_for(now) >= STILL_SECONDS and (stalled := stalled_drain(self.jobs)):
-            text = "no byte moves to %s, nor anywhere else: not waited for; not committed: %s"
-            log.warning(text, ", ".join(stalled), ", ".join(sorted(left)))
+            log.warning("%s; not committed: %s", not_waited_for(stalled), ", ".join(sorted(left)))
             return True
         if self._deadline is not None and now >= self._deadline:
             log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or _UNSEALED)

@@ -64,7 +64,9 @@ def job_status(job: Job) -> st.JobStatus:
         return st.JobStatus(**base, state=state)  # type: ignore[arg-type]
     commit, newest = newest_safe(job.view), newest_save(job.view)
     at_risk = exposed(job.view, commit)
-    if at_risk is not None and state == "ok" and is_idle(job):
+    # what stands still is only a note, for a flush may last so long: it calls nobody, but all is not well
+    is_waiting = is_idle(job) or any(p.code == "transfer-stalled" for p in job.problems.all())
+    if at_risk is not None and state == "ok" and is_waiting:
         state = "behind"
     told = outlook(job, job.state)
     return st.JobStatus(
@@ -251,7 +253,14 @@ def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: 
         remotes[remote.name] = {
             form: st.FormStatus(state="none")
             if is_left and (remote.name, form) not in records
-            else _form(state, row, records.get((remote.name, form)), (row.id, remote.name, form), times)
+            else _form(
+                state,
+                row,
+                records.get((remote.name, form)),
+                (row.id, remote.name, form),
+                times,
+                stands_still=job.links[remote.name].stands_still,
+            )
             for form in remote.forms
         }
     required = [r.name for r in job.view.remotes if r.is_required]
@@ -303,7 +312,13 @@ def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
 
 
 def _form(
-    state: JobState, row: SaveRow, record: ShipRecord | None, key: ShipKey, times: ShipTimes
+    state: JobState,
+    row: SaveRow,
+    record: ShipRecord | None,
+    key: ShipKey,
+    times: ShipTimes,
+    *,
+    stands_still: bool,
 ) -> st.FormStatus:
     if record is None:
         is_here = row.state == "present" or row.held
@@ -311,7 +326,7 @@ def _form(
         return st.FormStatus(state="waiting" if ready else "none")
     moving = state.moving.get(key)
     eta = None
-    if moving and moving.done_bytes > moving.start_bytes:
+    if moving and moving.done_bytes > moving.start_bytes and not stands_still:
         speed = (moving.done_bytes - moving.start_bytes) / max(
             1e-3, time.monotonic() - moving.started_seconds
         )

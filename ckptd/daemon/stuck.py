@@ -9,16 +9,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ckptd.core.planner import open_saves
 from ckptd.core.view import SETTLED, ZERO, ShipState
-from ckptd.daemon.control import is_drained, refused_here
 from ckptd.daemon.orders import hold_name
 from ckptd.daemon.standstill import NEXT_STEP, STILL_SECONDS
 from ckptd.daemon.unfinished import is_proven_damaged, removal_of_hold, way_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ckptd.config_model import RemoteConfig
     from ckptd.core.rows import SaveRow
     from ckptd.core.view import ShipRecord
@@ -154,39 +150,9 @@ def _see_still(job: Job) -> None:
     cut = {problem.about for problem in job.problems.all() if problem.code == "transfer-stalled"}
     for link in job.links.values():
         if link.name not in cut and (seconds := link.still_seconds) >= STILL_SECONDS:
-            text = f"{link.name}: no byte has moved for {seconds // 10 * 10:.0f} s"
+            waits = f"has not answered for {seconds // 10 * 10:.0f} s"
+            text = f"remote {link.name} {waits}: no byte of what is under way has moved"
             job.problems.see("transfer-stalled", f"{link.name} (under way)", text, NEXT_STEP, severity="note")
-
-
-def stalled_drain(jobs: Sequence[Job]) -> tuple[str, ...]:
-    """Remotes that a drain need not wait for: all that is left waits for them, and no byte moves anywhere.
-
-    A hung mount, whose child nothing ends: the machine that is to go would wait for the whole deadline.
-    """
-    found: set[str] = set()
-    for job in jobs:
-        if any(link.is_moving for link in job.links.values()):
-            return ()
-        lacking = _lacking(job)
-        if not all(job.links[name].is_stalled for name in lacking):
-            return ()
-        if not lacking and not is_drained(job) and not refused_here(job):
-            return ()
-        found |= lacking
-    return tuple(sorted(found))
-
-
-def _lacking(job: Job) -> set[str]:
-    """Required remotes, or all where none is, to which a checkpoint that is complete here is still to go."""
-    if job.view is None:
-        return set()
-    counting = [r for r in job.view.remotes if r.is_required and ZERO in r.forms] or job.view.remotes
-    return {
-        remote.name
-        for remote in counting
-        for save in open_saves(job.view)
-        if ZERO in remote.forms and save.ship(remote.name, ZERO).state not in SETTLED
-    }
 
 
 def _forget_stalls(job: Job, state: JobState) -> None:

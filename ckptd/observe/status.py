@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SCHEMA_VERSION = 1
 FILE_NAME = "status.json"
@@ -189,6 +192,8 @@ class DrainStatus:
     """Of those, what cannot be committed as it is: a person is needed."""
     unsent: tuple[str, ...] = ()
     """Found at the first start and left to `ckptd adopt` (backfill): neither missing nor committed."""
+    stalled: tuple[str, ...] = ()
+    """Remotes on which nothing moves and that all which is missing waits for: `ckptd drain` gives them up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +251,11 @@ def all_committed(unsent: int) -> str:
     """What a drain that is done says; `unsent`: how many `backfill` leaves out."""
     text = "all that is complete here is committed"
     return f"{text}, but for {unsent} found at the first start (not sent: backfill)" if unsent else text
+
+
+def not_waited_for(stalled: Sequence[str]) -> str:
+    """What a drain says that gives up remotes on which nothing moves."""
+    return f"no byte moves to {', '.join(stalled)}, nor anywhere else: not waited for"
 
 
 def rfc3339(unix_seconds: float) -> str:

@@ -209,6 +209,21 @@ def test_a_daemon_that_stands_still_is_started_anew(machine: Booted) -> None:
     more.unlink()
 
 
+def test_children_end_with_a_daemon_that_is_killed(machine: Booted) -> None:
+    """systemd signals the daemon alone, so that a child that hangs in the kernel does not fail a stop."""
+    before = machine.show(SERVICE, "MainPID")
+
+    def children() -> list[str]:
+        return machine.run("pgrep", "-P", before).stdout.split()
+
+    machine.wait("the remote's process", children)
+    known = children()
+    assert machine.run("kill", "-KILL", before).returncode == 0
+    machine.wait("their end", lambda: not any(machine.inside(f"/proc/{pid}").exists() for pid in known), 30)
+    machine.wait("a new one", lambda: machine.show(SERVICE, "MainPID") not in ("0", before))
+    machine.wait("it is up", lambda: machine.show(SERVICE, "ActiveState") == "active")
+
+
 def test_a_wrong_configuration_is_not_started_again_and_again(machine: Booted) -> None:
     place = machine.inside(f"/etc/ckptd/{USER}/ckptd.toml")
     place.write_text('memory_budgt = "1GiB"\n')

@@ -77,6 +77,7 @@ def checkpoint(step: int, *, state: str = "committed", ship: str = "", **changes
     return replace(made, **changes)
 
 
+NOT_REACHED = st.RemoteStatus(name="s3", url="s3://bucket/llama", attached=False)
 REMOTE = st.RemoteStatus(
     name="s3",
     url="s3://bucket/llama",
@@ -183,7 +184,12 @@ PAUSED = st.PauseStatus(since=before(3600), by="alice")
 
 
 def _drain(
-    *, is_done: bool, left: float = 75.0, late: tuple[str, ...] = (), unsent: tuple[str, ...] = ()
+    *,
+    is_done: bool,
+    left: float = 75.0,
+    late: tuple[str, ...] = (),
+    unsent: tuple[str, ...] = (),
+    stalled: tuple[str, ...] = (),
 ) -> st.DrainStatus:
     missing = () if is_done else ("global_step4500",)
     return st.DrainStatus(
@@ -193,6 +199,7 @@ def _drain(
         missing=missing,
         late=late,
         unsent=unsent,
+        stalled=stalled,
     )
 
 
@@ -247,6 +254,9 @@ def documents() -> dict[str, st.Status]:
         "nothing committed yet": of(
             behind(safe=None, steps_at_risk=4500, seconds_at_risk=None, checkpoints=one)
         ),
+        "started again, the remote not reached yet": of(
+            job(safe=None, seconds_at_risk=None, checkpoints=(), remotes=(NOT_REACHED,))
+        ),
         "behind": of(behind()),
         "behind, the remote is away": of(behind(problems=(UNREACHABLE,))),
         "the remote is away, and what it held is not proved": of(replace(forgetful, state="behind")),
@@ -256,6 +266,7 @@ def documents() -> dict[str, st.Status]:
         "paused": of(behind(state="paused", paused=PAUSED)),
         "draining": of(behind(drain=_drain(is_done=False))),
         "draining, and too slow": of(behind(drain=_drain(is_done=False, late=("global_step4500",)))),
+        "draining, and nothing moves": of(behind(drain=_drain(is_done=False, stalled=("s3",)))),
         "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
         "beside a save": of(behind(making_way=True)),
         "drained": of(job(drain=_drain(is_done=True))),

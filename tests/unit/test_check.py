@@ -478,6 +478,7 @@ def test_the_unit() -> None:
     assert "--config-dir ${CKPTD_CONFIG_DIR} " in service["ExecStart"]
     assert service["RestartPreventExitStatus"] == "2 75 77 78"
     assert service["SuccessExitStatus"] == "3", "a drain that ran out of time is no failed unit"
+    assert service["KillMode"] == "process", "a stop does not wait for a child that hangs in the kernel"
     assert service["ExecReload"].endswith("ckptd reload")
     assert service["Environment"] == "CKPTD_CONFIG_DIR=/etc/ckptd/%i"
     assert service["StateDirectory"] == "ckptd/%i"

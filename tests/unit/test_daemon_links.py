@@ -195,9 +195,12 @@ def test_after_a_cut_it_counts_as_stalled_until_bytes_move_again(tmp_path: Path)
     scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
     scene.line.idle = 61.0
     assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, False, 61.0)
+    still = [scene.link.stands_still]
     scene.link.turn(1e6)
     scene.answer(UNREACHABLE, order)
     assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, True, 0.0)
+    still.append(scene.link.stands_still)
+    assert still == [True, False], "nothing is under way"
     scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
     scene.line.idle = 1.0
     assert (scene.link.is_moving, scene.link.is_stalled) == (True, False)

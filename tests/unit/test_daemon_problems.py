@@ -19,11 +19,12 @@ from ckptd.core.manifest import Tombstone
 from ckptd.core.retention import RetentionPolicy
 from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon import problems as of_problems
+from ckptd.daemon.control import Control, stalled_drain
 from ckptd.daemon.holds import forget_lost_holds
 from ckptd.daemon.problems import CODES, HEALS_SECONDS, Problems
 from ckptd.daemon.refusals import Stays
 from ckptd.daemon.state import JobState
-from ckptd.daemon.stuck import see_stuck, stalled_drain
+from ckptd.daemon.stuck import see_stuck
 from ckptd.daemon.unfinished import unfinished, way_out
 from ckptd.errors import NotPermitted
 from ckptd.journal import Journal
@@ -371,7 +372,8 @@ def test_an_upload_that_stands_still_is_said_before_it_is_cut(house: House) -> N
         house.link.still_seconds = seconds
         said += [text.partition(";")[0] for text in house.told().values()]
         assert all(problem.severity == "note" for problem in house.problems.all())
-    assert said == ["nas: no byte has moved for 10 s", "nas: no byte has moved for 40 s"]
+    still = "no byte of what is under way has moved"
+    assert said == [f"remote nas has not answered for {seconds} s: {still}" for seconds in (10, 40)]
     house.link.still_seconds, house.link.is_shipping = 47.0, True
     house.problems.put("transfer-stalled", "nas", "nas: cut", "wait")
     assert list(house.told().values()) == ["nas: cut; wait"]
@@ -403,6 +405,22 @@ def test_a_drain_waits_for_no_remote_on_which_nothing_moves() -> None:
     assert stalled_drain([done]) == (), "nothing is left at all"
     done.needs_turn = True
     assert stalled_drain([drains(), done]) == (), "a save may be about to be complete"
+
+
+def test_a_drain_that_was_asked_for_says_what_it_need_not_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once: a remote that was cut just before gets its next try. Nor after the deadline."""
+    now = [100.0]
+    monkeypatch.setattr("ckptd.daemon.control.time.monotonic", lambda: now[0])
+    control = Control()
+    assert control.stalled([drains()]) == ()
+    control.begin_drain(120.0)
+    told = []
+    for seconds in (9.0, 10.0, 119.0, 121.0):
+        now[0] = 100.0 + seconds
+        told.append(control.stalled([drains()]))
+    assert told == [(), ("nas",), ("nas",), ()]
+    now[0] = 150.0
+    assert control.stalled([drains(is_moving=True)]) == ()
 
 
 def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: House, tmp_path: Path) -> None:
