@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptd.config import config_digest
 from ckptd.config_places import this_node
 from ckptd.daemon.acting import Actor
-from ckptd.daemon.beating import nodes_of
+from ckptd.daemon.beating import heartbeat_of, nodes_of
 from ckptd.daemon.beginning import FirstLook
 from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
 from ckptd.daemon.chores import Chores
@@ -188,7 +188,9 @@ class Job:
         self.nodes = nodes_of(self, state, node_id)
         self.intake.spread = self.nodes.spread
         ours = (self.node, node_id)
-        self.runs = self.knowledge.runs = Runs(self.config, state, self.links, save_dir_fd, ours, self.wake)
+        self.runs = self.knowledge.runs = Runs(
+            self.config, state, self.links, save_dir_fd, ours, lambda: heartbeat_of(self, node_id), self.wake
+        )
         self.nodes.on_sharers = self.runs.sharers.__setitem__
         self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
         return state

@@ -92,7 +92,7 @@ class Nodes:
             if link.attached is None or link.beat_order is not None or link.settings.job_id is None:
                 continue
             is_due = now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
-            if is_due and _takes_beats(link):
+            if is_due and takes_beats(link):
                 self._beat_at[name] = now_seconds
                 heartbeat = self._heartbeat().model_copy(update={"job_id": link.settings.job_id})
                 self._send(name, link, heartbeat)
@@ -102,7 +102,7 @@ class Nodes:
     def say_ended(self) -> None:
         """The last heartbeat, where one can be written; no lease is asked for any more."""
         for link in self._links.values():
-            if link.attached is not None and link.settings.job_id is not None and _takes_beats(link):
+            if link.attached is not None and link.settings.job_id is not None and takes_beats(link):
                 last = {"job_id": link.settings.job_id, "ended": True}
                 beat = m.Beat(heartbeat=self._heartbeat().model_copy(update=last), node=link.settings.node)
                 link.beat_order = link.order(beat, lambda _: None)
@@ -255,5 +255,6 @@ class Nodes:
         return tuple(sorted(found))
 
 
-def _takes_beats(link: RemoteLink) -> bool:
+def takes_beats(link: RemoteLink) -> bool:
+    """Whether heartbeats are written to a remote."""
     return not link.settings.url.startswith(NO_BEAT)

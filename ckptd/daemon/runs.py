@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.config_quantities import show_bytes
+from ckptd.core.heartbeat import DEAD_SECONDS
 from ckptd.core.lifecycle import State
 from ckptd.core.runs import Claim, Part, Place, RunFile, RunSeen, run_of, short
 from ckptd.core.topology import cells_of
 from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.daemon.nodes import takes_beats
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.seen import committed_shards
 from ckptd.local.run_file import host_name, read_run, run_file, user_name, write_run
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.config_model import JobConfig
-    from ckptd.core.heartbeat import SeenNode
+    from ckptd.core.heartbeat import Heartbeat, SeenNode
     from ckptd.core.lifecycle import Verdict
     from ckptd.core.listing import FolderListing
     from ckptd.core.runs import How
@@ -54,9 +56,11 @@ class Runs:
         links: Mapping[str, RemoteLink],
         save_dir_fd: int,
         node: tuple[str, str],
+        heartbeat: Callable[[], Heartbeat],
         wake: Callable[[], None],
     ) -> None:
         self._config = config
+        self._heartbeat = heartbeat
         self._state = state
         self._links = links
         self._fd = save_dir_fd
@@ -227,7 +231,9 @@ class Runs:
         remote_id = link.settings.remote_id or ""
         self._asked_at[name] = time.monotonic()
         self._is_asking.add(name)
-        link.order(m.ClaimRun(claim=self._claim(remote_id)), lambda answer: self._heard(name, link, answer))
+        beat = self._heartbeat() if takes_beats(link) else None
+        order = m.ClaimRun(claim=self._claim(remote_id), heartbeat=beat)
+        link.order(order, lambda answer: self._heard(name, link, answer))
 
     def _claim(self, remote_id: str) -> Claim:
         file = self._file
@@ -297,6 +303,11 @@ class Runs:
         what = "nothing of this one is sent there" if is_refused else "nothing of that one is sent there"
         text = f"{others[0]}{more} saves another run to {name} under the name {self._config.name}: {what}"
         step = 'name one of the two runs apart: name = "…" in its job file, and a url of its own'
+        if is_refused and not self._part().is_whole:
+            step += (
+                f"; a node that stands in for a dead one of this run is let in after {command_for(self._config, 'resume')}"
+                f", or once the dead one has been silent for {DEAD_SECONDS / 60:.0f} min"
+            )
         see.see("run-shared", name, text, step, severity="attention" if is_refused else "note")
 
     def _other_runs(self, name: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Two remotes of a job that are one directory are one copy, not two (P1, P2; docs/adr/0166).
+"""Two remotes of a job that are one directory or one bucket are one copy, not two (P1, P2; docs/adr/0166).
 
-A copy of a remote keeps its identity, and so does a second mount of it; which of the two it is, the device
-and inode of the root tell, as each remote's own child sees them.
+A copy of a remote keeps its identity, and so does a second mount or URL of it; which of the two it is, the
+device and inode of the root tell, or when the identity of a bucket was created, as its own child sees it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def _verdict(
         words = one_place(mine, other, theirs) if is_earlier else one_place(theirs, name, mine)
         return RemoteNotOurs(words, hint=NEXT_STEP)
     is_alike = journal.meta(f"remote_id:{other}") == answer.identity.remote_id
-    if not is_earlier or not is_alike or answer.place is None or directory_path(theirs) is None:
+    if not is_earlier or not is_alike or answer.place is None:
+        return None
+    if directory_path(mine) is None or directory_path(theirs) is None:
         return None
     # devices are numbered anew by each boot, inodes are not
     known = journal.meta(f"place:{other}")

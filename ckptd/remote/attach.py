@@ -37,6 +37,7 @@ _NEW_PLACE = (
     "write that url again; a new, empty place that is meant needs another name: `name` in the job file, "
     "CKPTD_REMOTE_NAME without one"
 )
+_OBJECT_STORES = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
 
 
 def attach(store: Store, settings: RemoteSettings) -> Attached:
@@ -72,7 +73,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         abilities=_abilities(store, settings, found),
         initialised=initialised,
         free_bytes=store.free_bytes(),
-        place=None if path is None else _place_of(path),
+        place=_bucket_of(store, settings.url) if path is None else _place_of(path),
         living=_living(store, settings, is_first=settings.job_id is None and not initialised),
         newest=newest_run(store) if settings.asks_who_lives else None,
     )
@@ -109,6 +110,16 @@ def _place_of(root: Path) -> str:
     except OSError as error:
         raise from_os_error(error, f"looking at {root}") from error
     return f"{status.st_dev}:{status.st_ino}.{mark.st_ctime_ns}"
+
+
+def _bucket_of(store: Store, url: str) -> str | None:
+    """Alike for all URLs and endpoints of a bucket and prefix: when its identity was created, by its service.
+
+    Who copies a bucket creates that object anew; a replica that the service keeps has its time, and what is
+    removed from the one goes from the other. None: this kind of store tells times that a copy may have, too.
+    """
+    info = store.stat(IDENTITY_KEY) if url.startswith(_OBJECT_STORES) else None
+    return f"object:{info.mtime_ns}" if info is not None and info.mtime_ns else None
 
 
 def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:

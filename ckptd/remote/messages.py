@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from ckptd.core.decision import Decision
+from ckptd.core.heartbeat import Heartbeat
 from ckptd.core.identity import FileIdentity, Model
 from ckptd.core.layouts import NamedShard, Role, ShardKey
 from ckptd.core.manifest import Headstone, NodeManifest, Proof, RemoteIdentity, Tombstone
@@ -155,6 +156,8 @@ class ClaimRun(Model):
 
     op: Literal["claim"] = "claim"
     claim: Claim
+    heartbeat: Heartbeat | None = None
+    """Written before the row, with the run that the row names; None: the remote takes none."""
 
 
 class Claimed(Model):

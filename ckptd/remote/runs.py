@@ -15,6 +15,8 @@ from ckptd.remote.living import present_seconds
 from ckptd.remote.shared import newest_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckptd.core.runs import Claim
     from ckptd.remote.store import Store
 
@@ -37,20 +39,31 @@ def read_runs(store: Store, cache: DocumentCache | None = None) -> tuple[Row, ..
     return tuple(sorted(found, key=lambda row: row.number))
 
 
-def claim_run(store: Store, claim: Claim, job_id: str) -> RunSeen:
+def claim_run(
+    store: Store, claim: Claim, job_id: str, beat: Callable[[str], None] = lambda _run_id: None
+) -> RunSeen:
     """Say that a place goes on with a run there, unless another one that lives does.
 
-    Of two that say so at once one creates the row; the other reads it and is judged again.
+    Of two that say so at once one creates the row; the other reads it and is judged again. Who adds no row is
+    judged again after its heartbeat, so that of two with one rank not both join. `beat` writes the
+    place's heartbeat with a run id: before the row, so that whoever reads a row finds that its place lives.
 
     Raises:
         RemoteError: the places do not come to an end.
     """
+    said: str | None = None
     for _ in range(_TRIES):
         number, row = newest_row(store, RUNS, Row)
         row = row.model_copy(update={"number": number}) if row is not None else None
         seen = Heartbeats(store).everyone(present_seconds(store)) if row is not None else ()
         is_virgin = row is None and next(iter(store.list(f"{ROOT}/commits/")), None) is None
         decision = judge(claim, row, seen, job_id=job_id, is_virgin=is_virgin)
+        run_id = claim.run_id if decision.others else decision.run_id
+        if said != run_id and not (decision.others and said is None):
+            beat(run_id)
+            said = run_id
+            if not decision.others and not decision.appends:
+                continue  # two that join at once with one rank each find the other's word now
         if decision.others or not decision.appends:
             return RunSeen(run_id=decision.run_id, number=number, others=decision.others)
         made = row_of(claim, job_id, decision.run_id, number + 1)

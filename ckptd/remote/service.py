@@ -94,6 +94,7 @@ class Service:
         self._documents = DocumentCache()
         self._observed: Observation | None = None
         self._beats: Heartbeats | None = None
+        self._claimed: dict[str, str] = {}  # the run of a claim → the run under which it was accepted
         self._is_tidied = False
 
     def expect(self, settings: RemoteSettings) -> None:
@@ -139,7 +140,7 @@ class Service:
             return confirm(ground.store, order.commits, ground.identity)
         if isinstance(order, ClaimRun):
             still_ours(ground.store, ground.identity)
-            return Claimed(run=claim_run(ground.store, order.claim, ground.identity.job_id))
+            return self._claim(ground, order)
         if isinstance(order, Beat):
             return self._beat(found, order)
         if isinstance(order, ShipOrder):
@@ -166,13 +167,28 @@ class Service:
                 point(ground.store, self._documents)
         return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
 
+    def _claim(self, ground: Ground, order: ClaimRun) -> Claimed:
+        def beat(run_id: str) -> None:
+            self._claimed[order.claim.run_id] = run_id
+            if order.heartbeat is not None:
+                said = {"run_id": run_id, "job_id": ground.identity.job_id}
+                self._heartbeats(ground).put(order.heartbeat.model_copy(update=said))
+
+        return Claimed(run=claim_run(ground.store, order.claim, ground.identity.job_id, beat))
+
+    def _heartbeats(self, ground: Ground) -> Heartbeats:
+        if self._beats is None or self._beats.store is not ground.store:
+            self._beats = Heartbeats(ground.store)
+        return self._beats
+
     def _beat(self, ground: Ground, order: Beat) -> Beats:
         """Write ours and look at the others'."""
         still_ours(ground.store, ground.identity)
-        if self._beats is None or self._beats.store is not ground.store:
-            self._beats = Heartbeats(ground.store)
-        if order.heartbeat is not None:
-            self._beats.put(order.heartbeat)
+        self._beats = self._heartbeats(ground)
+        if (said := order.heartbeat) is not None:
+            # one that was ordered before the daemon heard of its claim tells of no other run
+            run_id = self._claimed.get(said.run_id or "", said.run_id)
+            self._beats.put(said.model_copy(update={"run_id": run_id}))
         nodes = self._beats.others(order.node, reads_all=order.reads_all)
         lease, beat = None, order.heartbeat
         if order.takeover_seconds is not None and beat is not None:

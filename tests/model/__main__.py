@@ -1,4 +1,4 @@
-"""`python -m tests.model`: every world of the commit protocol, small and large; states, and what must not be.
+"""`python -m tests.model`: all worlds of the commit protocol and of claims of a run; states, and violations.
 
 Writes `.build/figures/generations.json`: `runs` are the states that were looked into.
 """
@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.figures import commit_now
+from tests.model import test_claims
 from tests.model.explorer import Violation
 from tests.model.test_commit_protocol import FULL, QUICK, explore
 
@@ -25,6 +26,13 @@ def main() -> int:
         print(f"\n{name}", end="", flush=True)
         try:
             states += explore(world, is_pointing=is_pointing)
+        except Violation as violation:
+            violations += 1
+            print(f"\n{violation}")
+    for name, claims in test_claims.WORLDS.items():
+        print(f"\n{name}", end="", flush=True)
+        try:
+            states += test_claims.explore(claims)
         except Violation as violation:
             violations += 1
             print(f"\n{violation}")

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,10 @@ import pytest
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable
 from ckptd.remote import s3_client
 from ckptd.remote.access import Access
+from ckptd.remote.attach import attach
 from ckptd.remote.checksums import crc64
+from ckptd.remote.messages import Attached, RemoteSettings
+from ckptd.remote.one_place import are_one
 from ckptd.remote.open import open_store
 from ckptd.remote.s3 import S3Store
 from tests.stores import servers
@@ -82,6 +86,28 @@ def test_encryption_class_and_tags_reach_every_object(moto: servers.Server) -> N
         assert (head["ServerSideEncryption"], head["SSEKMSKeyId"]) == ("aws:kms", "alias/ckpt"), key
         assert head["Tags"] == dict(tags), key
         assert head.get("StorageClass", "STANDARD") == ("STANDARD_IA" if key[:2] == "t/" else "STANDARD"), key
+
+
+def test_one_bucket_by_two_endpoints_is_one_place_and_a_copy_of_it_another(moto: servers.Server) -> None:
+    """The limit of one remote would empty the other, and local checkpoints go since "both" hold them."""
+    alias = moto.endpoint.replace("127.0.0.1", "localhost")
+    assert alias != moto.endpoint
+    first, copy = store_at(moto.endpoint), store_at(moto.endpoint)
+
+    def attached(store: S3Store, url: str) -> Attached:
+        who = {"job": "job", "save_dir": "/run", "node": "n0", "node_id": "id-n0"}
+        return attach(store, RemoteSettings.model_validate({"name": "s3", "url": url, **who}))
+
+    mine = attached(first, first.url)
+    assert are_one(mine, attached(first, f"{first.url}/"))
+    prefix = first.url.rpartition("/")[2]
+    assert are_one(mine, attached(store_at(alias, prefix), first.url))
+    time.sleep(1.1)  # the service tells whole seconds
+    for info in list(first.list("_ckptd/remote.json")):
+        copy.put(info.key, first.get(info.key) or b"")
+    other = attached(copy, copy.url)
+    assert other.identity == mine.identity
+    assert not are_one(mine, other)
 
 
 def test_without_options_nothing_is_asked_for(moto: servers.Server) -> None:

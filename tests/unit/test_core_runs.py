@@ -13,9 +13,12 @@ from ckptd.core.heartbeat import Heartbeat, SeenNode
 from ckptd.core.manifest import RemoteIdentity, to_bytes
 from ckptd.core.runs import Claim, Decision, Row, RunFile, judge, run_of
 from ckptd.local.run_file import read_run, run_file, write_run
+from ckptd.remote import messages as m
 from ckptd.remote.directory import DirectoryStore
 from ckptd.remote.heartbeats import Heartbeats
+from ckptd.remote.messages import RemoteSettings
 from ckptd.remote.runs import claim_run, newest_run, read_runs
+from ckptd.remote.service import Service
 
 A: dict[str, Any] = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}
 B: dict[str, Any] = {"node": "b", "node_id": "idb", "host": "hb", "user": "bob", "save_dir": "/b/output"}
@@ -151,6 +154,24 @@ def test_of_two_that_begin_in_a_fresh_remote_one_has_it(store: DirectoryStore) -
     assert newest is not None
     assert (newest.number, newest.run_id, newest.words) == (2, "r2", "bob@hb:/b/output")
     assert claim_run(store, claim("r2"), "j").number == 2, "said again, nothing is added"
+
+
+def test_who_claims_lives_for_the_next_that_reads_its_row(store: DirectoryStore) -> None:
+    """Its last heartbeat told the run of its directory, and the next was due a minute later."""
+    answers: list[m.Answer] = []
+    service = Service(lambda _order_id, answer: answers.append(answer), window_bytes=1 << 20)
+    settings = RemoteSettings(name="nas", url=store.url, job="output", save_dir="/a/output", node="a",
+                              node_id="ida", same_filesystem=True, job_id="j", remote_id="r")  # fmt: skip
+    service.expect(settings)
+    service.carry_out(1, m.Attach(settings=settings))
+    said = beat("x").heartbeat
+    service.carry_out(2, m.Beat(heartbeat=said, node="a"))
+    service.carry_out(3, m.ClaimRun(claim=Claim(**A, run_id="x", is_new=True), heartbeat=said))
+    # one that was ordered before the answer was heard tells nothing older
+    service.carry_out(4, m.Beat(heartbeat=said, node="a"))
+    claimed = next(answer for answer in answers if isinstance(answer, m.Claimed))
+    assert (claimed.run.run_id, claimed.run.number) == ("j", 1)
+    assert claim_run(store, claim(is_new=True), "j").others
 
 
 def test_two_daemons_of_one_node_name_do_not_write_over_each_others_heartbeat(store: DirectoryStore) -> None:

@@ -78,6 +78,19 @@ def two(tmp_path: Path) -> Iterator[Two]:
     one.journal.close()
 
 
+def test_of_two_urls_of_one_bucket_the_second_is_not_attached(two: Two) -> None:
+    for name, url in (("nas", "s3://b/p"), ("b", "s3://b/p/")):
+        two.links[name].settings = two.links[name].settings.model_copy(update={"url": url})
+    assert two.hears("nas", "object:17")
+    assert not two.hears("b", "object:17")
+    assert "same bucket and prefix as remote nas" in two.problem("b").text
+    two.again()
+    assert two.hears("b", "object:17"), "the first may be a copy, and is asked for nothing meanwhile"
+    assert two.hears("nas", "object:17")
+    assert two.links["b"].attached is None
+    assert two.hears("b", "object:18"), "a copy of the bucket"
+
+
 def test_the_second_of_two_that_are_one_is_not_attached(two: Two) -> None:
     assert two.hears("nas", "1:7")
     assert not two.hears("b", "1:7")
