@@ -304,9 +304,10 @@ class Runs:
         text = f"{others[0]}{more} saves another run to {name} under the name {self._config.name}: {what}"
         step = 'name one of the two runs apart: name = "…" in its job file, and a url of its own'
         if is_refused and not self._part().is_whole:
+            resume = command_for(self._config, "resume")
+            minutes = f"{DEAD_SECONDS / 60:.0f} min"
             step += (
-                f"; a node that stands in for a dead one of this run is let in after {command_for(self._config, 'resume')}"
-                f", or once the dead one has been silent for {DEAD_SECONDS / 60:.0f} min"
+                f"; a node that replaces a dead one of this run: {resume}, or wait {minutes} after its end"
             )
         see.see("run-shared", name, text, step, severity="attention" if is_refused else "note")
 
