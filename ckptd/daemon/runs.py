@@ -295,7 +295,16 @@ class Runs:
                 self._see_shared(see, name, [other.words for other in link.others], is_refused=True)
             elif others := self._other_runs(name):
                 self._see_shared(see, name, others, is_refused=False)
+            if self._are_siblings(name, link):
+                # at the first start here that was not known of the others
+                see.clear("name-shared", name)
             self._see_left(see, name, link)
+
+    def _are_siblings(self, name: str, link: RemoteLink) -> bool:
+        """Whether all who live there besides this place are of its run, which it may go on with."""
+        beats = [seen.heartbeat for seen in self.sharers.get(name, ()) if not seen.is_dead]
+        runs = {beat.run_id for beat in beats if beat is not None}
+        return link.is_claimed and len(beats) > 0 and None not in beats and runs == {self.run_id}
 
     def _see_shared(self, see: Problems, name: str, others: Sequence[str], *, is_refused: bool) -> None:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
