@@ -15,6 +15,7 @@ from ckptd.core.manifest import RemoteIdentity, to_bytes
 from ckptd.core.runs import Claim, Decision, Row, RunFile, judge, run_of
 from ckptd.daemon.problems import Problems
 from ckptd.daemon.runs import Runs
+from ckptd.daemon.setup import node_id_of
 from ckptd.local.run_file import read_run, run_file, write_run
 from ckptd.remote import messages as m
 from ckptd.remote.directory import DirectoryStore
@@ -227,6 +228,17 @@ def test_who_told_of_another_run_is_read_again(store: DirectoryStore) -> None:
     Heartbeats(store).put(first.model_copy(update={"run_id": "j"}))
     os.utime(Path(store.url) / "_ckptd/heartbeats/a.json", (9, 9))
     assert [seen.heartbeat and seen.heartbeat.run_id for seen in ours.elsewhere(second)] == ["j"]
+
+
+def test_a_copy_of_the_state_has_a_node_id_of_its_own(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    first = node_id_of(state)
+    assert node_id_of(state, 7) == first, "of a release that noted no directory"
+    assert node_id_of(state, 7) == first, "moved on one file system, it is the same"
+    copied = node_id_of(state, 8)
+    assert copied != first
+    assert (node_id_of(state, 8), node_id_of(state)) == (copied, copied)
 
 
 def test_run_json_is_of_one_directory(tmp_path: Path) -> None:
