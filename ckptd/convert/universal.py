@@ -19,7 +19,7 @@ from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
 from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
 from ckptd.zero import stage12
 from ckptd.zero.agreement import refuse_folder_name
-from ckptd.zero.facts import as_dict
+from ckptd.zero.facts import as_dict, states_of
 from ckptd.zero.optimizers import numbers_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class UniversalLayout:
             value["param_groups"] = groups
         if self.superset:
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
-            numbers = numbers_of(as_dict(base.get("state")), self.save.cells[0][0].shards[0])
+            numbers = numbers_of(states_of(base), self.save.cells[0][0].shards[0])
             value["optimizer_state_dict"] = {"state": {0: numbers}, "param_groups": groups}
         return self._archive("zero/optimizer_state.pt", value, _from(self.save.rank0_optim.source.index))
 

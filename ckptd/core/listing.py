@@ -16,6 +16,7 @@ from ckptd.core.unprotected import Kind, Unprotected
 OURS = "_ckptd"
 POINTERS = frozenset({"latest", "latest_universal"})
 _DERIVED = re.compile(r"(_universal|_weights-.*)$")
+_NUMBER = re.compile(r"(\d+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,14 @@ class SaveDirListing:
     """Links that are named as checkpoints are, or by `latest`; of a folder a shard that is no plain file."""
     unprotected: tuple[Unprotected, ...] = ()
     """Checkpoints in and below save_dir that are none of this job's layouts; never looked into."""
+
+    def is_at_risk(self, tag: str) -> bool:
+        """Whether `latest` names a tag, or its number is higher than those of all others listed here."""
+        if tag == self.latest:
+            return True
+        number = _NUMBER.search(tag)
+        steps = [int(m[1]) for one in self.folders if one.tag != tag and (m := _NUMBER.search(one.tag))]
+        return number is not None and int(number[1]) > max(steps, default=-1)
 
     @property
     def loose(self) -> frozenset[str]:

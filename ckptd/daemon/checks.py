@@ -27,7 +27,6 @@ from ckptd.core.unprotected import KNOWN_ALONE
 from ckptd.core.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.waiting import tried_again
 from ckptd.daemon.alarms import see_alarms, waits_for_alarm
-from ckptd.daemon.linked import is_at_risk
 from ckptd.daemon.outlook import FREES_FILES, see_outlook, shortage, to_adopt
 from ckptd.daemon.stuck import see_stuck
 from ckptd.daemon.unfinished import REMOVES, removal, removal_of_hold, unfinished, way_out, what_reads_it
@@ -233,7 +232,7 @@ def _see_verdicts(job: Job, state: JobState) -> None:
 
 def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> None:
     if why == STAGE_0 and state.listing is not None:
-        severity: Severity = "attention" if is_at_risk(tag, state.listing) else "note"
+        severity: Severity = "attention" if state.listing.is_at_risk(tag) else "note"
         see.see(
             "unprotected-save", tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity
         )

@@ -5,7 +5,6 @@ checkpoint of the job (P17).
 from __future__ import annotations
 
 import logging
-import re
 from typing import TYPE_CHECKING
 
 from ckptd.core.names import shown
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.job")
 
-_NUMBER = re.compile(r"(\d+)$")
 _NEXT_STEP = (
     "ckptd follows no links below save_dir; move the folder itself into save_dir, or make save_dir the place "
     "where it lies"
@@ -35,7 +33,7 @@ def look(job: Job, save_dir_fd: int) -> SaveDirListing:
         if problem.code == "linked-save" and problem.about not in seen:
             job.problems.clear("linked-save", problem.about)
     for tag, path in seen.items():
-        is_newest = is_at_risk(tag, listing)
+        is_newest = listing.is_at_risk(tag)
         names = " (latest names it)" if tag == listing.latest else ""
         what = "a link" if path == tag else f"made of links ({path})"
         text = f"{tag}{names} is {what}: it is not watched, and nothing of it is sent"
@@ -58,17 +56,6 @@ def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
     for problem in job.problems.all():
         if problem.code == "unprotected-save" and problem.about not in about:
             job.problems.clear("unprotected-save", problem.about)
-
-
-def is_at_risk(tag: str, listing: SaveDirListing) -> bool:
-    """What `latest` names, or what by its number is newer than all that is listed here."""
-    if tag == listing.latest:
-        return True
-    number = _NUMBER.search(tag)
-    steps = [
-        int(found[1]) for one in listing.folders if one.tag != tag and (found := _NUMBER.search(one.tag))
-    ]
-    return number is not None and int(number[1]) > max(steps, default=-1)
 
 
 def linked_here(job: Job) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config_places import command_for
 from ckptd.config_quantities import show_bytes
+from ckptd.core.heartbeat import DEAD_SECONDS
 from ckptd.core.lifecycle import State
 from ckptd.core.runs import Claim, Part, Place, RunFile, RunSeen, run_of, short
 from ckptd.core.topology import cells_of
@@ -323,6 +324,12 @@ class Runs:
         what = "nothing of this one is sent there" if is_refused else "nothing of that one is sent there"
         text = f"{others[0]}{more} saves another run to {name} under the name {self._config.name}: {what}"
         step = 'name one of the two runs apart: name = "…" in its job file, and a url of its own'
+        if is_refused and not self._part().is_whole:
+            resume = command_for(self._config, "resume")
+            minutes = f"{DEAD_SECONDS / 60:.0f} min"
+            step += (
+                f"; a node that replaces a dead one of this run: {resume}, or wait {minutes} after its end"
+            )
         see.see("run-shared", name, text, step, severity="attention" if is_refused else "note")
 
     def _other_runs(self, name: str) -> list[str]:

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ckptd import errors
+from ckptd import errors, files
 from ckptd.budget import MIB, divide, shortage
 from ckptd.config_places import this_node
 from ckptd.config_quantities import show_bytes
 from ckptd.config_values import shown_remote
-from ckptd.convert.supervise import probe_restrictions
+from ckptd.convert.supervise import inspect_files, probe_restrictions
+from ckptd.core.layouts import Role, parse_shard_name
+from ckptd.core.lifecycle import STAGE_0, Context, judge
 from ckptd.core.runs import short
+from ckptd.core.unprotected import KNOWN_ALONE
 from ckptd.core.view import ZERO
 from ckptd.errors import (
     CkptdError,
@@ -33,6 +36,7 @@ from ckptd.errors import (
 )
 from ckptd.local.probe import Finding, failed, probe_save_dir
 from ckptd.local.run_file import host_name
+from ckptd.local.scan import scan
 from ckptd.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.place import lies_in_save_dir
 from ckptd.recover.abilities import abilities_rows, settings_rows
@@ -71,6 +75,7 @@ def check_job(
 ) -> Iterator[Finding]:
     """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
+    yield from _stage_0(job)
     yield _state(job, daemon, environ, jobs_in_daemon)
     if job.shared_fs:
         yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
@@ -81,6 +86,38 @@ def check_job(
         if ZERO not in remote.forms and not job.shared_fs:
             yield _without_zero(remote)
     yield _children()
+
+
+def _stage_0(job: JobConfig) -> Iterator[Finding]:
+    """Name the newest checkpoint where it is one without ZeRO, which its names alone do not tell."""
+    try:
+        with files.opened_dir(job.save_dir) as fd:
+            listing = scan(fd, job.trainer)
+    except OSError:
+        return  # told already
+    for folder in listing.folders:
+        has_optimizer = any(
+            named.role is Role.OPTIM for f in folder.shards if (named := parse_shard_name(f.name))
+        )
+        if folder.is_model_only or has_optimizer or not listing.is_at_risk(folder.tag):
+            continue
+        with contextlib.suppress(CkptdError):
+            read = inspect_files(job.save_dir / folder.tag, [f.path for f in folder.shards])
+            verdict = judge(folder, {row.path: row for row in read}, None, _at_rest(job))
+            if verdict.reason == STAGE_0:
+                text = f"{folder.tag} is {STAGE_0}: nothing of it is sent"
+                yield failed("layout", RefusedError(text, hint=KNOWN_ALONE))
+
+
+def _at_rest(job: JobConfig) -> Context:
+    """The view of a folder that nobody writes in."""
+    return Context(
+        settle_seconds=job.settle_seconds,
+        quiet_seconds=job.settle_seconds,
+        is_in_flight=False,
+        save_spread_seconds=job.save_spread_seconds,
+        is_to_send=False,
+    )
 
 
 def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:

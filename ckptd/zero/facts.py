@@ -99,6 +99,12 @@ def as_dict(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def states_of(base: Any) -> dict[Any, Any]:
+    """Return an optimizer's states by group, which a state dictionary has as a dictionary or as a list."""
+    states = as_dict(base).get("state")
+    return dict(enumerate(states)) if isinstance(states, list) else as_dict(states)
+
+
 def scalar(value: Any, fd: int) -> float | int | None:
     """A Python number, or the one element of a tensor in the file open at `fd`; None when it is neither."""
     if isinstance(value, bool):
@@ -149,7 +155,7 @@ def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
     facts.ds_version = facts.ds_version or _text(inner.get("ds_version"))
     facts.partition_count = _integers(inner.get("partition_count"))
     base = inner.get("optimizer_state_dict") if facts.zero_stage == 3 else inner.get("base_optimizer_state")
-    states = as_dict(as_dict(base).get("state"))
+    states = states_of(base)
     _element_facts(facts, inner, states)
     first = as_dict(next(iter(states.values()), None))
     step = scalar(first.get("step"), fd)

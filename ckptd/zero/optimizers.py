@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.core.loaders import stage3_loader_word
 from ckptd.errors import RefusedError
 from ckptd.torchfile.values import Inert, Tensor
-from ckptd.zero.facts import as_dict
+from ckptd.zero.facts import as_dict, states_of
 
 if TYPE_CHECKING:
     from ckptd.zero.save import Save
@@ -33,7 +33,17 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
     Raises:
         RefusedError: Muon. At stages 1 and 2 it keeps the momentum of whole matrices on every rank that
             holds a piece of them (docs/formats.md §3.2), and no stage of the stock loader reads it back.
+            States of which no group is a dictionary: left out, the run would go on without its moments.
     """
+    states = base.get("state")
+    groups_of = list(states_of(base).values())
+    if not isinstance(states, dict | list | None) or (
+        groups_of and not any(isinstance(state, dict) for state in groups_of)
+    ):
+        raise RefusedError(
+            f"{source.path} keeps its optimizer's state in a form that ckptd does not know",
+            hint="the ZeRO form is safe all the same",
+        )
     groups = base.get("param_groups")
     for group in groups if isinstance(groups, list) else []:
         if as_dict(group).get("use_muon") is True:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.torchfile.values import Inert
 from ckptd.zero.experts import NO_EXPERTS, Experts
-from ckptd.zero.facts import as_dict, as_int, numel, shown
+from ckptd.zero.facts import as_dict, as_int, numel, shown, states_of
 from ckptd.zero.optimizers import refuse_unknown_layout
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
 from ckptd.zero.shards import Flat, Opened, OptimShard, ShardGroup, Source, flat, split_state
@@ -50,7 +50,7 @@ def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
         raise RefusedError(f"{source.path} has {len(fp32_groups)} fp32 groups and {len(mappings)} mappings")
     if not masters_only:
         refuse_unknown_layout(as_dict(base), source)
-    states = {} if masters_only else as_dict(as_dict(base).get("state"))
+    states = {} if masters_only else states_of(base)
     paddings = _paddings(inner.get("group_paddings"), len(mappings))
     aligned = inner.get("param_alignment_paddings")
     groups: list[ShardGroup] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.zero.facts import as_dict, numel
+from ckptd.zero.facts import as_dict, numel, states_of
 from ckptd.zero.optimizers import refuse_unknown_layout
 from ckptd.zero.parameters import Parameter, Piece, StateRanges
 from ckptd.zero.shards import Opened, OptimShard, ShardGroup, flat, split_state
@@ -36,7 +36,7 @@ def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its optimizer state")
     if not masters_only:
         refuse_unknown_layout(as_dict(base), source)
-    states = {} if masters_only else as_dict(as_dict(base).get("state"))
+    states = {} if masters_only else states_of(base)
     groups: list[ShardGroup] = []
     for s, tensor in enumerate(fp32_groups):
         fp32 = flat(tensor, source, f"fp32 partition of sub-group {s}")

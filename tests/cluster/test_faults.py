@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptd.core.heartbeat import DEAD_SECONDS
 from tests.cluster import runs
 from tests.cluster.harness import SHORT, Cluster, cluster
 from tests.real import REPOSITORY
@@ -73,6 +74,9 @@ def test_a_replacement_steps_in_for_a_dead_owner_and_missing_ranks_are_named(tmp
         assert "missing ranks 0-1" in text
         assert here.nodes["b"].status()["state"] == "attention"
         assert f"{TAG}~g1" in here.commits() and "global_step4~g1" not in here.commits()
+        # a node that never resumed may stand in for one that has been silent for five minutes, not sooner
+        before = time.time() - 2 * DEAD_SECONDS
+        os.utime(here.nas / "_ckptd" / "heartbeats" / "a.json", (before, before))
         fresh = here.add("c", step_in_seconds=2)
         fresh.write(RUN, 0, 4)
         fresh.start()

@@ -20,7 +20,8 @@ from tests.real import MODULE, TAG, Recipe, copy_of, expect, launch, prepare, sa
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 EXPERTS = Recipe(stage=2, world_size=2, moe=4, ep=2)
 TWO, THREE = Recipe(stage=2, world_size=2), Recipe(stage=3, world_size=2)
-expect(THREE, EXPERTS)
+STAGE_0 = Recipe(stage=0, world_size=2)
+expect(THREE, EXPERTS, STAGE_0)
 SWITCHES = {
     "2 to 3": (TWO, THREE),
     "3 to 2": (THREE, TWO),
@@ -235,3 +236,28 @@ def test_experts_of_releases_whose_model_states_do_not_tell_the_stage(tmp_path: 
     assert here.comes_to_rest(), here.log.read_text()[-2000:]
     shutil.rmtree(here.save_dir)
     assert inspect(Path(resume(here)))[1]["state"] == "complete"
+
+
+def test_a_save_without_zero_is_said_to_be_unprotected(tmp_path: Path) -> None:
+    """Stage 0 keeps the optimizer in the model states: nothing of it is sent, and no command is silent."""
+    prepare([STAGE_0])
+    here = node_of(save_dir_of(STAGE_0), tmp_path / "node")
+    assert here.once() == 1, here.log.read_text()[-2000:]
+    (problem,) = here.status()["problems"]
+    assert (problem["code"], problem["severity"]) == ("unprotected-save", "attention")
+    assert f"{TAG} is a checkpoint of DeepSpeed without ZeRO (stage 0)" in problem["text"]
+    assert "nothing of it is sent" in problem["text"]
+    process = here.start()
+    here.wait("the problem", lambda: "unprotected-save" in here.problems())
+    said = ckptd("status", here.job_file)
+    assert said.returncode == 1
+    assert "NOT SAFE" in said.stdout
+    assert "(stage 0)" in said.stdout
+    process.terminate()
+    assert process.wait(200) == 0
+    checked = ckptd("check", here.job_file)
+    assert (checked.returncode, "(stage 0)" in checked.stdout) == (65, True), checked
+    refused = ckptd("resume", here.job_file)
+    assert (refused.returncode, refused.stdout) == (65, ""), refused
+    assert "stage 0" in refused.stderr
+    assert not list(here.nas.rglob("*.pt"))

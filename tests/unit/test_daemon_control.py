@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ckptd.daemon.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
+from ckptd.daemon.problems import Problems
 from tests.unit.descriptors import no_free_descriptor
 
 
@@ -113,6 +116,33 @@ def test_a_drain_ends_at_its_deadline_whatever_the_clock_does(
     late = Control()
     late.refresh(tmp_path)
     assert not late.is_draining
+
+
+def test_a_drain_that_ended_is_not_told_after_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then status tells how it ended: the node may have been spared, and somebody wants to know."""
+    monotonic, unix = [100.0], [1_000_000.0]
+    monkeypatch.setattr("ckptd.daemon.control.time.monotonic", lambda: monotonic[0])
+    monkeypatch.setattr("ckptd.daemon.control.time.time", lambda: unix[0])
+    one = Control()
+    one.begin_drain(30.0)
+    seen_at = [unix[0] - 60.0]
+    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems())
+    state: Any = SimpleNamespace(plan=None, rows={}, quiet={})
+
+    def told() -> bool:
+        state.rows = {n: SimpleNamespace(seen_at=at) for n, at in enumerate(seen_at)}
+        return one.drain_status(job, state) is not None
+
+    assert told()
+    seen_at.append(unix[0] + 20.0)
+    assert told(), "saved while it went on"
+    monotonic[0] += 40.0
+    unix[0] += 40.0
+    assert told(), "it is over, and nothing was saved since"
+    seen_at.append(unix[0] + 1.0)
+    assert not told()
 
 
 def test_a_file_replaced_within_a_tick_of_the_clock_is_seen(tmp_path: Path) -> None:

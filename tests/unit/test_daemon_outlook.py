@@ -109,6 +109,14 @@ def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> N
     }
 
 
+@pytest.mark.parametrize(("saves", "is_told"), [(4, False), (5, True)])
+def test_a_slow_link_is_said_after_five_saves(saves: int, is_told: bool) -> None:
+    """The first ones of a run lie closer together, or come with the data set's upload: no rate yet."""
+    job, state = scene(free_gb=3000, speeds={"nas": 30e6, "s3": 1e9})
+    state.rows = dict(list(state.rows.items())[:saves])
+    assert ("link-slow" in alarms(job, state)) is is_told
+
+
 def test_a_slow_link_is_said_where_the_trainer_rotates() -> None:
     """No retention key here: nothing that ckptd could let go sooner, and still not every save arrives."""
     found = alarms(*scene(speeds={"nas": 30e6}, limit=None))

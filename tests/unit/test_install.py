@@ -75,6 +75,18 @@ def test_systemd_takes_every_unit(tmp_path: Path, user: str | None) -> None:
         assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.parametrize("user", ["alice", None])
+def test_a_drain_that_ran_out_of_time_is_no_failed_unit(tmp_path: Path, user: str | None) -> None:
+    """What is installed says so, for a service of the system and for a user's own."""
+    at = target(tmp_path, user)
+    write_files(tmp_path, at, DROP_IN)
+    lines = at.unit.read_text().splitlines()
+    assert lines.count("SuccessExitStatus=3") == 1
+    assert lines.index("[Service]") < lines.index("SuccessExitStatus=3") < lines.index("[Install]")
+    assert "RestartPreventExitStatus=2 75 77 78" in lines
+    assert any(line.startswith("ExecStart=") and " --drain " in line for line in lines)
+
+
 def test_paths_come_back_as_they_were_written() -> None:
     assert units.paths_of(DROP_IN.text) == DROP_IN.paths
     assert units.memory_max_of(DROP_IN.text) == DROP_IN.memory_max_bytes == 5 << 28

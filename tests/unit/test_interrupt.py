@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,30 @@ def test_a_restore_says_where_it_was_stopped(scene: RestoreScene) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, str(scene.dir / TAG)), done
     assert f"ckptd: put it in place as {TAG}" in done.stderr.splitlines()
     assert f"ckptd: wrote latest = {TAG}" in done.stderr.splitlines()
+
+
+def test_a_resume_says_where_it_was_stopped(scene: RestoreScene) -> None:
+    """One line at the end, no traceback, nothing on stdout for a launch script; the same command goes on."""
+    scene.two()
+    shutil.rmtree(scene.save_dir)
+    scene.save_dir.mkdir()
+    words = ["resume", str(scene.save_dir), str(scene.nas)]
+
+    def ckptd(*first: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent"}
+        command = [sys.executable, *first, *words]
+        return subprocess.run(command, check=False, capture_output=True, text=True, env=environ, timeout=200)
+
+    stopped = ckptd("-c", AT_A_SHARD, OPTIM.format(1))
+    said = stopped.stderr.splitlines()
+    assert (stopped.returncode, stopped.stdout) == (130, ""), stopped
+    assert "Traceback" not in stopped.stderr
+    assert [line for line in said if "to go on" in line] == said[-1:]
+    assert said[-1].startswith("ckptd: stopped, and this was not done: "), said
+    assert said[-1].endswith(f"→ to go on: ckptd {' '.join(words)}")
+    assert not (scene.save_dir / TAG).exists()
+    done = ckptd("-m", "ckptd")
+    assert (done.returncode, done.stdout.strip()) == (0, str(scene.save_dir / TAG)), done
 
 
 @pytest.mark.root
