@@ -131,7 +131,7 @@ def test_a_copied_directory_is_another_place(tmp_path: Path) -> None:
         before = commits(x)
         y.save(2, OTHER_RUN)
         y.start()
-        y.wait("that the original is saved there", lambda: shared(y), 90)
+        y.wait("that the original is saved there", lambda: shared(y), 60)
         assert shared(y)["severity"] == "attention"
         assert f":{x.save_dir} saves another run to nas" in shared(y)["text"]
         assert commits(x) == before
