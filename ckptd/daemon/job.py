@@ -33,6 +33,7 @@ from ckptd.daemon.scrubbing import Scrubber
 from ckptd.daemon.setup import (
     begun,
     check_device,
+    is_default_state,
     is_still,
     let_go,
     make_state,
@@ -159,7 +160,8 @@ class Job:
         digest = config_digest(self.config)
         state = JobState(journal, digest, required, problems=self.problems, audit=self.audit)
         state.load()
-        node_id = node_id_of(self.state_dir)
+        is_inside = is_default_state(self.state_dir, self.config.save_dir)
+        node_id = node_id_of(self.state_dir, os.fstat(save_dir_fd).st_ino if is_inside else None)
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)

@@ -21,7 +21,7 @@ from ckptd.core.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.nodes import takes_beats
 from ckptd.daemon.processes import error_of
 from ckptd.daemon.seen import committed_shards
-from ckptd.local.run_file import host_name, read_run, run_file, user_name, write_run
+from ckptd.local.run_file import copied_run, host_name, read_run, run_file, user_name, write_run
 from ckptd.remote import messages as m
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Runs:
         self._is_asking: set[str] = set()
         self.sharers: dict[str, tuple[SeenNode, ...]] = {}
         """Remote → other places that were heard of there, of whatever run."""
+        self._copied = copied_run(self._fd, self._save_dir)
         self.refresh()
 
     @property
@@ -291,12 +292,32 @@ class Runs:
 
     def see_problems(self, see: Problems) -> None:
         """For as long as each turn sees it: who else saves to a remote, and what other runs left there."""
+        self._see_copied(see)
         for name, link in self._links.items():
             if link.others:
                 self._see_shared(see, name, [other.words for other in link.others], is_refused=True)
             elif others := self._other_runs(name):
                 self._see_shared(see, name, others, is_refused=False)
+            if self._are_siblings(name, link):
+                # at the first start here that was not known of the others
+                see.clear("name-shared", name)
             self._see_left(see, name, link)
+
+    def _see_copied(self, see: Problems) -> None:
+        """A note, until this daemon ends."""
+        if self._copied is None or self._file is None:
+            return
+        is_same = self.run_id == self._copied
+        what = "it goes on with that run here" if is_same else "what is saved here is a run of its own"
+        text = f"{self._save_dir} was copied or moved from where run {short(self._copied)} was saved: {what}"
+        step = 'where the other one is saved on, this one needs name = "…" and a url of its own'
+        see.see("run-copied", self._save_dir, text, step)
+
+    def _are_siblings(self, name: str, link: RemoteLink) -> bool:
+        """Whether all who live there besides this place are of its run, which it may go on with."""
+        beats = [seen.heartbeat for seen in self.sharers.get(name, ()) if not seen.is_dead]
+        runs = {beat.run_id for beat in beats if beat is not None}
+        return link.is_claimed and len(beats) > 0 and None not in beats and runs == {self.run_id}
 
     def _see_shared(self, see: Problems, name: str, others: Sequence[str], *, is_refused: bool) -> None:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""

@@ -19,7 +19,7 @@ from ckptd.daemon.tenancy import own_state
 from ckptd.daemon.twins import settle
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.local.fs import ensure_ours
-from ckptd.local.state_dir import NODE_ID, prepare_state_dir, read_node_id, state_base
+from ckptd.local.state_dir import NODE_ID, NODE_PLACE, prepare_state_dir, read_node_id, state_base
 from ckptd.place import lock as lock_if_possible
 from ckptd.place import opened_ours, path_of
 from ckptd.remote import messages as m
@@ -80,15 +80,25 @@ def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
     return state_dir
 
 
-def node_id_of(state_dir: Path) -> str:
-    """The random id of this node, made once and kept in the state directory."""
+def node_id_of(state_dir: Path, inode: int | None = None) -> str:
+    """The random id of this node, made once and kept in the state directory.
+
+    `inode`: of the save_dir in which the state lies. Where both were copied together, the copy gets an id of
+    its own: under one id two places would be taken for one, and both let into one remote.
+    """
     with opened_ours(state_dir) as fd:
         known = read_node_id(fd)
-        if known is not None:
-            return known
-        node_id = secrets.token_hex(8)
-        files.write_atomic(fd, NODE_ID, node_id.encode())
-    return node_id
+        place = files.read_beneath(fd, NODE_PLACE, limit_bytes=64).decode() if _has_place(fd) else None
+        if known is None or (inode is not None and place not in (None, str(inode))):
+            known = secrets.token_hex(8)
+            files.write_atomic(fd, NODE_ID, known.encode())
+        if inode is not None and place != str(inode):
+            files.write_atomic(fd, NODE_PLACE, str(inode).encode())
+    return known
+
+
+def _has_place(state_dir_fd: int) -> bool:
+    return files.stat_beneath(state_dir_fd, NODE_PLACE) is not None
 
 
 def remote_settings(

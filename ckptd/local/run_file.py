@@ -39,6 +39,16 @@ def read_run(save_dir_fd: int, save_dir: str) -> RunFile | None:
     return found if found.place in (place_of(save_dir, inode), place_of("", inode)) else None
 
 
+def copied_run(save_dir_fd: int, save_dir: str) -> str | None:
+    """The run of the directory that this one is a copy of, or was before it was moved; None: of none."""
+    try:
+        data = files.read_beneath(save_dir_fd, RUN_FILE_PATH, limit_bytes=_LIMIT_BYTES)
+        found = RunFile.model_validate_json(data)
+    except (OSError, CkptdError, ValidationError):
+        return None
+    return found.run_id if read_run(save_dir_fd, save_dir) is None else None
+
+
 def write_run(save_dir_fd: int, found: RunFile) -> None:
     """Replace it, durably."""
     with closing(ensure_ours(save_dir_fd, OURS)) as fd:

@@ -41,6 +41,8 @@ _NETWORK = (
     "wekafs",
 )
 NODE_ID = "node_id"
+NODE_PLACE = "node_place"
+"""Inode of the save_dir in which the state lay when the id was made."""
 _NODE_ID_LIMIT_BYTES = 256
 JOB = "job.json"
 """How the job was started: its job file, or its arguments and settings (docs/contract.md)."""

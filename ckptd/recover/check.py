@@ -200,6 +200,7 @@ def _remote(
         url=remote.url,
         job=job.name,
         job_id=owner.job_ids.get(remote.name),
+        proposed_job_id=_job_id(owner, seen),
         remote_id=owner.remote_ids.get(remote.name),
         known_url=owner.urls.get(remote.name),
         may_initialise=init_remote,
@@ -236,6 +237,12 @@ def _remote(
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
+
+
+def _job_id(owner: Owner, seen: Mapping[str, Attached]) -> str | None:
+    """The job's id by a remote that it has already: one that is made now gets no other."""
+    known = (*(answer.identity.job_id for answer in seen.values()), *owner.job_ids.values())
+    return next(iter(known), None)
 
 
 def _who_writes(

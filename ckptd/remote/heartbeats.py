@@ -76,7 +76,13 @@ class Heartbeats:
         return not seen.is_dead and _is_elsewhere(seen, ours)
 
     def elsewhere(self, ours: Heartbeat) -> tuple[SeenNode, ...]:
-        """Daemons over other directories than ours, as far as they say over which."""
+        """Daemons over other directories than ours, as far as they say over which.
+
+        Who told of another run is read again each time: a second node of this one joins it a moment later.
+        """
+        for key, (_, at, heartbeat) in list(self._known.items()):
+            if heartbeat is not None and heartbeat.run_id != ours.run_id:
+                self._known[key] = (-READ_AGAIN_SECONDS, at, heartbeat)
         return tuple(seen for seen in self.others("") if _is_elsewhere(seen, ours))
 
     def everyone(self, now_seconds: float | None = None) -> tuple[SeenNode, ...]:

@@ -117,3 +117,26 @@ def test_a_lost_journal_goes_on_with_the_run_and_an_emptied_directory_does_not(t
         x.start()
         x.wait_committed("global_step1~g2")
         assert commits(x)["global_step1~g2~zero"]["run_id"] not in runs
+
+
+def test_a_copied_directory_is_another_place(tmp_path: Path) -> None:
+    """`cp -a` brings the node id along: both were one place, let into one remote, and both called safe."""
+    with ExitStack() as stack:
+        x, y = two(stack, tmp_path)
+        x.save(1)
+        x.start()
+        x.wait_committed("global_step1~g1")
+        y.save_dir.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(x.save_dir, y.save_dir, symlinks=True, dirs_exist_ok=True)
+        before = commits(x)
+        y.save(2, OTHER_RUN)
+        y.start()
+        y.wait("that the original is saved there", lambda: shared(y), 60)
+        assert shared(y)["severity"] == "attention"
+        assert f":{x.save_dir} saves another run to nas" in shared(y)["text"]
+        assert commits(x) == before
+        copied = [p["text"] for p in y.status()["problems"] if p["code"] == "run-copied"]
+        assert copied, "its first run says so"
+        assert "was copied or moved from where run" in copied[0]
+        ids = {(one.save_dir / "_ckptd" / "state" / "node_id").read_text() for one in (x, y)}
+        assert len(ids) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import multiprocessing
 import os
 import re
@@ -189,6 +190,21 @@ def test_init_remote_and_then_all_is_well(tmp_path: Path) -> None:
     assert again["children"].what == "children"
     assert list((tmp_path / "nvme" / "run").iterdir()) == []
     assert [p.name for p in (tmp_path / "nas" / "run").rglob("*") if p.is_file()] == ["remote.json"]
+
+
+def test_two_remotes_that_are_made_at_once_are_one_jobs(tmp_path: Path) -> None:
+    """Each got a job id of its own, and the first run two."""
+    path = job_file(tmp_path)
+    (tmp_path / "nvme" / "run").mkdir()
+    (tmp_path / "nas2").mkdir()
+    other = f'[[remote]]\nname = "b"\nurl = "{tmp_path}/nas2/run"\nsame_filesystem = true\n'
+    path.write_text(path.read_text() + other)
+    found = findings(path, init_remote=True)
+    assert "made this job's remote" in found["remote b"].text
+    made = [(tmp_path / nas / "run" / "_ckptd" / "remote.json").read_text() for nas in ("nas", "nas2")]
+    ids = [json.loads(text) for text in made]
+    assert ids[0]["job_id"] == ids[1]["job_id"]
+    assert ids[0]["remote_id"] != ids[1]["remote_id"]
 
 
 def test_what_run_takes_check_takes(tmp_path: Path) -> None:

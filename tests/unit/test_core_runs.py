@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 from ckptd.core.heartbeat import Heartbeat, SeenNode
 from ckptd.core.manifest import RemoteIdentity, to_bytes
 from ckptd.core.runs import Claim, Decision, Row, RunFile, judge, run_of
+from ckptd.daemon.problems import Problems
+from ckptd.daemon.runs import Runs
+from ckptd.daemon.setup import node_id_of
 from ckptd.local.run_file import read_run, run_file, write_run
 from ckptd.remote import messages as m
 from ckptd.remote.directory import DirectoryStore
@@ -188,6 +192,53 @@ def test_two_daemons_of_one_node_name_do_not_write_over_each_others_heartbeat(st
     again = first.model_copy(update={"node_id": "new"})
     Heartbeats(store).put(again)
     assert store.get("_ckptd/heartbeats/a.json") == to_bytes(again)
+
+
+def test_of_nodes_of_one_run_nobody_says_that_they_share_a_name(tmp_path: Path) -> None:
+    """A second node was told of the first, when neither knew yet that they save parts of one checkpoint."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    write_run(fd, run_file(fd, str(tmp_path), "j", "joined").accepting("remote", 1, "j"))
+    link: Any = SimpleNamespace(
+        bind=lambda _run: None, is_claimed=False, others=(), seen_all=None, settings=SimpleNamespace()
+    )
+    state: Any = SimpleNamespace(go_on_with=lambda _run: None)
+    config: Any = SimpleNamespace(save_dir=tmp_path, name="job", shared_fs=False)
+    ours: Any = Runs(config, state, {"nas": link}, fd, ("b", "idb"), lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+    os.close(fd)
+    for is_claimed, seen, is_said in (
+        (False, beat("j"), True),
+        (True, beat("x"), True),
+        (True, beat(None), True),
+        (True, beat("j"), False),
+    ):
+        link.is_claimed, ours.sharers["nas"] = is_claimed, (seen,)
+        problems = Problems()
+        problems.put("name-shared", "nas", "node a writes to nas under this name, too", "")
+        ours.see_problems(problems)
+        assert ("name-shared" in {problem.code for problem in problems.all()}) == is_said
+
+
+def test_who_told_of_another_run_is_read_again(store: DirectoryStore) -> None:
+    first, second = beat("x").heartbeat, beat("j", **B).heartbeat
+    assert first is not None
+    assert second is not None
+    ours = Heartbeats(store)
+    Heartbeats(store).put(first)
+    assert [seen.heartbeat and seen.heartbeat.run_id for seen in ours.elsewhere(second)] == ["x"]
+    Heartbeats(store).put(first.model_copy(update={"run_id": "j"}))
+    os.utime(Path(store.url) / "_ckptd/heartbeats/a.json", (9, 9))
+    assert [seen.heartbeat and seen.heartbeat.run_id for seen in ours.elsewhere(second)] == ["j"]
+
+
+def test_a_copy_of_the_state_has_a_node_id_of_its_own(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    first = node_id_of(state)
+    assert node_id_of(state, 7) == first, "of a release that noted no directory"
+    assert node_id_of(state, 7) == first, "moved on one file system, it is the same"
+    copied = node_id_of(state, 8)
+    assert copied != first
+    assert (node_id_of(state, 8), node_id_of(state)) == (copied, copied)
 
 
 def test_run_json_is_of_one_directory(tmp_path: Path) -> None:
